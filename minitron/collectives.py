@@ -1,0 +1,226 @@
+"""Every collective that autograd sees, beside its adjoint.
+
+A linear map's backward pass is its transpose. For collectives along an axis of P ranks the pairs are
+
+    forward                                       backward
+    copy            x on every rank               all-reduce       f of Megatron-LM (Shoeybi et al. 2019)
+    all_reduce      sum of x over the ranks       copy             g
+    all_gather      concatenate along a dim       reduce-scatter   g of Korthikanti et al. 2022
+    reduce_scatter  sum, keep this rank's slice   all-gather       g-bar
+    split           keep this rank's slice        all-gather
+    all_to_all      trade slices                  trade them back
+
+so each autograd class below is two lines. Along an axis of size 1 every one is the identity and launches nothing,
+which is why layers never ask how large an axis is. The functions that end in `_` or `_into` are the plain
+operations underneath: layers with a hand-written backward, the pipeline and the optimizer call those; with `wait=False`
+they return a handle, so that a GEMM can run while data travel.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minitron.mesh import Axis
+
+# torch 2.13 renamed both and warns about the names that 2.11 has.
+_gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        pass
+
+
+# ---- plain operations: no autograd, in place or into a given tensor -------------------------------------------------
+
+
+def all_reduce_(x: Tensor, axis: Axis, *, wait: bool = True, op=dist.ReduceOp.SUM):
+    """x becomes its sum (or `op`) over `axis`. Returns a handle with .wait()."""
+    if axis.size == 1:
+        return Done()
+    return dist.all_reduce(x, op=op, group=axis.group, async_op=not wait) or Done()
+
+
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
+    """out [P * len(x), ...] becomes the ranks' x in axis order, along dim 0. Contiguous; x may be out's own slice."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+    return _gather_op(out, x, group=axis.group, async_op=not wait) or Done()
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
+    """out becomes this rank's slice (dim 0) of the sum of x over `axis`. Contiguous; out may be x's own slice."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+    return _reduce_scatter_op(out, x, group=axis.group, async_op=not wait) or Done()
+
+
+def gather_start(x: Tensor, axis: Axis):
+    """Begin an all-gather along dim 0: (result, handle); the result is valid after handle.wait()."""
+    if axis.size == 1:
+        return x, Done()
+    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    return out, all_gather_into(out, x.contiguous(), axis, wait=False)
+
+
+def reduce_scatter_start(x: Tensor, axis: Axis):
+    """Begin a reduce-scatter along dim 0: (result, handle). Raises ValueError if dim 0 is not divisible."""
+    if axis.size == 1:
+        return x, Done()
+    _check_divisible(x, 0, axis)
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    return out, reduce_scatter_into(out, x.contiguous(), axis, wait=False)
+
+
+def gather_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Concatenate the ranks' x along `dim`; no autograd."""
+    if axis.size == 1:
+        return x
+    out, handle = gather_start(x.movedim(dim, 0).contiguous(), axis)
+    handle.wait()
+    return out.movedim(0, dim)
+
+
+def reduce_scatter_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Sum over the ranks, keep this rank's slice of `dim`; no autograd."""
+    if axis.size == 1:
+        return x
+    _check_divisible(x, dim, axis)
+    out, handle = reduce_scatter_start(x.movedim(dim, 0).contiguous(), axis)
+    handle.wait()
+    return out.movedim(0, dim)
+
+
+def slice_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's slice of `dim`; a view."""
+    _check_divisible(x, dim, axis)
+    size = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * size, size)
+
+
+def trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """Slice `split_dim` into P parts, send part i to rank i, concatenate what arrives along `concat_dim`; no autograd."""
+    if axis.size == 1:
+        return x
+    _check_divisible(x, split_dim, axis)
+    parts = torch.stack(x.chunk(axis.size, split_dim)).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=axis.group)
+    return torch.cat(out.unbind(0), concat_dim)
+
+
+def _check_divisible(x: Tensor, dim: int, axis: Axis) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of axis "
+                         f"{axis.name!r}; pad it or choose a smaller axis")
+
+
+# ---- collectives with autograd, each beside its adjoint -------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.clone(memory_format=torch.contiguous_format)  # autograd may share dy with another consumer
+        all_reduce_(dy, ctx.axis)
+        return dy, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        y = x.clone(memory_format=torch.contiguous_format)
+        all_reduce_(y, axis)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dim):
+        ctx.axis, ctx.dim = axis, dim
+        return gather_along(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return reduce_scatter_along(dy, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dim):
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter_along(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_along(dy, ctx.axis, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dim):
+        ctx.axis, ctx.dim = axis, dim
+        return slice_along(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_along(dy, ctx.axis, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, split_dim, concat_dim):
+        ctx.axis, ctx.dims = axis, (concat_dim, split_dim)
+        return trade(x, axis, split_dim, concat_dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return trade(dy, ctx.axis, *ctx.dims), None, None, None
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """x, used by every rank of `axis` for another part of the work. Adjoint: all-reduce."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over `axis`, on every rank. Adjoint: copy."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """The ranks' x concatenated along `dim`, used by every rank for another part of the work. Adjoint: reduce_scatter."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's slice of the sum of x over `axis`. Adjoint: all_gather. ValueError if `dim` is not divisible."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's slice of an x that every rank holds. Adjoint: the all-gather of the slices' gradients."""
+    return x if axis.size == 1 else _Split.apply(x, axis, dim)
+
+
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """Give up a slice of `split_dim` to each rank, gain theirs along `concat_dim`. Adjoint: the same, dims exchanged."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim)

@@ -1,0 +1,114 @@
+"""Mix several datasets by weight, deterministically: Megatron's greedy rule.
+
+At step k the dataset that is furthest behind its share is drawn: the largest w_i * max(k, 1) - count_i, ties to the
+lowest i.  After any number of steps every dataset is within about one sample of its share.
+
+    weights .5 .3 .2      step 0 1 2 3 4 5 6 7 8 9
+                          draw 0 1 2 0 1 0 2 0 1 0
+
+The rule is a loop, and ten million steps of Python take minutes.  Yet it forgets its past: two runs whose counts differ
+soon draw what the other lacks, and meet.  So the steps are cut into chunks that run side by side in NumPy, each from
+guessed counts (its shares, rounded); then every chunk whose predecessor ended elsewhere than it began is run again from
+there, until all joints agree.  Agreement is checked, not hoped for: the first chunk is exact, so each round makes at
+least one more chunk exact, and in practice a few rounds settle all of them.  The order is the loop's, bit for bit.
+
+Left out: blending by dataset size without weights.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from minitron.data.cache import build_once
+from minitron.data.gpt import GPTDataset, Sample
+
+SURPLUS = 1.005                 # Megatron asks every part for this much more than its share
+MAX_CHUNKS = 4096
+
+
+class BlendedDataset:
+    """`num_samples` samples drawn from `parts` by the greedy rule; part i must hold `part_samples(num_samples, w_i)`."""
+
+    def __init__(self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache_dir: str | os.PathLike):
+        shares = normalize(weights)
+        assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
+        self.parts = list(parts)
+        key = f"{shares.tolist()} {num_samples}"
+        self.fingerprint = hashlib.sha256(" ".join([key, *(part.fingerprint for part in parts)]).encode()).hexdigest()[:16]
+        # Only the shares decide the order, so runs over other data with the same blend share the arrays.
+        folder = build_once(Path(cache_dir) / f"blend-{hashlib.sha256(key.encode()).hexdigest()[:16]}",
+                            lambda folder: _save_blend(folder, shares, num_samples))
+        self._part, self._sample = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                                    for name in ("part", "sample"))
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.parts[self._part[i]][int(self._sample[i])]
+
+
+def normalize(weights: Sequence[float]) -> np.ndarray:
+    """float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
+    for weight in weights:
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"data.paths: blend weight {weight} is not a positive number; leave that dataset out or give it "
+                             "a weight above 0")
+    if len(weights) > np.iinfo(np.int16).max:
+        raise ValueError(f"data.paths: {len(weights)} datasets, at most {np.iinfo(np.int16).max} can be blended; merge some")
+    shares = np.array(weights, np.float64)
+    return shares / np.sum(shares)
+
+
+def part_samples(num_samples: int, share: float) -> int:
+    """Samples that a part of this normalized weight must be able to give."""
+    return math.ceil(math.ceil(num_samples * share) * SURPLUS)
+
+
+def greedy_order(shares: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """(part int16 [num_samples], sample within that part int64 [num_samples]) of the greedy rule, exactly."""
+    # Megatron normalizes here once more; it can move the last bit of a share, and with it a tie.
+    shares = shares / np.sum(shares)
+    chunks = max(1, min(MAX_CHUNKS, math.isqrt(num_samples)))
+    steps = -(-num_samples // chunks)
+    first = np.arange(chunks, dtype=np.int64) * steps
+    begin = _rounded_shares(shares, first)
+    end = np.empty_like(begin)
+    part, sample = np.empty((steps, chunks), np.int16), np.empty((steps, chunks), np.int64)
+    pending = np.arange(chunks)
+    while len(pending):
+        part[:, pending], sample[:, pending], end[:, pending] = _run_chunks(shares, first[pending], begin[:, pending], steps)
+        pending = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
+        begin[:, pending] = end[:, pending - 1]
+    return part.T.reshape(-1)[:num_samples], sample.T.reshape(-1)[:num_samples]
+
+
+def _run_chunks(shares: np.ndarray, first: np.ndarray, counts: np.ndarray, steps: int) -> tuple[np.ndarray, ...]:
+    """Run the greedy loop in every chunk at once.  first [chunks], counts [parts, chunks] -> part, sample [steps, chunks],
+    final counts [parts, chunks]."""
+    part, sample = np.empty((steps, len(first)), np.int16), np.empty((steps, len(first)), np.int64)
+    counts, column = counts.copy(), np.arange(len(first))
+    for step in range(steps):
+        behind = shares[:, None] * np.maximum(first + step, 1.0) - counts
+        part[step] = draw = behind.argmax(axis=0)
+        sample[step] = counts[draw, column]
+        counts[draw, column] += 1.0
+    return part, sample, counts
+
+
+def _rounded_shares(shares: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """A guess of the counts before each step: shares rounded down, the rest to those cut most.  [parts, steps], float64."""
+    exact = shares[:, None] * step
+    counts = np.floor(exact)
+    rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
+    return counts + (rank < step - counts.sum(axis=0))
+
+
+def _save_blend(folder: Path, shares: np.ndarray, num_samples: int) -> None:
+    part, sample = greedy_order(shares, num_samples)
+    np.save(folder / "part.npy", part, allow_pickle=False)
+    np.save(folder / "sample.npy", sample, allow_pickle=False)

@@ -1,0 +1,45 @@
+"""Build a cached directory once, however many processes ask for it at the same time.
+
+Every rank of every job calls `build_once(directory, build)`.  The first to take the file lock builds into
+`directory.partial` and renames it; a rename is atomic, so `directory` is complete or absent.  The others wait for the
+lock, find the directory and read it.  A build that is killed leaves only a `.partial`, which the next builder deletes;
+the kernel drops the lock of a killed process, so nobody waits for ever.
+
+    rank 0   lock ---- build into index-3f.partial ---- rename to index-3f ---- unlock
+    rank 1   waits ------------------------------------------------------------ finds index-3f
+
+Left out: eviction.  A cache directory may be deleted by hand whenever no run uses it.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+
+def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> Path:
+    """Return `directory`, filled by exactly one call of `build(temporary_directory)` across processes.
+
+    Raises ValueError when the parent directory cannot be written, and whatever `build` raises (every waiting process
+    then tries in turn and reports the same error).
+    """
+    final = Path(directory)
+    if final.is_dir():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(final.parent, os.W_OK):
+            raise PermissionError(f"{final.parent} is not writable")
+    except OSError as error:
+        raise ValueError(f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write") from error
+    with FileLock(f"{final}.lock"):
+        if not final.is_dir():
+            partial = final.with_name(final.name + ".partial")
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir()
+            build(partial)
+            os.replace(partial, final)
+    return final

@@ -1,0 +1,140 @@
+"""A corpus of real text that every machine has: the Python standard library's own sources.
+
+A first run must need no download.  The .py files of the running Python (about 12 MB) are text written by people, with
+structure at every scale; a small model learns them visibly in minutes.  `build_corpus` does, once per cache directory:
+
+    read every .py     -> shuffle the files -> train a SentencePiece BPE -> encode -> corpus.bin/.idx, meta.json
+    skip undecodable      by hash of name      of `vocab_size` pieces       + </s>
+
+The files are ordered by the hash of their names, so the validation split is no last letter of the alphabet, and a new
+file moves no other.  The tokenizer loses nothing: decode(encode(text)) == text, white space and line ends included
+(identity normalization, no dummy prefix, unknown characters as their bytes).
+
+`meta.json` holds the Python version, the fingerprint of the sources, counts, and the unigram entropy -sum p ln p in nats
+per token: the loss of a model that knows how often each token occurs, and nothing of context.  Below it begins learning.
+
+Left out: site-packages, and test directories, which many distributions do not install: machines should agree.
+"""
+
+import hashlib
+import io
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import sentencepiece
+
+from minitron.data.cache import build_once
+from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from minitron.data.tokenizers import SentencePieceTokenizer
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+TRAINING_PIECE = 1000           # characters a training sentence; SentencePiece drops sentences beyond 4192 bytes
+SPACE_MARK = "\u2581"           # SentencePiece's own sign for a space
+TRAINER = dict(model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+               add_dummy_prefix=False, allow_whitespace_only_pieces=True, split_digits=True, unk_id=0, eos_id=1, bos_id=-1,
+               pad_id=-1, num_threads=1)
+
+
+class Corpus(NamedTuple):
+    """prefix: of the .bin/.idx pair.  meta: the contents of meta.json."""
+    prefix: str
+    tokenizer: "CorpusTokenizer"
+    meta: dict
+
+
+class CorpusTokenizer(SentencePieceTokenizer):
+    """The corpus's model, lossless for every text.
+
+    SentencePiece writes a space as U+2581 and so would read that character back as a space; here it is encoded as its
+    three bytes.
+    """
+
+    def encode(self, text: str) -> list[int]:
+        mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        first, *others = [self._model.encode(piece) for piece in text.split(SPACE_MARK)]
+        return first + [i for ids in others for i in mark + ids]
+
+
+def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.PathLike | None = None) -> Corpus:
+    """Build the corpus in `cache_dir`, or find it there; safe to call from any number of processes at once.
+
+    root: the folder of sources, by default this Python's standard library.
+    Raises ValueError when there is no source, or too little text for `vocab_size` pieces.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
+    sources = _read_sources(root)
+    digest = hashlib.sha256(repr(sorted(TRAINER.items())).encode())
+    for name, content in sources:
+        digest.update(f"{name}\n{len(content)}\n".encode() + content)
+    fingerprint = digest.hexdigest()[:16]
+    folder = build_once(Path(cache_dir) / f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}",
+                        lambda folder: _build(folder, sources, vocab_size, fingerprint))
+    tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
+    return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
+
+
+def _read_sources(root: Path) -> list[tuple[str, bytes]]:
+    """(relative name, content) of every non-empty .py file below root, ordered by the hash of the name."""
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    names.sort(key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
+    sources = [(name, (root / name).read_bytes()) for name in names]
+    sources = [(name, content) for name, content in sources if content]
+    if not sources:
+        raise ValueError(f"data.source=corpus: no .py sources in {root} (this Python was installed without them); use another "
+                         "Python, or data.source=indexed with your own data")
+    return sources
+
+
+def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fingerprint: str) -> None:
+    texts, skipped = [], []
+    for name, content in sources:
+        try:
+            texts.append(content.decode())
+        except UnicodeDecodeError:
+            skipped.append(name)
+    model = _train(texts, vocab_size)
+    (folder / "tokenizer.model").write_bytes(model)
+    tokenizer = CorpusTokenizer(model, "the corpus tokenizer")
+    sidecar = {"tokenizer": "corpus", "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    with IndexedWriter(folder / "corpus", best_dtype(vocab_size), sidecar) as writer:
+        for text in texts:
+            writer.add_document(np.array(tokenizer.encode(text) + [tokenizer.eod]))
+    tokens = IndexedDataset(folder / "corpus")
+    meta = {"python": platform.python_version(), "fingerprint": fingerprint, "files": len(texts),
+            "bytes": sum(len(text.encode()) for text in texts), "tokens": tokens.num_tokens, "vocab_size": vocab_size,
+            "skipped": skipped, "unigram_entropy": unigram_entropy(tokens)}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def _train(texts: list[str], vocab_size: int) -> bytes:
+    """Train the BPE on all texts, cut into pieces; returns the model file's bytes."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=_pieces(texts), model_writer=model, vocab_size=vocab_size,
+                                                 minloglevel=2, **TRAINER)
+    except RuntimeError as error:
+        raise ValueError(f"data.source=corpus: {sum(map(len, texts))} characters of source do not give model.vocab_size="
+                         f"{vocab_size} pieces ({str(error).splitlines()[-1]}); use a smaller vocabulary") from error
+    return model.getvalue()
+
+
+def _pieces(texts: list[str]) -> Iterator[str]:
+    for text in texts:
+        for begin in range(0, len(text), TRAINING_PIECE):
+            yield text[begin:begin + TRAINING_PIECE]
+
+
+def unigram_entropy(dataset: IndexedDataset) -> float:
+    """-sum p ln p over the token frequencies of a dataset, in nats per token."""
+    counts = np.bincount(dataset.tokens(0, dataset.num_tokens))
+    frequency = counts[counts > 0] / counts.sum()
+    return float(-(frequency * np.log(frequency)).sum())

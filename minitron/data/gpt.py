@@ -1,0 +1,172 @@
+"""Samples of s + 1 tokens from a token file, in the order of Megatron's GPTDataset.
+
+Documents are shuffled, laid end to end, and cut every s tokens; the cuts are shuffled again.  Three index arrays say so:
+
+    document index   int32 [epochs * documents]   a shuffled list of sequences, every epoch's copy in it
+    sample index     [samples + 1, 2]             where each cut falls: (position in the document index, token offset)
+    shuffle index    uint32 [samples]             sample i is cut number shuffle[i]
+
+Sample k spans tokens k*s .. k*s + s of the stream: s inputs and, shifted by one, s labels, so neighbours share a token.
+Example, s = 4, documents A (5 tokens), B (3), C (6), shuffled to B C A:
+
+    stream   B0 B1 B2 C0 C1 C2 C3 C4 C5 A0 A1 A2 A3 A4
+    cuts     0           4           8           12        rows (0, 0) (1, 1) (1, 5) (2, 3): three samples
+
+As many epochs are laid out as the requested samples need.  If the last would be used for less than 80 %, it is shuffled
+apart, so that no document is seen an extra time before the others had their turn.  All shuffles come from one
+`numpy.random.RandomState(seed)`, which makes the order equal to Megatron's.
+
+The arrays are a pure function of their key (data, sequences, samples, s, seed); they are built once, cached as .npy and
+memory-mapped.  A cut is the document whose cumulative length first exceeds k*s: a cumsum and a searchsorted by blocks,
+so 100 million documents take seconds, in NumPy.
+
+Left out: padding of a last partial sample (Megatron can keep one for validation), s3 paths.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from minitron.data.cache import build_once
+from minitron.data.indexed import IndexedDataset
+
+BLOCK_DOCUMENTS = 1 << 20       # a block's arrays stay in the cache hierarchy; larger is not faster
+
+
+class Sample(NamedTuple):
+    """tokens: int64 [s + 1].  starts: int32, ascending offsets in `tokens` at which a new document begins, without 0
+    (from the index, not from end-of-document tokens; s itself is possible: then only the last label is of the new one).
+    mask: float32 [s] loss weights of the labels, or None for all ones."""
+    tokens: np.ndarray
+    starts: np.ndarray
+    mask: np.ndarray | None = None
+
+
+class Plan(NamedTuple):
+    """How many epochs the document index holds, and how many samples precede a last epoch that is shuffled apart
+    (`first_samples == samples` when it is not)."""
+    epochs: int
+    samples: int
+    first_samples: int
+
+    @property
+    def last_apart(self) -> bool:
+        return self.first_samples != self.samples
+
+
+class GPTDataset:
+    """Samples 0 .. len - 1 of the given range of sequences, at least `num_samples` of them.
+
+    sequences: the range of sequences (a split) to draw from.  cache_dir: where the index arrays are kept.
+    vocab_size: drawing a sample with an id outside 0 .. vocab_size - 1 raises ValueError.
+    Raises ValueError when the range holds fewer than seq_len + 1 tokens (Megatron would repeat them inside a sample, and
+    loop for ever on none).
+    """
+
+    def __init__(self, indexed: IndexedDataset, sequences: range, num_samples: int, seq_len: int, seed: int,
+                 cache_dir: str | os.PathLike, vocab_size: int):
+        self.indexed, self.seq_len, self.vocab_size = indexed, seq_len, vocab_size
+        key = {"data": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], "samples": num_samples,
+               "seq_len": seq_len, "seed": seed}
+        self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        arrays = build_once(Path(cache_dir) / f"gpt-{self.fingerprint}",
+                            lambda folder: _save_index(folder, key, indexed, sequences))
+        self._documents, self._cuts, self._shuffle = (
+            np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("document", "sample", "shuffle"))
+
+    def __len__(self) -> int:
+        return len(self._shuffle)
+
+    def __getitem__(self, i: int) -> Sample:
+        cut = int(self._shuffle[i])
+        (first, begin), (last, end) = self._cuts[cut:cut + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            offset = begin if position == first else 0
+            length = end + 1 - offset if position == last else None
+            part = self.indexed.get(int(self._documents[position]), offset, length)
+            if len(part):
+                parts.append(part)
+        tokens = np.concatenate(parts, dtype=np.int64)
+        check_ids(tokens, self.vocab_size, f"{self.indexed.prefix}.bin: sample {i}")
+        return Sample(tokens, np.cumsum([len(part) for part in parts[:-1]], dtype=np.int32))
+
+
+def check_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
+    """Raise ValueError, naming the place and the id, unless all ids lie in 0 .. vocab_size - 1."""
+    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{where} holds token id {low if low < 0 else high}, but model.vocab_size={vocab_size} allows 0 to "
+                         f"{vocab_size - 1}; set model.vocab_size to the vocabulary the data were made with")
+
+
+def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> Plan:
+    """Epochs needed for `num_samples` samples, and whether the last is shuffled apart (Megatron's rule)."""
+    epochs = max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
+    samples = (epochs * tokens_per_epoch - 1) // seq_len
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
+    one_epoch = (tokens_per_epoch - 1) // seq_len
+    apart = epochs > 1 and num_samples - before_last < int(0.80 * one_epoch)
+    return Plan(epochs, samples, before_last if apart else samples)
+
+
+def build_document_index(sequences: range, plan: Plan, rng: np.random.RandomState) -> np.ndarray:
+    """int32 [epochs * sequences]: every epoch's copy, shuffled together or with the last epoch apart."""
+    index = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), plan.epochs)
+    return _shuffle_in_two(index, len(index) - len(sequences) if plan.last_apart else len(index), rng)
+
+
+def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
+    """[num_samples + 1, 2]: (position in document_index, offset in tokens) of stream token k * seq_len.
+
+    lengths: int32 [sequences].  The dtype is int32 while positions fit, as in Megatron.
+    """
+    fits = len(document_index) <= np.iinfo(np.int32).max
+    rows = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
+    rows[0] = 0         # even if the first document is empty
+    done, tokens_before = 1, 0
+    for begin in range(0, len(document_index), BLOCK_DOCUMENTS):
+        length = lengths[document_index[begin:begin + BLOCK_DOCUMENTS]]
+        ends = np.cumsum(length, dtype=np.int64) + tokens_before
+        stop = max(done, min(num_samples, (int(ends[-1]) - 1) // seq_len) + 1)
+        cuts = np.arange(done, stop, dtype=np.int64) * seq_len
+        document = np.searchsorted(ends, cuts, side="right")      # first document that ends beyond the cut: never empty
+        rows[done:stop, 0] = begin + document
+        rows[done:stop, 1] = cuts - (ends[document] - length[document])
+        done, tokens_before = stop, int(ends[-1])
+    assert done == num_samples + 1, "plan_epochs lays out enough tokens"
+    return rows
+
+
+def build_shuffle_index(plan: Plan, rng: np.random.RandomState) -> np.ndarray:
+    """uint32 [samples] (int64 beyond its range): a permutation, in two ranges when the last epoch is apart."""
+    fits = plan.samples < np.iinfo(np.uint32).max - 1
+    index = np.arange(plan.samples, dtype=np.uint32 if fits else np.int64)
+    return _shuffle_in_two(index, plan.first_samples, rng)
+
+
+def _shuffle_in_two(index: np.ndarray, first: int, rng: np.random.RandomState) -> np.ndarray:
+    rng.shuffle(index[:first])
+    if first < len(index):
+        rng.shuffle(index[first:])
+    return index
+
+
+def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: range) -> None:
+    """Build the three arrays of `key` and write them into `folder`, with the key beside them for the curious."""
+    tokens = int(indexed.lengths[sequences.start:sequences.stop].sum(dtype=np.int64))
+    if tokens < key["seq_len"] + 1:
+        raise ValueError(f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, fewer than "
+                         f"one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change data.split")
+    plan = plan_epochs(tokens, key["samples"], key["seq_len"])
+    rng = np.random.RandomState(key["seed"])
+    documents = build_document_index(sequences, plan, rng)
+    np.save(folder / "document.npy", documents, allow_pickle=False)
+    np.save(folder / "sample.npy", build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"]),
+            allow_pickle=False)
+    np.save(folder / "shuffle.npy", build_shuffle_index(plan, rng), allow_pickle=False)
+    (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")

@@ -1,0 +1,258 @@
+"""Token files: Megatron's PREFIX.bin and PREFIX.idx, byte for byte, by memory map.
+
+A dataset of a terabyte must open at once and serve any slice of any document.  So the tokens lie end to end in one
+file without any header, and a second file says where each sequence begins:
+
+    PREFIX.bin   tokens, little-endian, nothing else
+    PREFIX.idx   "MMIDIDX\\0\\0" | version 1: u64 | dtype code: u8 | sequences: u64 | document indices: u64
+                 | length of each sequence: i32 | its first byte in .bin: i64 | document indices: i64 | (modes: i8)
+
+Two documents, [7, 8, 9] and [4, 5], as uint16: `.bin` holds 10 bytes, lengths are 3 2, pointers 0 6, document
+indices 0 1 2.  Document d is the sequences document_indices[d] .. document_indices[d + 1] - 1; text written by
+tools/preprocess_data.py has one sequence a document.
+
+The writer works under temporary names and renames at the end, the .idx last: a dataset with an .idx is complete.
+PREFIX.json beside them (ours, optional) says which tokenizer made the tokens; datasets of others lack it.
+
+Left out: reading without a memory map, object stores.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import secrets
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
+          6: np.dtype("<f8"), 7: np.dtype("<f4"), 8: np.dtype("<u2")}
+_HEADER = struct.Struct("<9sQBQQ")          # magic, version, dtype code, sequences, document indices
+_COPY_BYTES = 64 << 20
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """Megatron's rule for token ids: uint16 below 65,500 ids, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """A dataset opened by memory map; `len()` counts sequences.
+
+    lengths: int32 [sequences], in tokens.  pointers: int64 [sequences], in bytes.  document_indices: int64
+    [documents + 1].  modes: int8 [sequences], or None where the file has none.  All are read-only views of the map.
+    Raises ValueError when a file is missing, is no Megatron index, or is shorter than the index says.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = os.fspath(prefix)
+        self.dtype, num_sequences, num_indices, has_modes = _read_header(self.prefix)
+        index = np.memmap(f"{self.prefix}.idx", dtype=np.uint8, mode="r")
+        sections = [(np.dtype("<i4"), num_sequences), (np.dtype("<i8"), num_sequences), (np.dtype("<i8"), num_indices),
+                    (np.dtype("i1"), num_sequences if has_modes else 0)]
+        views, offset = [], _HEADER.size
+        for dtype, count in sections:
+            views.append(np.frombuffer(index, dtype, count, offset))
+            offset += count * dtype.itemsize
+        self.lengths, self.pointers, self.document_indices, modes = views
+        self.modes = modes if has_modes else None
+        self._bin = self._map_tokens()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens offset .. offset + length - 1 of a sequence (to its end by default), a read-only view [length]."""
+        available = int(self.lengths[sequence]) - offset
+        length = available if length is None else length
+        if not (0 <= offset and 0 <= length <= available):
+            raise ValueError(f"{self.prefix}: sequence {sequence} has {self.lengths[sequence]} tokens; tokens {offset} "
+                             f"to {offset + length} were asked for; stay within the sequence")
+        return np.frombuffer(self._bin, self.dtype, length, int(self.pointers[sequence]) + offset * self.dtype.itemsize)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        """Tokens begin .. end - 1 of the whole .bin, whatever their sequence: a view for scans."""
+        return np.frombuffer(self._bin, self.dtype, end - begin, begin * self.dtype.itemsize)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files lie."""
+        digest = hashlib.sha256(f"{self.dtype.str} {len(self._bin)} ".encode())
+        digest.update(self.lengths)
+        for end in (self._bin[:1 << 16], self._bin[-1 << 16:]):
+            digest.update(end)
+        return digest.hexdigest()[:16]
+
+    def _map_tokens(self) -> np.ndarray:
+        path = f"{self.prefix}.bin"
+        if not os.path.isfile(path):
+            raise ValueError(f"{path}: no such file, but {self.prefix}.idx is there; copy the .bin beside its .idx")
+        size = os.path.getsize(path)
+        # The last sequence ends the file.  Only tools/check_data.py reads every pointer: opening must not cost O(n).
+        needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
+        if size < needed:
+            raise ValueError(f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; the file is truncated or "
+                             "belongs to another index: copy or preprocess it again")
+        return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
+
+
+class IndexedWriter:
+    """Write PREFIX.bin and PREFIX.idx; nothing appears under these names before `finalize`.
+
+    As a context manager it finalizes on success and deletes its temporary files on an error.  sidecar: a dict for
+    PREFIX.json.  Memory: 12 bytes a sequence and 8 a document.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type, sidecar: dict | None = None):
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.sidecar = sidecar
+        codes = {known: code for code, known in DTYPES.items()}
+        if self.dtype not in codes:
+            raise ValueError(f"dtype {self.dtype} has no code in the .idx format; use one of "
+                             f"{', '.join(str(d) for d in DTYPES.values())}")
+        self._code = codes[self.dtype]
+        self._suffix = f".{secrets.token_hex(4)}.partial"
+        self._lengths, self._document_indices = array("i"), array("q", [0])
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self.finalize()
+        finally:
+            self.discard()
+
+    def add_document(self, document: np.ndarray | Sequence[np.ndarray]) -> None:
+        """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""
+        for sequence in [document] if isinstance(document, np.ndarray) else document:
+            tokens = self._as_tokens(np.asarray(sequence))
+            self._bin.write(tokens.tobytes())
+            self._lengths.append(len(tokens))
+        self._document_indices.append(len(self._lengths))
+
+    def add_dataset(self, part: IndexedDataset) -> None:
+        """Append all documents of another dataset of the same dtype, as when shards are merged."""
+        if part.dtype != self.dtype:
+            raise ValueError(f"{part.prefix}.idx: dtype {part.dtype} differs from {self.dtype} of {self.prefix}; "
+                             "preprocess both with one tokenizer")
+        if part.modes is not None:
+            raise ValueError(f"{part.prefix}.idx: has modes (multimodal data), which {self.prefix} would lose; "
+                             "merge text datasets only")
+        before = len(self._lengths)
+        if is_contiguous(part):
+            size = part.num_tokens
+            step = _COPY_BYTES // self.dtype.itemsize
+            for begin in range(0, size, step):
+                self._bin.write(part.tokens(begin, min(begin + step, size)).tobytes())
+        else:
+            for sequence in range(len(part)):
+                self._bin.write(part.get(sequence).tobytes())
+        self._lengths.frombytes(part.lengths.tobytes())
+        self._document_indices.frombytes((part.document_indices[1:] + before).tobytes())
+
+    def finalize(self) -> None:
+        """Write the index and rename: .bin first, .idx last, so that whoever sees an .idx sees a whole dataset."""
+        lengths = np.frombuffer(self._lengths, "<i4")
+        pointers = np.zeros(len(lengths), "<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        with open(f"{self.prefix}.idx{self._suffix}", "xb") as index:
+            index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
+            for section in (lengths, pointers, np.frombuffer(self._document_indices, "<i8")):
+                index.write(section.tobytes())
+            _flush_to_disk(index)
+        _flush_to_disk(self._bin)
+        self._bin.close()
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)      # an older dataset disappears before its .bin changes
+        os.replace(f"{self.prefix}.bin{self._suffix}", f"{self.prefix}.bin")
+        Path(f"{self.prefix}.json").unlink(missing_ok=True)
+        if self.sidecar is not None:
+            Path(f"{self.prefix}.json").write_text(json.dumps(self.sidecar, indent=1) + "\n")
+        os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
+
+    def discard(self) -> None:
+        """Delete the temporary files."""
+        self._bin.close()
+        for kind in ("bin", "idx"):
+            Path(f"{self.prefix}.{kind}{self._suffix}").unlink(missing_ok=True)
+
+    def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.ndim != 1:
+            raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D array "
+                             "or a list of 1-D arrays")
+        if tokens.dtype != self.dtype and tokens.size and self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype)
+            if tokens.min() < limits.min or tokens.max() > limits.max:
+                raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype} of {self.prefix}; "
+                                 "choose the dtype with best_dtype(vocab_size)")
+        return tokens.astype(self.dtype, copy=False)
+
+
+def read_sidecar(prefix: str | os.PathLike) -> dict | None:
+    """PREFIX.json, which says what tokenizer made the dataset; None where there is none (a foreign dataset)."""
+    path = Path(f"{os.fspath(prefix)}.json")
+    if not path.is_file():
+        return None
+    try:
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); delete it or preprocess the data again") from error
+    missing = {"tokenizer", "fingerprint", "vocab_size"} - (sidecar.keys() if isinstance(sidecar, dict) else set())
+    if missing:
+        raise ValueError(f"{path}: no {', '.join(sorted(missing))} in it; delete it or preprocess the data again")
+    return sidecar
+
+
+def is_contiguous(dataset: IndexedDataset) -> bool:
+    """Whether the sequences lie in .bin in order, without gaps (every writer we know does so)."""
+    ends = np.cumsum(dataset.lengths, dtype=np.int64) * dataset.dtype.itemsize
+    return bool(np.array_equal(dataset.pointers[1:], ends[:-1]) and not dataset.pointers[:1].any())
+
+
+def _read_header(prefix: str) -> tuple[np.dtype, int, int, bool]:
+    """dtype, sequences, document indices and whether there are modes, checked against the size of PREFIX.idx."""
+    path = f"{prefix}.idx"
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
+                         "(tools/preprocess_data.py writes one)")
+    size = os.path.getsize(path)
+    with open(path, "rb") as index:
+        head = index.read(_HEADER.size)
+    if head[:len(MAGIC)] != MAGIC[:len(head)]:
+        raise ValueError(f"{path}: begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index; "
+                         "make one with tools/preprocess_data.py")
+    truncated = f"{path}: {size} bytes, shorter than its header says; it is truncated: copy or preprocess it again"
+    if len(head) < _HEADER.size:
+        raise ValueError(truncated)
+    _, version, code, num_sequences, num_indices = _HEADER.unpack(head)
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version}, only version {VERSION} is known; preprocess the data again")
+    if code not in DTYPES:
+        raise ValueError(f"{path}: dtype code {code} is none of 1 to {max(DTYPES)}; preprocess the data again")
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
+    if size < expected:
+        raise ValueError(truncated)
+    if size not in (expected, expected + num_sequences):
+        raise ValueError(f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or "
+                         "preprocess it again")
+    return DTYPES[code], num_sequences, num_indices, size != expected
+
+
+def _flush_to_disk(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())

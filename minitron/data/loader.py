@@ -1,0 +1,92 @@
+"""From samples to microbatches on the device: who reads what, in which order.
+
+The order is a function of the number of samples consumed so far and of nothing else. A step takes the next
+global_batch_size samples; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
+
+    mbs 2, dp 2, 8 samples a step     microbatch 0: rank 0 [0 1]  rank 1 [2 3]     microbatch 1: rank 0 [4 5]  rank 1 [6 7]
+
+so another dp size reads the same samples in the same step. Ranks of one tensor-, context- or pipeline-parallel group read the
+same samples; each context rank keeps its part of the sequence. The next step's samples are read while the current one trains.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from minitron.config import Config
+from minitron.data.gpt import Sample
+from minitron.mesh import Mesh
+from minitron.model.gpt import Batch
+from minitron.parallel.context import local_positions
+
+
+class Loader:
+    """Microbatches of `dataset` (anything with len and [i] -> Sample) for this rank of the mesh."""
+
+    def __init__(self, dataset, cfg: Config, mesh: Mesh):
+        self.dataset, self.mesh = dataset, mesh
+        self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
+        self.separate, self.seq_len = cfg.data.separate_documents, cfg.train.seq_len
+        self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self.ahead: tuple[int, Future] | None = None
+
+    def step(self, consumed: int, step: int) -> list[Batch]:
+        """This rank's microbatches of the step that begins after `consumed` samples."""
+        if self.ahead is not None and self.ahead[0] == consumed:
+            host = self.ahead[1].result()
+        else:
+            host = self._read(consumed)
+        after = consumed + self.total
+        self.ahead = (after, self.reader.submit(self._read, after)) if after + self.total <= len(self.dataset) else None
+        return [self._to_device(b, step) for b in host]
+
+    def close(self) -> None:
+        self.reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, consumed: int) -> list[Batch]:
+        dp = self.mesh.dp
+        starts = range(consumed + dp.rank * self.micro, consumed + self.total, self.micro * dp.size)
+        return [self._microbatch(range(start, start + self.micro)) for start in starts]
+
+    def _microbatch(self, indices: range) -> Batch:
+        drawn = [self.dataset[i] for i in indices]
+        views = [_view(sample, self.separate) for sample in drawn]
+        tokens = np.stack([sample.tokens for sample in drawn], 1)                      # [s + 1, b]
+        mask = np.stack([mask for mask, _, _ in views], 1)[self.order]
+        if self.separate:
+            positions = np.stack([positions for _, positions, _ in views], 1)[self.order]
+        else:
+            positions = self.order[:, None]
+        tensors = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order], "mask": mask,
+                   "positions": positions, "order": self.order, "samples": np.asarray(indices)}
+        host = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}
+        if self.mesh.device.type == "cuda":
+            host = {name: tensor.pin_memory() for name, tensor in host.items()}
+        return Batch(**host, count=float(mask.sum(dtype=np.float64)),
+                     documents=[bounds for _, _, bounds in views] if self.separate else None)
+
+    def _to_device(self, b: Batch, step: int) -> Batch:
+        moved = {name: getattr(b, name).to(self.mesh.device, non_blocking=True)
+                 for name in ("tokens", "labels", "mask", "positions", "order", "samples")}
+        return Batch(**moved, count=b.count, step=step, documents=b.documents)
+
+
+def _view(sample: Sample, separate: bool) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """(mask [s], positions [s], document boundaries [0, ..., s]) of one sample; the latter two only when kept apart.
+
+    With documents apart, the label after a document's last token belongs to the next one: it does not count.
+    """
+    s = len(sample.tokens) - 1
+    mask = np.ones(s, np.float32) if sample.mask is None else sample.mask
+    if not separate:
+        return mask, None, None
+    inner = sample.starts[sample.starts < s].astype(np.int64)
+    bounds = np.concatenate([[0], inner, [s]])
+    mask = mask.copy()
+    mask[sample.starts - 1] = 0.0
+    positions = np.arange(s) - np.repeat(bounds[:-1], np.diff(bounds))
+    return mask, positions, bounds

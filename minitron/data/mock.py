@@ -1,0 +1,35 @@
+"""Random tokens without any files: for speed measurements, tests and a first run on a new machine.
+
+Item i depends on (seed, i) alone, so every rank, layout and restart sees the same sample i.  With `document_length` the
+sample is cut into documents whose lengths are geometric with that mean, as if drawn from a long stream of documents.
+
+Left out: anything to learn.  The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
+"""
+
+import numpy as np
+
+from minitron.data.gpt import Sample
+
+
+class MockDataset:
+    """`num_samples` samples of seq_len + 1 uniform token ids; document_length: mean tokens a document, None for one
+    document a sample."""
+
+    def __init__(self, vocab_size: int, seq_len: int, num_samples: int, seed: int, document_length: float | None = None):
+        if document_length is not None and document_length < 1:
+            raise ValueError(f"document_length={document_length}: a document has at least one token; use 1 or more")
+        self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples
+        self.seed, self.document_length = seed, document_length
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < self.num_samples:
+            raise IndexError(f"sample {i} of {self.num_samples}")
+        rng = np.random.default_rng((self.seed, i))
+        tokens = rng.integers(self.vocab_size, size=self.seq_len + 1, dtype=np.int64)
+        begins = np.zeros(self.seq_len, bool)           # of tokens 1 .. s: a geometric length is a coin at every token
+        if self.document_length is not None:
+            begins = rng.random(self.seq_len) < 1 / self.document_length
+        return Sample(tokens, (np.flatnonzero(begins) + 1).astype(np.int32))

@@ -1,0 +1,188 @@
+"""Text to token ids and back, behind one small interface; every tokenizer is a file that the user names.
+
+    spec                file                                                            vocabulary, end of document
+    bytes               none: UTF-8 bytes                                               257, the last id
+    gpt2:DIR            DIR/encoder.json and DIR/vocab.bpe, as OpenAI published them    50257, <|endoftext|>
+    llama3:FILE         tokenizer.model: lines of "base64 rank" (tiktoken's format)     128256, <|end_of_text|>
+    llama2:FILE         tokenizer.model: a SentencePiece model                          32000, </s>
+
+Byte-pair encoding in three lines: a regular expression splits the text into words; a word starts as its bytes; the
+neighbouring pair whose concatenation has the lowest rank is joined, until none is left.  So a token's rank is both its
+id and its priority, and one table says everything:
+
+    ranks  b"a" 0  b"b" 1  b"ab" 2  b"abab" 3        "abab" -> a b a b -> ab ab -> abab = [3]
+
+`encode` treats its input as plain text: "<|endoftext|>" in a document is thirteen characters, never the special token.
+It adds nothing either; whoever separates documents appends `eod`.  `fingerprint` names a tokenizer by its content, so a
+dataset can say which one made it wherever the files lie.
+
+Left out: downloads, chat templates, a beginning-of-text token in pretraining data.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+import tiktoken
+
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_SPECIAL = 256
+# Position of each named special token of Llama 3.1 after the ordinary ones; the rest are reserved.
+LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id",
+                8: "eom_id", 9: "eot_id", 10: "python_tag"}
+# tiktoken's regex engine overflows its stack in a white-space run of some 500,000; Llama 3's own code cuts at this length.
+MAX_SPACES = 25_000
+
+
+class Tokenizer(Protocol):
+    """What data code needs of a tokenizer.  eod: the id that ends a document.  fingerprint: 16 hex digits."""
+    vocab_size: int
+    eod: int
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that a spec of the table above names.  Raises ValueError for an unknown kind or a bad file."""
+    kind, _, path = spec.partition(":")
+    if spec == "bytes":
+        return ByteTokenizer()
+    if kind not in _LOADERS or not path:
+        raise ValueError(f"data.tokenizer={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; name one of them "
+                         "(the tokenizer of data.source=corpus is made with the corpus)")
+    return _LOADERS[kind](Path(path))
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
+    vocab_size = 257
+    eod = 256
+    fingerprint = hashlib.sha256(b"bytes").hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
+
+
+class TiktokenTokenizer:
+    """Byte-pair encoding by tiktoken.  ranks: bytes -> id.  special: text -> id.  eod: a key of special."""
+
+    def __init__(self, ranks: dict[bytes, int], special: dict[str, int], split: str, eod: str):
+        self._encoding = tiktoken.Encoding("minitron", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+        self.vocab_size = len(ranks) + len(special)
+        self.eod = special[eod]
+        table = repr((split, sorted(ranks.items(), key=lambda item: item[1]), sorted(special.items())))
+        self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return [i for piece in cut_long_spaces(text) for i in self._encoding.encode_ordinary(piece)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, given as the bytes of its file; the end of document is its </s>."""
+
+    def __init__(self, model: bytes, name: str):
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{name}: no SentencePiece model ({error}); give the tokenizer.model of Llama 2") from error
+        self.vocab_size = self._model.vocab_size()
+        self.eod = self._model.eos_id()
+        if self.eod < 0:
+            raise ValueError(f"{name}: the model has no end-of-sentence piece, so documents cannot be separated; train it with one")
+        self.fingerprint = hashlib.sha256(model).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+
+def load_gpt2(folder: Path) -> TiktokenTokenizer:
+    """DIR/encoder.json: {token: id}; DIR/vocab.bpe: a comment line, then one merge "left right" a line, by priority.
+
+    Both write a byte as a printable character.  The ids must follow the merges, as in the published files, because tiktoken
+    joins the pair of the lowest id first.
+    """
+    encoder_path, merges_path = folder / "encoder.json", folder / "vocab.bpe"
+    text = _read(encoder_path)
+    try:
+        encoder = json.loads(text)
+        end = encoder.pop("<|endoftext|>")
+        byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
+        ranks = {bytes(byte_of[c] for c in token): int(i) for token, i in encoder.items()}
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published encoder.json") from error
+    merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
+    joined = {"".join(pair): 256 + rank for rank, pair in enumerate(merges)}
+    if any(len(pair) != 2 for pair in merges) or joined != {token: i for token, i in encoder.items() if len(token) > 1}:
+        raise ValueError(f"{merges_path}: its merges are not those of {encoder_path}; give the two files of one vocabulary")
+    _check_ranks(ranks | {b"<|endoftext|>": end}, encoder_path)
+    return TiktokenTokenizer(ranks, {"<|endoftext|>": end}, GPT2_SPLIT, "<|endoftext|>")
+
+
+def load_llama3(path: Path) -> TiktokenTokenizer:
+    """tokenizer.model of Llama 3, 3.1 or later: lines "base64(token) rank"; 256 special tokens follow the last rank."""
+    ranks = {}
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"{path}: line {number} is not 'base64 rank' ({error}); give the tokenizer.model of Llama 3 "
+                             "(that of Llama 2 is llama2:FILE)") from error
+    _check_ranks(ranks, path)
+    reserved = iter(range(LLAMA3_SPECIAL))
+    names = [LLAMA3_NAMED.get(i) or f"reserved_special_token_{next(reserved)}" for i in range(LLAMA3_SPECIAL)]
+    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+    return TiktokenTokenizer(ranks, special, LLAMA3_SPLIT, "<|end_of_text|>")
+
+
+def load_llama2(path: Path) -> SentencePieceTokenizer:
+    """tokenizer.model of Llama 2, or any SentencePiece model with an end-of-sentence piece."""
+    return SentencePieceTokenizer(_read(path), str(path))
+
+
+_LOADERS = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2}
+
+
+def cut_long_spaces(text: str) -> list[str]:
+    """The text in pieces, cut only inside runs of more than MAX_SPACES white-space characters."""
+    cuts = [0]
+    for run in re.finditer(rf"(?<!\s)\s{{{MAX_SPACES}}}\s*", text):
+        cuts.extend(range(run.start() + MAX_SPACES, run.end(), MAX_SPACES))
+    return [text[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+def _printable_bytes() -> list[str]:
+    """The character that GPT-2's files write for each byte: itself if printable, else the next one from U+0100 on."""
+    spare = iter(range(256, 512))
+    return [chr(b) if chr(b).isprintable() and b != 32 else chr(next(spare)) for b in range(256)]
+
+
+def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
+    """Ids 0 .. n - 1, each once, and every single byte among the tokens: then any text can be encoded."""
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
+        raise ValueError(f"{path}: ids must count from 0 without gaps and cover all 256 bytes; the file is damaged: copy it again")
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct data.tokenizer")
+    return path.read_bytes()

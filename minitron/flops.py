@@ -1,0 +1,100 @@
+"""How many floating-point operations a training step takes, and how close to the GPU's peak that brings a run.
+
+Problem: "TFLOP/s" and "MFU" are quotients whose numerator is a convention, and published figures use three.
+The idea: a matrix product of [m, k] by [k, n] takes 2 m k n operations, and the backward pass takes twice the
+forward. So a weight costs 6 operations per token. Attention scores add 12 h s per layer and token, of which a causal
+mask needs half. The conventions differ in what they count of that:
+
+    full      every score, masked or not; nothing for recomputation     NVIDIA's published MFU figures
+    causal    half of the scores                                        Megatron-LM today
+    hardware  every score; what recomputation repeats counts again      BigScience, and the `TFLOPs:` of Megatron logs
+
+Example, GPT-3 175B (96 layers, h 12288, vocabulary 51200), one sequence of 2048 tokens: 6 x 175e9 x 2048 = 2.15e15 for
+the weights and 12 x 96 x 12288 x 2048² = 5.9e13 for attention make `full` 2.20e15. At two sequences per GPU every
+8.91 s that is 494.9 TFLOP/s per GPU: half of an H100's 989.
+
+`V` is the padded vocabulary. Norms, activations, softmax and the optimizer are not counted in any convention.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Dense TFLOP/s of the data sheets: (16 bit, FP8).
+_PEAKS = {"H100": (989.0, 1979.0), "H200": (989.0, 1979.0), "A100": (312.0, None), "B200": (2250.0, 4500.0)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that operations are counted from. `gated`: the MLP has three matrices (SwiGLU), not two."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    kv_heads: int
+    padded_vocab_size: int
+    gated: bool
+
+
+def full(shape: Shape, tokens: float, squared_lengths: float | None = None) -> float:
+    """Operations, forward and backward, of one sequence of `tokens`, all attention scores counted.
+
+    Sequences packed of documents: `tokens` in all, and the sum of the documents' squared lengths.
+    Source: the formulas of NVIDIA's DGXC benchmarking recipes: 12 L h² (1 + g/a + s/h) + 18 L f h + 6 V h per token for
+    Llama, 24 L h² + 12 L h s + 48 L h² + 6 V h for GPT-3, where g = a, f = 4 h and the MLP's 18 is 12.
+    """
+    return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths)
+
+
+def causal(shape: Shape, tokens: float, squared_lengths: float | None = None) -> float:
+    """As `full`, with the half of the scores that a causal mask leaves.
+
+    Source: Megatron-LM's count since core 0.12 (2025), printed as `throughput per GPU (TFLOP/s/GPU)`.
+    """
+    return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths) / 2
+
+
+def hardware(shape: Shape, seq_len: int, *, recompute: bool) -> float:
+    """Operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
+
+    c f s L h² (1 + s / 6h + V / 16 L h); f = 4 passes with recomputation, else 3; c = 24, or 32 for a gated MLP. It takes
+    the MLP to be 4 h wide (8/3 h when gated) and ignores grouped queries.
+    Source: Narayanan et al. 2021, equation 3; with f and c as BigScience's Megatron-DeepSpeed logs it.
+    """
+    h, layers = shape.hidden_size, shape.num_layers
+    passes, width = 4 if recompute else 3, 32 if shape.gated else 24
+    other = seq_len / (6 * h) + shape.padded_vocab_size / (16 * layers * h)
+    return width * passes * seq_len * layers * h**2 * (1 + other)
+
+
+def tflops_per_gpu(operations: float, seconds: float, gpus: int) -> float:
+    """TFLOP/s of each GPU when `gpus` of them do `operations` in `seconds`. Over the peak, that is the MFU."""
+    return operations / seconds / gpus / 1e12
+
+
+def peak_tflops(device_name: str, fp8: bool) -> float | None:
+    """The dense peak of a GPU by the name that CUDA gives it ("NVIDIA H100 80GB HBM3"), or None if it is not known.
+
+    fp8: the peak of FP8 instead of bf16 and fp16 matrix products (an A100 has none). PCIe and NVL cards of the H100 and
+    H200 are slower than the figures here, so they are unknown too.
+    """
+    name = re.search(r"\b(H100|H200|A100|B200)\b", device_name)
+    if name is None or (name[0].startswith("H") and re.search(r"\b(PCIe|NVL)\b", device_name)):
+        return None
+    return _PEAKS[name[0]][fp8]
+
+
+def _weights(shape: Shape) -> float:
+    """6 operations per token and weight: attention projections, MLP, head."""
+    h = shape.hidden_size
+    attention = 2 * h**2 * (1 + shape.kv_heads / shape.num_heads)
+    mlp = (3 if shape.gated else 2) * h * shape.ffn_hidden_size
+    return 6 * (shape.num_layers * (attention + mlp) + shape.padded_vocab_size * h)
+
+
+def _scores(shape: Shape, tokens: float, squared_lengths: float | None) -> float:
+    """q k^T and probabilities times v: 12 h operations per layer and pair of positions."""
+    pairs = tokens**2 if squared_lengths is None else squared_lengths
+    return 12 * shape.num_layers * shape.hidden_size * pairs

@@ -1,0 +1,120 @@
+"""The mesh: which ranks work together along each parallel axis.
+
+Problem: a rank of a 4-axis job takes part in many groups (its tensor-parallel neighbours, its pipeline, ...),
+and every layer needs to know a few of them. The idea: ranks are the cells of an array [pp, dp, cp, tp], tp
+innermost so that the chattiest axis stays inside a node. An `Axis` is one line through this rank's cell. It
+is passed to whoever communicates along it; nothing here is global. An axis of size 1 has no group, and every
+collective over it is the identity, so the model needs no `if tp > 1`.
+
+    8 ranks, pp 2, dp 1, cp 2, tp 2:     rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
+        pp 0: cp 0: ranks 0 1            rank 5: tp axis (4, 5), cp axis (5, 7), pp axis (1, 5),
+              cp 1: ranks 2 3                    dp_cp axis (5, 7), embedding axis (1, 5)
+        pp 1: cp 0: ranks 4 5
+              cp 1: ranks 6 7
+
+Beside the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
+is sharded over it), `embedding` (the first and the last pipeline rank, which hold the two copies of a tied
+weight) and `world` (statistics of a step).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One line of ranks through this rank's cell. `ranks` are global, in axis order; `rank` is the index there."""
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def single(name: str = "single", global_rank: int = 0) -> "Axis":
+        return Axis(name, 0, 1, (global_rank,))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's axes. Made by `create` (with process groups) or `offline` (coordinates only)."""
+
+    rank: int
+    device: torch.device
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
+    dp_cp: Axis
+    embedding: Axis
+    world: Axis
+
+    @staticmethod
+    def create(*, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu") -> "Mesh":
+        """The mesh of the initialised default process group; dp is what tp, pp and cp leave of its world.
+
+        Collective: every rank must call it. Raises ValueError if tp * pp * cp does not divide the world.
+        """
+        device = torch.device(device)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        shape = _shape(world, tp, pp, cp)
+        axes = offline_axes(rank, shape)
+        # A group is made only for an axis longer than 1, and by every rank, also those outside of it.
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        device_mesh["dp", "cp"]._flatten("dp_cp")
+        groups = {name: device_mesh[name].get_group() for name in (*AXES, "dp_cp")}
+        groups["world"] = dist.group.WORLD
+        ends = {offline_axes(r, shape)["embedding"].ranks for r in range(world)}
+        for ranks in sorted(ends):
+            if len(ranks) > 1:
+                group = dist.new_group(list(ranks))
+                if rank in ranks:
+                    groups["embedding"] = group
+        axes = {name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None)
+                for name, a in axes.items()}
+        return Mesh(rank, device, **axes)
+
+    @staticmethod
+    def offline(world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1,
+                device: torch.device | str = "cpu") -> "Mesh":
+        """The coordinates of `rank` in a world that need not exist: no process group, nothing can be communicated."""
+        return Mesh(rank, torch.device(device), **offline_axes(rank, _shape(world, tp, pp, cp)))
+
+
+def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
+    if world % (tp * pp * cp):
+        raise ValueError(f"tp*pp*cp={tp}*{pp}*{cp}={tp * pp * cp} does not divide the world of {world} ranks; "
+                         f"start a multiple of {tp * pp * cp} ranks")
+    return pp, world // (tp * pp * cp), cp, tp
+
+
+def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]:
+    """Every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups."""
+    num_pp, num_dp, num_cp, num_tp = shape
+    cell, rest = [], rank
+    for size in reversed(shape):
+        rest, index = divmod(rest, size)
+        cell.insert(0, index)
+    pp, dp, cp, tp = cell
+
+    def at(pp=pp, dp=dp, cp=cp, tp=tp) -> int:
+        return ((pp * num_dp + dp) * num_cp + cp) * num_tp + tp
+
+    lines = {
+        "pp": [at(pp=i) for i in range(num_pp)],
+        "dp": [at(dp=i) for i in range(num_dp)],
+        "cp": [at(cp=i) for i in range(num_cp)],
+        "tp": [at(tp=i) for i in range(num_tp)],
+        "dp_cp": [at(dp=i, cp=j) for i in range(num_dp) for j in range(num_cp)],
+        "embedding": sorted({at(pp=0), at(pp=num_pp - 1)}) if pp in (0, num_pp - 1) else [rank],
+        "world": list(range(num_pp * num_dp * num_cp * num_tp)),
+    }
+    return {name: Axis(name, ranks.index(rank), len(ranks), tuple(ranks)) for name, ranks in lines.items()}

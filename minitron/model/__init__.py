@@ -1,0 +1,1 @@
+"""The networks: GPT-3 and Llama."""

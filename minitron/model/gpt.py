@@ -1,0 +1,236 @@
+"""GPT-3 and Llama, top to bottom, on any mesh.
+
+Both families are one network with four differences, each a line below: norm (LayerNorm or RMSNorm), activation
+(GELU or SwiGLU), biases, positions (learned or rotary). Parallelism shows in shapes only: a tensor-parallel rank
+has n/tp heads and f/tp of the MLP, a context-parallel rank s/cp of the sequence, a pipeline stage some of the
+blocks. Activations are [s, b, h], sequence first, so that a slice of the sequence is one piece of memory.
+
+    tokens [s/cp, b] -> embedding [s/cp/tp, b, h] -> blocks -> final norm -> logits [s/cp, b, v/tp] -> loss sum
+
+A pipeline chunk is a `GPT` that holds only its blocks: the first also the embedding, the last also the head. It is called with a
+batch and the hidden states of the stage before, and returns hidden states or the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minitron.attention import Backend
+from minitron.collectives import slice_along
+from minitron.config import Config, ModelConfig
+from minitron.mesh import Mesh
+from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, rotate, swiglu
+from minitron.parallel import context
+from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
+                                      parameter, vocab_parallel_cross_entropy)
+from minitron.precision import DTYPES, Fp8Gemm, Gemm, Traffic, linear, use
+from minitron.rng import attention_mask, dropout, token_keys
+
+
+@dataclass
+class Batch:
+    """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
+
+    `order` are the places of the s/cp tokens in the full sequence; `positions` count from the start of each document when documents
+    are kept apart, else they equal `order`. `documents` are each sample's boundaries [0, ..., s], on the host.
+    """
+
+    tokens: Tensor                      # [s/cp, b]
+    labels: Tensor                      # [s/cp, b]
+    mask: Tensor                        # [s/cp, b] float32, 0 where the label does not count
+    positions: Tensor                   # [s/cp, b] or [s/cp, 1]
+    order: Tensor                       # [s/cp]
+    samples: Tensor                     # [b] index in the run's sample order
+    count: float                        # sum of mask, known to the host
+    step: int = 0
+    documents: list[np.ndarray] | None = None
+
+
+@dataclass
+class Microbatch:
+    """What every block of a chunk needs of a batch, computed once."""
+
+    rope: tuple[Tensor, Tensor] | None  # cos, sin: [s/cp, b, 1, d/2]
+    documents: list[np.ndarray] | None
+    keys: Tensor | None                 # dropout counters [s/cp, b]
+    local_keys: Tensor | None           # of the rows this rank has between blocks: [s/cp/tp, b]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries: x [s/cp/tp, b, h] -> [s/cp/tp, b, h]; n/tp heads on this rank."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend, gemm):
+        super().__init__()
+        m, tp = cfg.model, mesh.tp.size
+        self.layer, self.backend, self.cp, self.style = layer, backend, mesh.cp, cfg.parallel.cp_style
+        self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
+        self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
+        width, kv_width, bias = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.family == "gpt"
+        self.qkv = ColumnParallelLinear(m.hidden_size, (width, kv_width, kv_width), layout, std=m.init_std, bias=bias,
+                                        gemm=gemm())
+        self.out = RowParallelLinear(width, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
+
+    def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
+        qkv = self.qkv(x, remake).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 2)  # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
+        if mb.rope is not None:
+            q, k = rotate(q, *mb.rope), rotate(k, *mb.rope)
+        dropped = None
+        if self.dropout and self.training:
+            dropped = attention_mask(self.dropout, mb.keys, self.layer, self.first_head, self.heads)
+        y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
+                              dropout_mask=dropped)
+        return self.out(y.flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers around an activation: x [s/cp/tp, b, h] -> [s/cp/tp, b, h]; f/tp inner channels on this rank."""
+
+    def __init__(self, cfg: Config, layout: Layout, gemm, keep_activation: bool):
+        super().__init__()
+        m, gated, bias = cfg.model, cfg.model.family == "llama", cfg.model.family == "gpt"
+        f = m.ffn_hidden_size
+        self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm())
+        self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
+        self.activation, self.keep_activation = swiglu if gated else gelu, keep_activation
+
+    def forward(self, x: Tensor, remake=None) -> Tensor:
+        inner = self.up(x, remake)
+        again = None if self.keep_activation else partial(self.activation, inner.detach())
+        return self.down(self.activation(inner), again)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream x is [s/cp/tp, b, h]."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend):
+        super().__init__()
+        m = cfg.model
+        gemm = Gemm if cfg.precision.fp8 == "none" else partial(Fp8Gemm, layout.dtype)
+        norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
+        self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, backend, gemm)
+        self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm, keep_activation=cfg.train.recompute != "selective")
+        self.layer, self.dropout, self.recompute = layer, m.hidden_dropout, cfg.train.recompute
+
+    def forward(self, x: Tensor, mb: Microbatch) -> Tensor:
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, mb, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x, mb)
+
+    def _forward(self, x: Tensor, mb: Microbatch) -> Tensor:
+        x = x + self._drop(self.attention(self.norm1(x), mb, self._remake(self.norm1, x)), mb, site=1)
+        return x + self._drop(self.mlp(self.norm2(x), self._remake(self.norm2, x)), mb, site=2)
+
+    def _remake(self, norm: Norm, x: Tensor):
+        return partial(norm.again, x.detach()) if self.recompute == "selective" else None
+
+    def _drop(self, x: Tensor, mb: Microbatch, site: int) -> Tensor:
+        return dropout(x, self.dropout, mb.local_keys, self.layer, site) if self.training else x
+
+
+class Embedding(nn.Module):
+    """Token (and learned position) embeddings: tokens [s/cp, b] -> [s/cp/tp, b, h]."""
+
+    def __init__(self, cfg: Config, layout: Layout):
+        super().__init__()
+        m = cfg.model
+        self.layout, self.dropout = layout, m.hidden_dropout
+        self.words = VocabParallelEmbedding(m.padded_vocab_size, m.hidden_size, layout, std=m.init_std)
+        self.positions = None
+        if m.positions == "learned":
+            self.positions = parameter((m.max_positions, m.hidden_size), shard=None, std=m.init_std, dtype=layout.dtype,
+                                       device=layout.device)
+
+    def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
+        x = self.words(batch.tokens)
+        if self.positions is not None:
+            rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
+            x = x + nn.functional.embedding(rows, use(self.positions))
+        return dropout(x, self.dropout, mb.local_keys, layer=0, site=0) if self.training else x
+
+
+class Head(nn.Module):
+    """Final norm and vocabulary projection: x [s/cp/tp, b, h] -> logits [s/cp, b, v/tp]."""
+
+    def __init__(self, cfg: Config, layout: Layout, tied: nn.Parameter | None):
+        super().__init__()
+        m = cfg.model
+        self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
+        shape = m.padded_vocab_size, m.hidden_size
+        self.weight = tied if tied is not None else parameter(
+            shape, shard=Shard(0, layout.axis, shape[:1]), std=m.init_std, dtype=layout.dtype, device=layout.device)
+        self.gemm = Gemm()
+        self.traffic = Traffic(layout.axis, before="gather" if layout.sequence_parallel else "copy", overlap=layout.overlap)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.norm(x), self.weight, self.gemm, self.traffic)
+
+
+class GPT(nn.Module):
+    """A pipeline chunk: blocks `layers` of the model, with the embedding if `first` and the head if `last`.
+
+    Parameters carry `global_name`, their name in the whole model: the tied weight on the last stage has the embedding's.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, backend: Backend, layers: range, *, first: bool, last: bool):
+        super().__init__()
+        m = cfg.model
+        self.cfg, self.mesh = m, mesh
+        self.layout = Layout(mesh.tp, cfg.parallel.sequence_parallel and mesh.tp.size > 1, cfg.parallel.overlap_tp,
+                             DTYPES[cfg.precision.dtype], mesh.device)
+        self.embedding = Embedding(cfg, self.layout) if first else None
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend) for i in layers})
+        shared = self.embedding.words.weight if first and m.tie_embeddings else None
+        self.head = Head(cfg, self.layout, shared) if last else None
+        self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
+        self.frequencies = None
+        if m.positions == "rope":
+            self.frequencies = rope_frequencies(m.head_dim, m.rope_theta, m.rope_scaling).to(mesh.device)
+        for name, param in self.named_parameters():
+            param.global_name = name
+        if m.tie_embeddings and (first or last):
+            weight = self.embedding.words.weight if first else self.head.weight
+            weight.global_name, weight.tied, weight.uses = "embedding.words.weight", True, 2 if first and last else 1
+
+    def units(self) -> Iterator[nn.Module]:
+        """The chunk's parts in the order in which a forward pass reaches them."""
+        yield from filter(None, (self.embedding, *self.blocks.values(), self.head))
+
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """hidden [s/cp/tp, b, h] from the stage before (None on the first) -> hidden, or on the last the loss sum (0-d)."""
+        mb = self._prepare(batch)
+        x = hidden if self.embedding is None else self.embedding(batch, mb)
+        for block in self.blocks.values():
+            x = block(x, mb)
+        if self.head is None:
+            return x
+        losses = vocab_parallel_cross_entropy(self.head(x), batch.labels, self.mesh.tp)
+        return (losses * batch.mask).sum()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[s/cp, b, v/tp] of a chunk that is the whole model."""
+        mb = self._prepare(batch)
+        x = self.embedding(batch, mb)
+        for block in self.blocks.values():
+            x = block(x, mb)
+        return self.head(x)
+
+    def _prepare(self, batch: Batch) -> Microbatch:
+        rope = None if self.frequencies is None else rope_tables(batch.positions, self.frequencies)
+        keys = local = None
+        if self.drops and self.training:
+            keys = token_keys(self.seed, batch.step, batch.samples, batch.order)
+            local = slice_along(keys, self.mesh.tp) if self.layout.sequence_parallel else keys
+        return Microbatch(rope, batch.documents, keys, local)
+
+
+def output_std(m: ModelConfig) -> float:
+    """Standard deviation of the weights that write into the residual stream, of which there are 2 per layer (GPT-2)."""
+    return m.init_std / (2 * m.num_layers) ** 0.5

@@ -1,0 +1,48 @@
+"""Dynamic loss scale for fp16, wholly on the device.
+
+Problem: fp16 has no numbers below 6e-8, so small gradients vanish, and none above 65504, so large ones overflow. The idea
+(Micikevicius et al. 2018): multiply the loss by a power of two before the backward and divide the gradients after it. The largest
+factor that does not overflow is found by trying: an overflow costs one skipped step and, if repeated, halves the factor; a long
+clean stretch doubles it. The optimizer finds the overflow in the gradient norm, a device scalar, so everything here is a
+`torch.where` and the host never waits.
+
+    hysteresis 2, window 3      overflow  - x - x x - - - -         (x: a step with an overflow, skipped)
+                                scale     8 8 8 4 2 2 2 4 4         the first x is forgiven, every further one halves,
+                                tolerance 2 1 1 0 -1-1-1 2 2        until a clean window doubles and forgives again
+
+This is Megatron-LM's rule: clean steps in between do not restore the tolerance, only a whole clean window does.
+bf16 and fp32 need no scale and make no scaler.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minitron.config import PrecisionConfig
+
+MIN_SCALE = 1.0
+
+
+class LossScaler:
+    """scale: 0-d float32, what to multiply the loss sum with. clean, tolerance: 0-d int32, the counters behind it.
+
+    The three tensors are changed in place and are the whole state.
+    """
+
+    def __init__(self, cfg: PrecisionConfig, device: torch.device):
+        self.window, self.hysteresis = cfg.loss_scale_window, cfg.loss_scale_hysteresis
+        self.scale = torch.full((), cfg.loss_scale, dtype=torch.float32, device=device)
+        self.clean = torch.zeros((), dtype=torch.int32, device=device)  # clean steps since the last overflow or doubling
+        self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)  # overflows left before halving
+
+    def update(self, overflow: Tensor) -> None:
+        """After a step: `overflow` 0-d, not 0 if its gradients were not finite (`Stats.skipped`)."""
+        overflow = overflow != 0
+        clean = (self.clean + 1).masked_fill(overflow, 0)
+        tolerance = self.tolerance - overflow.int()
+        grow, shrink = clean == self.window, overflow & (tolerance <= 0)
+        halved = (self.scale * 0.5).clamp(min=MIN_SCALE)
+        self.scale.copy_(torch.where(shrink, halved, torch.where(grow, self.scale * 2, self.scale)))
+        self.clean.copy_(clean.masked_fill(grow, 0))
+        self.tolerance.copy_(tolerance.masked_fill(grow, self.hysteresis))

@@ -1,0 +1,116 @@
+"""ZeRO-1: AdamW with float32 masters and moments, of which every data-parallel rank keeps one slice.
+
+Problem: Adam needs 12 bytes of state per parameter (master, two moments); on every one of P data ranks the same 12 bytes would
+be kept and the same update computed P times. The idea (Rajbhandari et al. 2020, stage 1): the reduce-scatter has left each
+rank with the summed gradient of its own slice, so let it keep the state of that slice only, update it, and gather.
+
+One step, with no value read by the host:
+  1. totals = sum over the world of [loss sum, token count, squared gradient norm]: one all-reduce of three numbers.
+  2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
+  3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
+  4. A norm that is not finite sets `found_inf`, and then the kernel changes nothing: master, moments and step count stay.
+  5. Parameters of a smaller dtype are rewritten from the masters; all-gathers bring the other ranks' slices.
+
+    Two ranks, 24 elements:   rank 0   grad[0:12] -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\ all-gather
+                              rank 1   grad[12:24] -> its own three [12]              -> data[12:24] / data[0:24] on both
+
+In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters. Left
+out: writing master and bf16 parameter in one kernel (the cast is a second pass here) and a choice of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitron.collectives import all_reduce_
+from minitron.config import OptimizerConfig
+from minitron.optim.grads import Gradients, OwnedPart
+
+# Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
+CLIP_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A step's figures, equal on every rank: one float64 device tensor, so that a log can copy it without waiting.
+
+    loss: mean over the counted tokens; grad_norm: global, of the mean loss, before clipping; skipped: 1 if the gradients were not
+    finite and nothing was updated; nan: 1 if the loss is not finite.
+    """
+
+    values: Tensor  # [4]
+
+    FIELDS = ("loss", "grad_norm", "skipped", "nan")
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-d, 0 or 1; what `LossScaler.update` wants."""
+        return self.values[2]
+
+    def read(self) -> dict[str, float]:
+        """The figures as Python numbers. On a GPU tensor this waits for the step."""
+        return dict(zip(self.FIELDS, self.values.tolist(), strict=True))
+
+
+class Zero1Optimizer:
+    """AdamW over this rank's slices of the buckets of `gradients`. Make it after the parameters have their first values.
+
+    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket. steps: 0-d float32, updates made so far.
+    """
+
+    def __init__(self, gradients: Gradients, cfg: OptimizerConfig):
+        self.gradients, self.cfg = gradients, cfg
+        buckets = gradients.buckets
+        self.masters = [bucket.data_slice.float() for bucket in buckets]  # float32: the parameter slice itself
+        self.exp_avg = [torch.zeros_like(master) for master in self.masters]
+        self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
+        self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
+        self.cast = [i for i, bucket in enumerate(buckets) if bucket.kind.dtype != torch.float32]
+        self.groups = [(cfg.weight_decay, [i for i, bucket in enumerate(buckets) if bucket.kind.decay]),
+                       (0.0, [i for i, bucket in enumerate(buckets) if not bucket.kind.decay])]
+
+    @torch.no_grad()
+    def step(self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0) -> Stats:
+        """Divide, clip, update, gather: call it after `gradients.finish()`. Collective over the world.
+
+        loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of tokens;
+        zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with before its backward (the
+        fp16 loss scale), a number or a 0-d tensor. Afterwards the buckets' grad_slice hold the gradient as used: divided and clipped.
+        """
+        totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
+        all_reduce_(totals, self.gradients.mesh.world)
+        loss_sum, count, square_sum = totals.unbind()
+        denominator = count * backward_scale
+        norm = square_sum.sqrt() / denominator
+        skipped = norm.isfinite().logical_not()
+        divisor = denominator
+        if self.cfg.clip_grad:
+            divisor = denominator * ((norm + CLIP_EPS) / self.cfg.clip_grad).clamp(min=1.0)
+        self._update(lr, divisor.float(), skipped.float())
+        self.gradients.gather_parameters()
+        loss = loss_sum / count
+        return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
+
+    def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
+        """AdamW on every slice with gradient / divisor, unless found_inf is 1; then the parameters from the masters."""
+        buckets = self.gradients.buckets
+        self.steps += 1 - found_inf
+        for decay, members in self.groups:
+            if members:
+                torch._fused_adamw_(
+                    [self.masters[i] for i in members], [buckets[i].grad_slice for i in members],
+                    [self.exp_avg[i] for i in members], [self.exp_avg_sq[i] for i in members], [],
+                    [self.steps] * len(members), lr=lr, beta1=self.cfg.betas[0], beta2=self.cfg.betas[1], weight_decay=decay,
+                    eps=self.cfg.eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
+        if self.cast:
+            torch._foreach_copy_([buckets[i].data_slice for i in self.cast], [self.masters[i] for i in self.cast])
+
+    def state_slices(self) -> Iterator[tuple[OwnedPart, dict[str, Tensor]]]:
+        """This rank's state by parameter: where a part lies, and 1-d float32 views of it. Reading and writing go to the state."""
+        for part in self.gradients.owned():
+            yield part, {"master": part.of(self.masters), "exp_avg": part.of(self.exp_avg),
+                         "exp_avg_sq": part.of(self.exp_avg_sq)}

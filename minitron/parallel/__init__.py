@@ -1,0 +1,1 @@
+"""Layers and attention that are split over ranks."""

@@ -1,0 +1,205 @@
+"""Tensor and sequence parallelism: weights split over the `tp` axis.
+
+Problem: a layer's weights and the activations between them do not fit, or are too slow, on one GPU. The idea
+(Shoeybi et al. 2019): pair a layer split by output columns with one split by input rows. Between them every rank
+works on its own columns, and only the second layer's partial sums must be added up.
+
+    x [s, b, h] --ColumnParallel--> [s, b, f/tp] --activation--> [s, b, f/tp] --RowParallel--> sum over tp [s, b, h]
+
+Sequence parallelism (Korthikanti et al. 2022) splits that sum: each rank keeps s/tp of the sequence (reduce-scatter),
+does norms, dropout and residuals on it, and the next ColumnParallel gathers the sequence again. Same traffic as
+one all-reduce, 1/tp of the activations. The embedding and the loss are split over the vocabulary, so that no rank ever
+holds whole logits.
+
+A parameter says how it is split where it is created, by its `Shard`. Initialisation, checkpoints, the gradient norm and
+the sum over sequence-parallel ranks all read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from minitron import collectives
+from minitron.collectives import all_reduce_
+from minitron.mesh import Axis
+from minitron.precision import Gemm, Traffic, accumulate, linear, use
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split along `dim`: it is a concatenation of `chunks` (sizes), each cut evenly over `axis`.
+
+    A fused query-key-value weight has three chunks of different size, and rank 1 of 2 holds the second half of each:
+
+        full   [q q q q | k k | v v]     rank 0 [q q | k | v]     rank 1 [q q | k | v]
+    """
+
+    dim: int
+    axis: Axis
+    chunks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for size in self.chunks:
+            if size % self.axis.size:
+                raise ValueError(f"{size} rows or columns cannot be split evenly over the {self.axis.size} ranks of "
+                                 f"axis {self.axis.name!r}; choose a divisor of {size}")
+
+    def slices(self, rank: int | None = None) -> list[tuple[int, int, int]]:
+        """(offset in the local tensor, offset in the full tensor, length) of each chunk of `rank`, along `dim`."""
+        rank = self.axis.rank if rank is None else rank
+        result, local, full = [], 0, 0
+        for size in self.chunks:
+            length = size // self.axis.size
+            result.append((local, full + rank * length, length))
+            local, full = local + length, full + size
+        return result
+
+    def cut(self, full: Tensor, rank: int | None = None) -> Tensor:
+        """The part of `full` that `rank` holds."""
+        return torch.cat([full.narrow(self.dim, start, length) for _, start, length in self.slices(rank)], self.dim)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The full tensor from every rank's part, in axis order."""
+        shape = list(parts[0].shape)
+        shape[self.dim] = sum(self.chunks)
+        full = parts[0].new_empty(shape)
+        for rank, part in enumerate(parts):
+            for local, start, length in self.slices(rank):
+                full.narrow(self.dim, start, length).copy_(part.narrow(self.dim, local, length))
+        return full
+
+
+def parameter(shape: tuple[int, ...], *, shard: Shard | None, std: float | None, dtype: torch.dtype,
+              device: torch.device, fill: float = 0.0) -> nn.Parameter:
+    """An uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tensor-parallel rank).
+
+    std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. `uses` counts the gradients that
+    one backward pass adds; `tied` marks the embedding weight that the head shares.
+    """
+    shape = list(shape)
+    if shard is not None:
+        assert shape[shard.dim] == sum(shard.chunks)
+        shape[shard.dim] //= shard.axis.size
+    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    param.shard, param.std, param.fill = shard, std, fill
+    param.decay, param.tied, param.uses = len(shape) > 1, False, 1
+    return param
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every parallel layer needs to know: where it is, and in which format its parameters are."""
+
+    axis: Axis
+    sequence_parallel: bool = True
+    overlap: bool = True
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp] (x [s, b, h] without sequence parallelism).
+
+    chunks: sizes of the outputs fused in one weight, each split over tp by itself.
+    """
+
+    def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool, gemm: Gemm):
+        super().__init__()
+        axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
+        shard = Shard(0, axis, chunks)
+        self.weight = parameter((sum(chunks), in_features), shard=shard, std=std, **make)
+        self.bias = parameter((sum(chunks),), shard=shard, std=None, **make) if bias else None
+        self.gemm = gemm
+        self.traffic = Traffic(axis, before="gather" if layout.sequence_parallel else "copy", overlap=layout.overlap)
+
+    def forward(self, x: Tensor, remake=None) -> Tensor:
+        y = linear(x, self.weight, self.gemm, self.traffic, remake)
+        return y if self.bias is None else y + use(self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + bias, split by input features: x [s, b, in/tp] -> [s/tp, b, h] ([s, b, h] without sequence parallelism)."""
+
+    def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
+        super().__init__()
+        axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
+        self.weight = parameter((out_features, in_features), shard=Shard(1, axis, (in_features,)), std=std, **make)
+        self.bias = parameter((out_features,), shard=None, std=None, **make) if bias else None
+        self.gemm = gemm
+        self.traffic = Traffic(axis, after="scatter" if layout.sequence_parallel else "reduce", overlap=layout.overlap)
+
+    def forward(self, x: Tensor, remake=None) -> Tensor:
+        y = linear(x, self.weight, self.gemm, self.traffic, remake)
+        return y if self.bias is None else y + use(self.bias)  # once, after the sum
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table that holds `first <= id < first + len(table)`; zeros for other ids."""
+
+    @staticmethod
+    def forward(ctx, ids, table, first):
+        local = ids - first
+        inside = (local >= 0) & (local < table.shape[0])
+        local = local.masked_fill(~inside, 0)
+        ctx.save_for_backward(local, inside, table)
+        return table[local] * inside.unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        local, inside, table = ctx.saved_tensors
+        dy = (dy * inside.unsqueeze(-1)).flatten(0, -2)
+        if not hasattr(table, "main_grad"):
+            return None, torch.zeros_like(table).index_add_(0, local.flatten(), dy), None
+        table.main_grad.index_add_(0, local.flatten(), dy.to(table.main_grad.dtype))
+        table.grad_ready()
+        return None, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding split over the vocabulary: ids [s, b] -> [s/tp, b, h] ([s, b, h] without sequence parallelism)."""
+
+    def __init__(self, vocab: int, hidden: int, layout: Layout, *, std: float):
+        super().__init__()
+        self.layout = layout
+        self.weight = parameter((vocab, hidden), shard=Shard(0, layout.axis, (vocab,)), std=std, dtype=layout.dtype,
+                                device=layout.device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        axis = self.layout.axis
+        x = _Lookup.apply(ids, self.weight, axis.rank * self.weight.shape[0])
+        return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, axis):
+        x = logits.float()
+        top = x.amax(-1)
+        all_reduce_(top, axis, op=torch.distributed.ReduceOp.MAX)
+        local = labels - axis.rank * logits.shape[-1]
+        inside = (local >= 0) & (local < logits.shape[-1])
+        local = local.masked_fill(~inside, 0)
+        sums = torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1),
+                            x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside])
+        all_reduce_(sums, axis)
+        lse = sums[0].log() + top
+        ctx.save_for_backward(logits, lse, local, inside)
+        return lse - sums[1]
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, lse, local, inside = ctx.saved_tensors
+        grad = (logits.float() - lse.unsqueeze(-1)).exp_()  # this rank's columns of the softmax
+        grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())
+        return grad.mul_(dloss.unsqueeze(-1)).to(logits.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+    """Per-token loss from logits split over the vocabulary, in float32 and without gathering them.
+
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`.
+    """
+    return _CrossEntropy.apply(logits, labels, axis)

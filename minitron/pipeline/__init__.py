@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the schedule as data, and the executor that runs it."""

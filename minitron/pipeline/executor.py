@@ -1,0 +1,147 @@
+"""Runs a schedule: point-to-point messages plus `for action in schedule`.
+
+The schedule says what this rank computes, sends and receives, and in which order (see schedule.py); nothing is decided here.
+Three small tables hold what is under way:
+
+    received   values posted for receipt, each waited for when the operation that needs it runs
+    outbox     values made and not yet sent
+    saved      of each microbatch between its forward and its backward: the input, and the *edge* of the output in the
+               autograd graph. The output itself is freed once it has been sent; its backward only needs the edge.
+
+With one pipeline stage there are no messages, and this is plain gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minitron.collectives import all_reduce_
+from minitron.mesh import Axis
+from minitron.pipeline.schedule import (Backward, Exchange, Forward, Schedule, Transfer, forward_only, input_of, make,
+                                        output_of)
+
+
+class Executor:
+    """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
+
+    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h].
+    on_last_backward(chunk): called before the chunk's last backward of a step, when gradients may be reduced as they come.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], pp: Axis, shape: tuple[int, ...], dtype: torch.dtype,
+                 device: torch.device, on_last_backward: Callable[[int], None]):
+        self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
+        self.on_last_backward = on_last_backward
+        self.make, self.forward_only = lru_cache(4)(make), lru_cache(4)(forward_only)
+        # NCCL sets a communicator up at its first collective, in which every rank must take part.
+        all_reduce_(torch.zeros(1, device=device), pp)
+
+    def train(self, batches: Sequence, seed: Tensor | float) -> Tensor:
+        """Forward and backward of every microbatch; the loss sums are multiplied by `seed` before the backward.
+
+        Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last stage.
+        """
+        seed = torch.as_tensor(seed, dtype=torch.float32, device=self.device)
+        return self._run(self.make(self.pp.size, len(self.chunks), len(batches)), batches, seed)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence) -> Tensor:
+        """The sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
+        for chunk in self.chunks:
+            chunk.eval()
+        total = self._run(self.forward_only(self.pp.size, len(self.chunks), len(batches)), batches, None)
+        for chunk in self.chunks:
+            chunk.train()
+        return total
+
+    def _run(self, schedule: Schedule, batches: Sequence, seed: Tensor | None) -> Tensor:
+        run = _Run(self, batches, seed)
+        for action in schedule.ranks[self.pp.rank]:
+            if type(action) is Forward:
+                run.forward(action)
+            elif type(action) is Backward:
+                run.backward(action)
+            else:
+                run.exchange(action)
+        return run.finish()
+
+
+class _Run:
+    """What is under way in one pass through a schedule."""
+
+    def __init__(self, executor: Executor, batches: Sequence, seed: Tensor | None):
+        self.executor, self.batches, self.seed = executor, batches, seed
+        self.num_stages = executor.pp.size * len(executor.chunks)
+        self.loss = torch.zeros((), device=executor.device)
+        self.received: dict[Transfer, tuple[Tensor, list]] = {}
+        self.outbox: dict[Transfer, Tensor] = {}
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self.sending: list = []
+
+    def forward(self, op: Forward) -> None:
+        x = self._take(input_of(op, *self._place()))
+        if x is not None and self.seed is not None:
+            x.requires_grad_()
+        y = self.executor.chunks[op.chunk](self.batches[op.mb], x)
+        if self.seed is not None:
+            self.saved[op.mb, op.chunk] = x, get_gradient_edge(y)
+        output = output_of(op, *self._place())
+        if output is None:
+            self.loss += y.detach()
+        else:
+            self.outbox[output] = y.detach()
+
+    def backward(self, op: Backward) -> None:
+        x, edge = self.saved.pop((op.mb, op.chunk))
+        gradient = self._take(input_of(op, *self._place()))
+        if op.last:
+            self.executor.on_last_backward(op.chunk)
+        torch.autograd.backward(edge, self.seed if gradient is None else gradient)
+        output = output_of(op, *self._place())
+        if output is not None:
+            self.outbox[output] = x.grad
+
+    def exchange(self, action: Exchange) -> None:
+        self._wait_for_sends()
+        ops, arrivals = [], []
+        for t in action.sends:
+            value = self.outbox.pop(t).contiguous()
+            ops.append(self._p2p(dist.isend, value, t))
+        for t in action.recvs:
+            value = torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device)
+            ops.append(self._p2p(dist.irecv, value, t))
+            arrivals.append((t, value))
+        works = dist.batch_isend_irecv(ops)
+        for t, value in arrivals:
+            self.received[t] = value, works
+        self.sending = [works, ops]  # the ops keep the values alive until they have left
+
+    def finish(self) -> Tensor:
+        self._wait_for_sends()
+        assert not (self.received or self.outbox or self.saved), "the schedule left values unused"
+        return self.loss
+
+    def _p2p(self, direction: Callable, value: Tensor, t: Transfer) -> dist.P2POp:
+        return dist.P2POp(direction, value, self.executor.pp.ranks[t.peer], group=self.executor.pp.group)
+
+    def _take(self, t: Transfer | None) -> Tensor | None:
+        if t is None:
+            return None
+        value, works = self.received.pop(t)
+        for work in works:
+            work.wait()
+        return value
+
+    def _wait_for_sends(self) -> None:
+        for work in self.sending[0] if self.sending else ():
+            work.wait()
+        self.sending = []
+
+    def _place(self) -> tuple[int, int, int]:
+        return self.executor.pp.rank, self.executor.pp.size, len(self.executor.chunks)

@@ -1,0 +1,268 @@
+"""Pipeline schedules as plain data: what every rank computes, sends and receives, in order.
+
+The problem.  A model cut into pp parts keeps one rank busy and pp - 1 idle, unless the batch is cut too: rank 1 works
+on microbatch 0 while rank 0 is on microbatch 1.  The order of the work decides how long ranks idle (the bubble), how
+many activations they hold, and whether their messages can deadlock.  So the order is data here: made, checked, timed
+and drawn without torch, then interpreted by the executor.
+
+The idea:
+1. Every rank runs the same list of forwards and the same list of backwards.  It starts with some forwards (the
+   warm-up), alternates one forward with one backward (1F1B), and ends with the backwards that are left.
+2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank.  A microbatch goes round the
+   ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
+3. A clock that counts every forward and every backward as one tick gives each operation its tick.
+4. A value made at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives at
+   one tick is one Exchange, posted without waiting; the wait comes where the value is used.
+5. Partners meet in Exchanges of the same tick.  Whoever stands at the lowest tick can always go on: no deadlock, even
+   if every Exchange blocked.  "Send my output and receive my next input" as one step, the obvious choice, pairs
+   Exchanges of different ticks, and interleaved ranks then wait for each other in a ring.
+
+pp = 2 and three microbatches; >0 is the activation, <0 the gradient of microbatch 0 on its way:
+
+    tick      0    1    2    3    4    5    6    7
+    rank 0   F0   F1         B0   F2   B1        B2
+               >0   >1   <0        >2<1      <2
+    rank 1        F0   B0   F1   B1   F2   B2
+
+Left out: schedules that split the backward into input and weight gradients (zero bubble), because weight gradients
+here accumulate inside the backward's GEMMs; and gradients of the batch computed while parameters change (PipeDream).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import eq, itemgetter
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run this rank's model chunk `chunk` on microbatch `mb`."""
+
+    mb: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of the same; `last` marks the chunk's last one, when its gradients are complete as they come."""
+
+    mb: int
+    chunk: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One tensor on its way to the global stage `stage` that consumes it; `peer` is the pp rank at the other end."""
+
+    kind: Literal["activation", "gradient"]
+    mb: int
+    stage: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """All sends and receives of one rank at one tick, posted together without waiting.
+
+    A rank makes at most one value a tick, so there is at most one send, and at most one receive from each of the two
+    neighbours.  Messages of a pair of ranks therefore arrive in the order in which they were sent, which is what NCCL
+    needs: it matches by order and has no tags.
+    """
+
+    sends: tuple[Transfer, ...]
+    recvs: tuple[Transfer, ...]
+
+
+Action = Forward | Backward | Exchange
+TICKS = {Forward: 1, Backward: 2}  # the clock: a backward has two matrix products for each one of the forward
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`ranks[r]`: the actions of pp rank r, in order.  `training` is False for a forward-only schedule."""
+
+    pp: int
+    vp: int
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    training: bool = True
+
+
+def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
+    """The training schedule: 1F1B, interleaved when vp > 1."""
+    return one_f_one_b(pp, num_microbatches) if vp == 1 else interleaved(pp, vp, num_microbatches)
+
+
+def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
+    """One chunk a rank, any number of microbatches.
+
+    Rank r starts with pp - r - 1 forwards and so never holds activations of more than pp - r microbatches, where
+    running all forwards first would hold num_microbatches.  At most 3 received tensors wait for their use.
+    Source: Narayanan et al. 2019 and 2021 (PipeDream-Flush).
+    """
+    _check_sizes(pp, 1, num_microbatches)
+    return _training(pp, 1, num_microbatches, [pp - rank - 1 for rank in range(pp)])
+
+
+def interleaved(pp: int, vp: int, num_microbatches: int) -> Schedule:
+    """vp chunks a rank (Narayanan et al. 2021), any number of microbatches.
+
+    Microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, ...  Rank r starts
+    with (vp - 1) * group + 2 * (pp - rank - 1) forwards and holds the activations of at most one more chunk.
+
+    Megatron-LM's groups have pp microbatches, and m must be a multiple of pp (a short last group stalls the others,
+    and deadlocks for m = 5, pp = 4, vp = 3).  Here the m // pp groups are as equal as possible, so none is
+    shorter than pp.  With m a multiple of pp that is Megatron's order.  Otherwise it costs no time, the bubble stays
+    (pp - 1) / (vp * m), but up to (vp - 1) * (group - pp) more chunk activations, group = ceil(m / (m // pp)).
+    With m < pp the one group is shorter than the way round, and every rank waits (vp - 1) * (pp - m) more forwards and
+    backwards of a chunk.
+    """
+    _check_sizes(pp, vp, num_microbatches)
+    group = max(_groups(pp, num_microbatches))
+    return _training(pp, vp, num_microbatches, [(vp - 1) * group + 2 * (pp - rank - 1) for rank in range(pp)])
+
+
+def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
+    """All forwards, in the order of training, for evaluation."""
+    _check_sizes(pp, vp, num_microbatches)
+    forwards = [Forward(mb, chunk) for mb, chunk in _order(pp, vp, num_microbatches)]
+    ranks = _with_exchanges(pp, vp, num_microbatches, [forwards] * pp)
+    return Schedule(pp, vp, num_microbatches, ranks, training=False)
+
+
+def _check_sizes(pp: int, vp: int, num_microbatches: int) -> None:
+    for name, value in (("pp", pp), ("vp", vp), ("num_microbatches", num_microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1; use 1 or more")
+    if pp == 1 and vp > 1:
+        raise ValueError(f"vp={vp} interleaves chunks of several pipeline ranks, but pp=1; use vp=1 or pp=2 or more")
+
+
+def _groups(pp: int, m: int) -> list[int]:
+    """m microbatches in as many groups as have pp members at least (one if m < pp), as equal as possible."""
+    count = max(1, m // pp)
+    size, larger = divmod(m, count)
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
+    """The (mb, chunk) of all forwards of a rank, in order: the same on every rank."""
+    order, first = [], 0
+    for size in _groups(pp, m):
+        order += [(mb, chunk) for chunk in range(vp) for mb in range(first, first + size)]
+        first += size
+    return order
+
+
+def _training(pp: int, vp: int, m: int, warmups: list[int]) -> Schedule:
+    """Rank r: warmups[r] forwards, then forward and backward in turn, then the backwards that are left."""
+    order = _order(pp, vp, m)
+    forwards = [Forward(mb, chunk) for mb, chunk in order]
+    backwards = [Backward(mb, vp - 1 - chunk, last=mb == m - 1) for mb, chunk in order]
+    operations = []
+    for warmup in warmups:
+        warmup = min(warmup, len(order))
+        steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
+        operations.append(forwards[:warmup] + steady + backwards[len(order) - warmup :])
+    return Schedule(pp, vp, m, _with_exchanges(pp, vp, m, operations))
+
+
+def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:
+    """Sort each rank's operations and Exchanges by the tick at which they finish; an Exchange follows its operation."""
+    ticks = _finish_ticks(pp, vp, m, operations)
+    meetings: list[dict[int, tuple[list, list]]] = [{} for _ in range(pp)]  # tick -> (sends, receives)
+    for rank, order in enumerate(operations):
+        for op, tick in zip(order, ticks[rank]):
+            value = output_of(op, rank, pp, vp)
+            if value is not None:
+                meetings[rank].setdefault(tick, ([], []))[0].append(value)
+                arriving = Transfer(value.kind, value.mb, value.stage, rank)
+                meetings[value.peer].setdefault(tick, ([], []))[1].append(arriving)
+    ranks = []
+    for rank, order in enumerate(operations):
+        timed = [(tick, 0, op) for tick, op in zip(ticks[rank], order)]
+        timed += [(tick, 1, Exchange(tuple(out), tuple(back))) for tick, (out, back) in sorted(meetings[rank].items())]
+        timed.sort(key=itemgetter(0, 1))
+        ranks.append(tuple(action for _, _, action in timed))
+    return tuple(ranks)
+
+
+def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list[int]]:
+    """The tick at which each operation finishes, when each starts as soon as its rank and its input are there."""
+    stages = pp * vp
+    finished = {Forward: [0] * (stages * m), Backward: [0] * (stages * m)}  # [stage * m + mb]; 0 is not yet
+    ticks: list[list[int]] = [[] for _ in operations]
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(operations):
+            done = ticks[rank]
+            while len(done) < len(order):
+                op = order[len(done)]
+                stage = op.chunk * pp + rank
+                source = stage - 1 if type(op) is Forward else stage + 1
+                arrived = 0
+                if 0 <= source < stages:
+                    arrived = finished[type(op)][source * m + op.mb]
+                    if not arrived:
+                        break
+                tick = max(arrived, done[-1] if done else 0) + TICKS[type(op)]
+                finished[type(op)][stage * m + op.mb] = tick
+                done.append(tick)
+                moved = True
+    assert all(map(eq, map(len, ticks), map(len, operations))), "the order of the operations alone deadlocks"
+    return ticks
+
+
+def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
+    """What `op` on `rank` must have received; None for the first stage's forward and the last stage's backward."""
+    stage = op.chunk * pp + rank
+    if type(op) is Forward:
+        return Transfer("activation", op.mb, stage, (rank - 1) % pp) if stage > 0 else None
+    return Transfer("gradient", op.mb, stage, (rank + 1) % pp) if stage < pp * vp - 1 else None
+
+
+def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
+    """What `op` on `rank` makes for another rank; None for the last stage's forward and the first stage's backward."""
+    stage = op.chunk * pp + rank
+    if type(op) is Forward:
+        return Transfer("activation", op.mb, stage + 1, (rank + 1) % pp) if stage < pp * vp - 1 else None
+    return Transfer("gradient", op.mb, stage - 1, (rank - 1) % pp) if stage > 0 else None
+
+
+def stage_layers(
+    num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """The layers of every global stage: pp * vp ranges that follow each other.
+
+    Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
+    head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
+    Raises ValueError when a stage would be empty or explicit counts do not fit.
+    """
+    _check_sizes(pp, vp, 1)
+    stages = pp * vp
+    if layers_per_stage is None:
+        if num_layers < stages:
+            raise ValueError(
+                f"num_layers={num_layers} leaves stages empty: pp={pp} x vp={vp} are {stages} stages of at least "
+                f"one layer; use more layers, or a smaller pp or vp"
+            )
+        share, extra = divmod(num_layers, stages)
+        counts = [share + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
+    else:
+        counts = list(layers_per_stage)
+        if len(counts) != stages:
+            raise ValueError(
+                f"layers_per_stage={counts} has {len(counts)} entries; give one for each of the pp={pp} x vp={vp} "
+                f"= {stages} stages"
+            )
+        if min(counts) < 1:
+            raise ValueError(f"layers_per_stage={counts} leaves a stage empty; give every stage at least one layer")
+        if sum(counts) != num_layers:
+            raise ValueError(
+                f"layers_per_stage={counts} sums to {sum(counts)}, but num_layers={num_layers}; make them equal"
+            )
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends))

@@ -1,0 +1,170 @@
+"""How long a schedule takes, and what it holds: the bubble, the idle time, the live activations.
+
+The model of the machine is the executor on GPUs.  Every rank has a compute stream and a communication stream:
+1. an operation starts when the previous one on its rank has ended and its input has arrived;
+2. an Exchange starts when the operations before it in the list have ended and the rank's previous Exchange is over;
+3. a tensor moves when both ends have started their Exchange, and takes `transfer_seconds`;
+4. an Exchange is over, and all its tensors have arrived, when its slowest one has moved.
+Rule 4 is how NCCL treats a batch: one kernel, one completion.  It makes a late partner hold up a value that is
+there already, so the simulated bubble also tests where the Exchanges stand.
+
+Unit time, pp = 2, two microbatches: F0 F1 . B0 . B1 on rank 0 is 6 s for 4 s of work, F0 B0 F1 B1 on rank 1 fits
+inside.  Idle 2 s of 4 on both: a bubble of 1/2 = (pp - 1) / m.
+
+Left out: contention of links, and kernels slowed down by communication beside them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minitron.pipeline.check import check, match_exchanges
+from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, input_of
+
+Seconds = float | Sequence[float] | Callable[[int], float]  # one for all stages, or per global stage
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One operation in time; `start` and `end` in seconds from the start of the step."""
+
+    rank: int
+    action: Forward | Backward
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The simulated step: its events by rank and start, its length and the idle time of each rank in seconds."""
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+    makespan: float
+    idle: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over compute time, all ranks together: (pp - 1) / (vp * m) for equal stages and m >= pp."""
+        idle = sum(self.idle)
+        return idle / (self.makespan * len(self.idle) - idle)
+
+
+def simulate(
+    schedule: Schedule, forward_seconds: Seconds, backward_seconds: Seconds, transfer_seconds: float = 0.0
+) -> Timeline:
+    """Time a schedule, given the seconds that one microbatch takes in each stage and between two ranks.
+
+    Raises ValueError if a duration is not positive, if their number is not that of the stages, or if `check` does.
+    """
+    check(schedule)
+    if transfer_seconds < 0:
+        raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative; use 0 or more")
+    stages = schedule.pp * schedule.vp
+    seconds = {
+        Forward: _per_stage("forward_seconds", forward_seconds, stages),
+        Backward: _per_stage("backward_seconds", backward_seconds, stages),
+    }
+    ranks = [_Rank(schedule, rank, meets, seconds) for rank, meets in enumerate(match_exchanges(schedule))]
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            moved |= rank.advance(ranks, transfer_seconds)
+    assert all(rank.position == len(rank.actions) for rank in ranks), "check() passed a schedule that does not end"
+    makespan = max(rank.events[-1].end for rank in ranks)
+    idle = tuple(makespan - sum(event.end - event.start for event in rank.events) for rank in ranks)
+    return Timeline(schedule, tuple(event for rank in ranks for event in rank.events), makespan, idle)
+
+
+def _per_stage(name: str, seconds: Seconds, stages: int) -> list[float]:
+    if callable(seconds):
+        values = [seconds(stage) for stage in range(stages)]
+    elif isinstance(seconds, Sequence):
+        values = list(seconds)
+    else:
+        values = [seconds] * stages
+    if len(values) != stages:
+        raise ValueError(f"{name} has {len(values)} values; give one for each of the {stages} stages")
+    for value in values:
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value} must be positive and finite; use more than 0 seconds")
+    return values
+
+
+class _Rank:
+    """One rank's two streams, each advanced as far as the other ranks allow."""
+
+    def __init__(self, schedule: Schedule, rank: int, meets: dict, seconds: dict):
+        self.rank, self.pp, self.vp = rank, schedule.pp, schedule.vp
+        self.actions, self.meets, self.seconds = schedule.ranks[rank], meets, seconds
+        self.position, self.now = 0, 0.0  # compute stream: next action, end of the last operation
+        self.posted: list[tuple[int, float]] = []  # communication stream: (index of the Exchange, when posted)
+        self.over, self.free = 0, 0.0  # how many Exchanges are over, and when the last one was
+        self.started: dict[int, float] = {}  # index of an Exchange -> its start
+        self.arrived: dict = {}  # Transfer -> when its tensor is there
+        self.events: list[Event] = []
+
+    def advance(self, ranks: list["_Rank"], transfer_seconds: float) -> bool:
+        before = self.position, self.over, len(self.started)
+        while self._compute() or self._communicate(ranks, transfer_seconds):
+            pass
+        return before != (self.position, self.over, len(self.started))
+
+    def _compute(self) -> bool:
+        if self.position == len(self.actions):
+            return False
+        action = self.actions[self.position]
+        if type(action) is Exchange:
+            self.posted.append((self.position, self.now))
+        else:
+            needed = input_of(action, self.rank, self.pp, self.vp)
+            if needed is not None and needed not in self.arrived:
+                return False
+            start = max(self.now, self.arrived.pop(needed, 0.0))
+            self.now = start + self.seconds[type(action)][action.chunk * self.pp + self.rank]
+            self.events.append(Event(self.rank, action, start, self.now))
+        self.position += 1
+        return True
+
+    def _communicate(self, ranks: list["_Rank"], transfer_seconds: float) -> bool:
+        if self.over == len(self.posted):
+            return False
+        index, posted = self.posted[self.over]
+        self.started[index] = max(posted, self.free)
+        partners = self.meets[index]
+        if any(there not in ranks[peer].started for peer, there in partners):
+            return False
+        both = max(max(self.started[index], ranks[peer].started[there]) for peer, there in partners)
+        self.free = both + transfer_seconds
+        self.over += 1
+        for transfer in self.actions[index].recvs:
+            self.arrived[transfer] = self.free
+        return True
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the most chunk activations alive at once: forwards run minus backwards run."""
+    peaks = []
+    for actions in schedule.ranks:
+        live = peak = 0
+        for action in actions:
+            if type(action) is not Exchange:
+                live += 1 if type(action) is Forward else -1
+                peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_received(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the most received tensors that wait at once for the operation that uses them."""
+    peaks = []
+    for rank, actions in enumerate(schedule.ranks):
+        waiting = peak = 0
+        for action in actions:
+            if type(action) is Exchange:
+                waiting += len(action.recvs)
+                peak = max(peak, waiting)
+            elif input_of(action, rank, schedule.pp, schedule.vp) is not None:
+                waiting -= 1
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,126 @@
+"""Dropout from a counter: an element's fate depends on what the element is, not on who computes it, or when.
+
+Problem: a random generator hands out numbers in the order of asking. Split a model over ranks, or recompute a layer
+in the backward, and the order changes: other masks, another model, and no two layouts can be proven equal. The usual
+remedy juggles generator states, region by region. The idea here: keep no state, hash a name. Every element of every
+activation has a global name, and a good hash of the name is as random as dropout needs:
+
+    key  [s, b]     = mix(hash(seed, step, sample) ^ hash(position))         once per microbatch
+    word [s, b, h]  = mix(mix(key ^ hash(layer, site)) ^ hash(channel))      a uniform 32-bit integer
+    keep [s, b, h]  = word >= the threshold that a fraction p of all words is below
+
+A rank passes the samples and positions that it holds, and gets its slice of the one global mask: with sequence or context
+parallelism some of the positions, with data parallelism some of the samples. Rank 1 of cp 2 with 8 tokens in zigzag
+order holds positions 2 3 4 5, so it has rows 2 3 4 5 of the mask that one process has. The backward makes the
+mask again from the keys: 4 bytes a token are kept, nothing an element.
+
+Why a 32-bit word and two multiplications are enough: dropout needs fair coins that are uncorrelated between
+neighbours in every coordinate, neither secrecy nor a long period. The mixer is a bijection in which each input bit
+flips each output bit with a probability close to 1/2; tests/test_rng.py measures that and the correlations. Two tokens
+have the same key with probability 2^-32, and then share their masks, which among millions of tokens no gradient notices.
+Channels are hashed before they meet the key, or neighbouring keys would give shifted copies of one mask.
+
+All arithmetic is on int32 and wraps around. It is exact, so CPU and CUDA agree in every bit; it has no branch on data
+and never waits for the device; torch.compile fuses it into its neighbours. Left out: Philox, ten such rounds an element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# One arbitrary first word (digits of pi) per kind of name, so that position 3 and channel 3 have different hashes.
+_SAMPLE, _POSITION, _PLACE, _CHANNEL, _QUERY, _KEY = 0x243F6A88, 0x05A308D3, 0x13198A2E, 0x03707344, 0x24093822, 0x299F31D0
+
+
+def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tensor:
+    """The keys of a microbatch: samples [b] and positions [s], int64 and global -> [s, b] int32.
+
+    Positions count within the sample, across packed documents. A rank that holds a slice of the sequence passes its
+    slice of the positions, or slices the keys. Every integer is at least 0 and below 2^62.
+    """
+    sample_words = _hash(_SAMPLE, seed, step, samples, device=samples.device)
+    position_words = _hash(_POSITION, positions, device=positions.device)
+    return _mix(sample_words[None, :] ^ position_words[:, None])
+
+
+def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int) -> Tensor:
+    """x with each element zeroed with probability p and multiplied by 1/(1-p) otherwise. x: [s, b, h], keys: [s, b].
+
+    `site` tells the uses within a layer apart. p = 0 or keys = None (evaluation) returns x itself. Dim 2 of x holds all
+    channels: a slice of channels would get the mask of the first ones. Raises ValueError unless 0 <= p < 1.
+    """
+    if p == 0 or keys is None:
+        return x
+    assert keys.shape == x.shape[:2], f"keys {tuple(keys.shape)} do not fit x {tuple(x.shape)}"
+    return _Dropout.apply(x, p, keys, layer, site)
+
+
+def attention_mask(p: float, keys: Tensor, layer: int, first_head: int, num_heads: int) -> Tensor:
+    """Factors for attention probabilities, 0 or 1/(1-p): [b, num_heads, s (query), s (key)] float32. keys: [s, b].
+
+    A tensor-parallel rank asks for its own heads; `first_head` is the global index of their first.
+    Raises ValueError unless 0 <= p < 1.
+    """
+    heads = _hash(_CHANNEL, torch.arange(first_head, first_head + num_heads, device=keys.device), device=keys.device)
+    query_words = _mix(keys ^ _hash(_QUERY, layer, device=keys.device)).T[:, None, :]  # [b, 1, s]
+    query_words = _mix(query_words ^ heads[:, None])  # [b, num_heads, s]
+    key_words = _mix(keys ^ _hash(_KEY, layer, device=keys.device)).T  # [b, s]
+    keep = _mix(query_words[:, :, :, None] ^ key_words[:, None, None, :]) >= _threshold(p)
+    return keep.to(torch.float32) / (1 - p)
+
+
+class _Dropout(torch.autograd.Function):
+    """y = x * mask / (1 - p) is linear in x, so the backward is the forward applied to the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, p, keys, layer, site):
+        ctx.save_for_backward(keys)
+        ctx.p, ctx.layer, ctx.site = p, layer, site
+        return _drop(x, p, keys, layer, site)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (keys,) = ctx.saved_tensors
+        return _drop(grad, ctx.p, keys, ctx.layer, ctx.site), None, None, None, None
+
+
+def _drop(x: Tensor, p: float, keys: Tensor, layer: int, site: int) -> Tensor:
+    token_words = _mix(keys ^ _hash(_PLACE, layer, site, device=keys.device))
+    channel_words = _hash(_CHANNEL, torch.arange(x.shape[2], device=keys.device), device=keys.device)
+    keep = _mix(token_words[:, :, None] ^ channel_words) >= _threshold(p)
+    return torch.where(keep, x * (1 / (1 - p)), 0.0)
+
+
+def _threshold(p: float) -> int:
+    """A uniform int32 word is below this with probability p."""
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout probability {p} is not in [0, 1); use 0 for no dropout")
+    return round(p * 2**32) - 2**31
+
+
+def _hash(first_word: int, *values: int | Tensor, device: torch.device) -> Tensor:
+    """The int32 word of a name; tensors broadcast, and integers alone give [1].
+
+    Integers become tensors by a fill: no copy from the host to wait for, and torch.compile can keep a layer's number
+    a variable instead of compiling once per layer.
+    """
+    word = torch.full((1,), first_word, dtype=torch.int32, device=device)
+    for value in values:
+        if not isinstance(value, Tensor):
+            value = torch.full((1,), value, dtype=torch.int64, device=device)
+        for half in (value & 0x7FFFFFFF, value >> 31):
+            word = _mix(word ^ half.to(torch.int32))
+    return word
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int32 words without visible structure.
+
+    Two rounds of xorshift and multiplication; the constants are those of the search for the least avalanche bias at
+    github.com/skeeto/hash-prospector. Both are below 2^31, as an int32 constant must be. Torch shifts int32
+    arithmetically; masking off the copies of the sign makes the shift logical.
+    """
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ (x >> 15 & 0x1FFFF)) * 0x735A2D97
+    return x ^ (x >> 15 & 0x1FFFF)

@@ -1,0 +1,224 @@
+"""Test parallel layers on CPU ranks: gloo workers that start once and run any function as a job of n ranks.
+
+Problem: a test of a parallel layer needs several processes with a process group between them. Starting eight Python
+processes that import torch takes longer than all the tests that use them, and a rank that fails or hangs leaves the
+others waiting in a collective. The idea:
+
+  1. A fork server imports torch once; every worker is a fork of it and lives until the pool closes.
+  2. A job is a module-level function with its arguments. Each of the first n workers joins a fresh default process
+     group, calls the function and sends back what it returns.
+  3. Ranks meet in a key-value store that the parent serves, under a prefix of the job's own: nothing to race for.
+  4. When a rank raises, dies or is late, the parent raises an error that shows that rank's traceback or stack, and
+     replaces the workers. No later job meets a half-finished collective.
+
+A test, with the fixture `ranks` of tests/conftest.py (copy it: five lines):
+
+    def sum_of_ranks():
+        x = torch.tensor([dist.get_rank()])
+        dist.all_reduce(x)
+        return x
+
+    def test_all_reduce(ranks):
+        assert [int(x) for x in ranks(4, sum_of_ranks)] == [6, 6, 6, 6]
+
+The function is sent by name, so it stands at the top of a module that can be imported; what it takes and returns is
+pickled. Left out: GPU workers (launch those with torchrun) and worlds of several hosts.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# When one rank has failed, the others get this long to report a failure of their own.
+GRACE_SECONDS = 0.2
+
+
+# ---- the parent's side --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    stack_file: Path
+
+
+class RankPool:
+    """Worker processes that run functions as jobs of gloo ranks. Use it as a context manager, or call `close`.
+
+    `preload` names modules that the fork server imports beforehand, to make workers start faster. The first pool of a
+    process decides: it starts the server.
+    """
+
+    def __init__(self, preload: tuple[str, ...] = ()):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "numpy", __name__, *preload])
+        self._directory = tempfile.TemporaryDirectory(prefix="minitron-ranks-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[_Worker] = []
+        self._num_started = 0
+        self._num_jobs = 0
+
+    def run(self, world_size: int, fn: Callable, *args, timeout: float = 60.0, **kwargs) -> list:
+        """Calls fn(*args, **kwargs) on `world_size` ranks and returns what each returned, in rank order.
+
+        Each rank has the default process group (gloo) of this job alone, one thread, and torch seeded with 0. Tensors
+        arrive as copies without their graph. Raises RuntimeError, with the tracebacks, if a rank raises or dies, and,
+        with every rank's stack, if the job takes longer than `timeout` seconds.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} is no number of ranks; use 1 or more")
+        try:
+            call = pickle.dumps((fn, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(f"cannot send {fn!r} to the ranks: {error}; pass a function defined at the top of a "
+                             "module, and arguments that pickle") from error
+        while len(self._workers) < world_size:
+            self._workers.append(self._start_worker())
+        workers = self._workers[:world_size]
+        self._num_jobs += 1
+        with ExitStack() as unless_done:
+            unless_done.callback(self._kill_workers)
+            for rank, worker in enumerate(workers):
+                worker.connection.send((sys.path, rank, world_size, f"job{self._num_jobs}", call))
+            results = _collect(workers, timeout, f"{fn.__module__}.{fn.__qualname__}")
+            for worker in workers:
+                worker.connection.send("all ranks are done")
+            unless_done.pop_all()
+        return results
+
+    def close(self) -> None:
+        self._kill_workers()
+        self._directory.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _start_worker(self) -> _Worker:
+        self._num_started += 1
+        stack_file = Path(self._directory.name) / f"stack{self._num_started}"
+        connection, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._store.port, str(stack_file)), daemon=True)
+        process.start()
+        theirs.close()  # or the worker's death would not end the pipe
+        return _Worker(process, connection, stack_file)
+
+    def _kill_workers(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
+
+
+def _collect(workers: list[_Worker], timeout: float, name: str) -> list:
+    """The value each rank returned. Raises RuntimeError if a rank failed or did not return in time."""
+    pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+    results, failures = {}, {}
+    deadline = time.monotonic() + timeout
+    while pending and (ready := wait(pending, timeout=max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            rank = pending.pop(connection)
+            try:
+                returned, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                workers[rank].process.join()
+                returned, value = False, f"died with exit code {workers[rank].process.exitcode}\n"
+            (results if returned else failures)[rank] = value
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    world = f"of {len(workers)} running {name}"
+    if failures:
+        raise RuntimeError("\n".join(f"rank {rank} {world}: {failures[rank]}" for rank in sorted(failures)))
+    if pending:
+        stacks = _stacks({rank: workers[rank] for rank in pending.values()})
+        lines = [f"rank {rank}: " + ("returned" if rank in results else stacks[rank]) for rank in range(len(workers))]
+        raise RuntimeError("\n".join([f"ranks {sorted(stacks)} {world} did not return in {timeout} s", *lines]))
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _stacks(workers: dict[int, _Worker], patience_seconds: float = 2.0) -> dict[int, str]:
+    """Where each worker is now. faulthandler answers the signal in C, so also while Python waits in a collective."""
+    for worker in workers.values():
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    texts, deadline = {}, time.monotonic() + patience_seconds
+    while time.monotonic() < deadline:
+        before, texts = texts, {rank: worker.stack_file.read_text() for rank, worker in workers.items()}
+        if all(texts.values()) and texts == before:  # everybody wrote, and nobody is writing
+            break
+        time.sleep(0.05)
+    return {rank: text or "did not answer the signal" for rank, text in texts.items()}
+
+
+# ---- the worker's side --------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, port: int, stack_file: str) -> None:
+    """A worker's life: one job after another, until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with open(stack_file, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        try:
+            while True:
+                path, rank, world_size, job, call = connection.recv()
+                sys.path[:] = path
+                connection.send_bytes(_run_job(dist.PrefixStore(job, store), rank, world_size, call))
+                connection.recv()  # all ranks are done: only now may this rank's sockets close
+                dist.destroy_process_group()
+        except EOFError:
+            pass
+
+
+def _run_job(store: dist.Store, rank: int, world_size: int, call: bytes) -> bytes:
+    """Pickled (True, what fn returned) or (False, traceback). Leaves the process group up for ranks still talking."""
+    try:
+        # Longer than any job's timeout: it is the parent that decides, and shows the stacks.
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=1))
+        torch.manual_seed(0)
+        fn, args, kwargs = pickle.loads(call)
+        return pickle.dumps((True, fn(*args, **kwargs)))
+    except BaseException:  # pytest.fail and sys.exit too: whatever it is, it is the parent that must hear of it
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+# ---- comparing ----------------------------------------------------------------------------------------------------
+
+
+def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: str = "") -> None:
+    """Asserts that the norm of actual - expected is at most `tol` times the norm of expected, all in float64.
+
+    A norm over the whole tensor, because single elements that nearly cancel carry no relative precision. If expected
+    is zero there is nothing to be relative to: then the norm of actual is at most float32's rounding step at 1.
+    """
+    label = name or "tensor"
+    assert actual.shape == expected.shape, f"{label}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    actual, expected = (x.detach().to("cpu", torch.float64) for x in (actual, expected))
+    difference, norm = float((actual - expected).norm()), float(expected.norm())
+    bound = tol * norm if norm > 0 else torch.finfo(torch.float32).eps
+    # A NaN compares as False, so it fails.
+    assert difference <= bound, (f"{label}: norm of the difference {difference:.3e} > {bound:.3e} "
+                                 f"(tolerance {tol:g}, norm of the expected tensor {norm:.3e})")

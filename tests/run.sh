@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# All tests that this machine can run, from nothing: an environment, the pinned installs, pytest.
+#   bash tests/run.sh [PYTEST ARGUMENTS]     e.g. -k mesh, or -m '' for the slow tests too
+# launch/venv.sh says where the environment lives and how it comes about.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/venv.sh
+use_venv plot,test
+export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
+exec "$python" -m pytest "$@"

@@ -1,0 +1,194 @@
+"""tools/plot_run.py: the curves read, the picture in the terminal, the PNG, and one line for every mistake."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools import plot_run
+
+FINITE = st.floats(-50, 50, allow_nan=False)
+
+
+def write(directory, records, tail=""):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    return directory
+
+
+def records(losses, entropy=None, evals=()):
+    yield {"kind": "run", "unigram_entropy": entropy}
+    for step, loss in enumerate(losses, start=1):
+        yield {"kind": "step", "step": step, "loss": loss, "tokens_per_second": 100.0 * step, "grad_norm": 1.0}
+        yield from ({"kind": "eval", "step": at, "loss": value} for at, value in evals if at == step)
+
+
+def run_of(losses, entropy=None, evals=(), name="run"):
+    steps = list(range(1, len(losses) + 1))
+    return plot_run.Run(name, entropy, steps, list(losses), [1.0] * len(losses), list(evals))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
+def test_a_restart_replaces_what_the_earlier_attempt_wrote(tmp_path_factory, attempts):
+    """Each attempt trains `count` steps from `start`; the twin is a dict from which each attempt's future is deleted."""
+    lines, steps, evals = [], {}, {}
+    for attempt, (start, count) in enumerate(attempts):
+        lines.append({"kind": "run", "unigram_entropy": float(attempt)})
+        steps, evals = ({at: x for at, x in d.items() if at < start} for d in (steps, evals))
+        for step in range(start, start + count):
+            loss = attempt + step / 100
+            lines.append({"kind": "step", "step": step, "loss": loss, "tokens_per_second": 10 * loss})
+            lines.append({"kind": "eval", "step": step, "loss": -loss})
+            steps[step], evals[step] = loss, -loss
+    run = plot_run.read_run(write(tmp_path_factory.mktemp("run"), lines))
+    assert dict(zip(run.steps, run.loss)) == steps and run.steps == sorted(steps)
+    assert run.tokens_per_second == [10 * loss for loss in run.loss]
+    assert run.evals == sorted(evals.items()) and run.unigram_entropy == len(attempts) - 1
+
+
+def test_an_unfinished_last_line_and_missing_values_are_no_mistake(tmp_path):
+    lines = [*records([3.0, math.nan, 2.0]), {"kind": "step", "step": 4, "loss": None}, {"kind": "memory", "bytes": 1}]
+    run = plot_run.read_run(write(tmp_path, lines, tail='{"kind": "st'))
+    assert run.steps == [1, 2, 3, 4] and run.final_loss == (3.0 + 2.0) / 2
+    assert "training" in plot_run.draw([run], unicode=True)
+
+
+@given(low=FINITE, span=st.floats(1e-3, 1e3), count=st.integers(1, 10))
+def test_ticks_are_round_and_inside(low, span, count):
+    found = plot_run.ticks(low, low + span, count)
+    assert len(found) <= count + 1
+    assert all(low - 1e-6 * span <= x <= low + span * (1 + 1e-6) for x in found)
+    gaps = [b - a for a, b in zip(found, found[1:])]
+    assert all(f"{gap:.0e}"[0] in "125" for gap in gaps) and len({f"{gap:.6g}" for gap in gaps}) <= 1
+
+
+def decode(picture, rows):
+    """Cells of the plot that hold a braille dot, as {(column, row)}."""
+    body = picture.split("\n")[1 : rows + 1]
+    cells = ((i, j) for j, line in enumerate(body) for i in range(len(line) - plot_run.MARGIN))
+    return {(i, j) for i, j in cells if "\u2800" < body[j][plot_run.MARGIN + i] <= "\u28ff"}
+
+
+@settings(deadline=None)
+@given(st.lists(FINITE, min_size=1, max_size=30), st.one_of(st.none(), FINITE), st.booleans())
+def test_the_picture_passes_through_every_point_and_fits_the_terminal(losses, entropy, evaluated):
+    run = run_of(losses, evals=[(len(losses), 0.5)] if evaluated else [])
+    rows, columns = plot_run.HEIGHT - 6, plot_run.WIDTH - plot_run.MARGIN - 3
+    cells = decode(plot_run.draw([run_of(losses)], unicode=True), rows)
+    top, bottom = min(j for _, j in cells), max(j for _, j in cells)
+    low, high, last = min(losses), max(losses), max(len(losses) - 1, 1)
+    for step, loss in enumerate(losses):
+        column = step / last * (columns - 0.5)
+        row = (top + bottom) / 2 if high == low else top + (high - loss) / (high - low) * (bottom - top)
+        # Within one cell: the dots' rounding, and the outermost points lie anywhere within their cells.
+        assert any(abs(i - column) <= 1 and abs(j - row) <= 1 for i, j in cells)
+    run.unigram_entropy = entropy
+    for unicode in (True, False):
+        picture = plot_run.draw([run], unicode)
+        assert all(len(line) <= plot_run.WIDTH for line in picture.split("\n"))
+        assert unicode or picture.isascii()
+        assert ("unigram entropy" in picture) == (entropy is not None)
+        assert (plot_run.UNICODE if unicode else plot_run.ASCII)["entropy"] in picture or entropy is None
+
+
+def test_axis_labels_stand_where_their_values_are():
+    """A straight line from 0 down to -100: the curve crosses each labelled row at the step that has that loss."""
+    losses = [-float(i) for i in range(101)]
+    picture = plot_run.draw([run_of(losses)], unicode=True).split("\n")
+    columns = plot_run.WIDTH - plot_run.MARGIN - 3
+    labelled = [line for line in picture if plot_run.UNICODE["tick"] in line]
+    assert len(labelled) >= 4
+    for line in labelled:
+        drawn = [i - plot_run.MARGIN for i, c in enumerate(line) if "\u2800" < c <= "\u28ff"]
+        column = -float(line[: plot_run.MARGIN - 2]) / 100 * (columns - 1)
+        assert min(drawn) - 1 <= column <= max(drawn) + 1
+    # On the step axis, the last label ends under the last column's tick.
+    assert picture[-3].split()[-1] == "100" and picture[-4][-1] == plot_run.UNICODE["xtick"]
+
+
+def test_several_runs_are_numbered_at_their_ends():
+    runs = [run_of([9.0, 2.0], name="good"), run_of([9.0, 8.0], entropy=5.0, name="bad")]
+    lines = plot_run.draw(runs, unicode=True).split("\n")
+    good, bad = (next(i for i, line in enumerate(lines) if line.endswith(f" {n}")) for n in (1, 2))
+    assert bad < good
+    assert lines[-2].strip() == "1: good" and lines[-1].strip() == "2: bad"
+
+
+@pytest.mark.parametrize("entropy", [None, 6.0])
+@pytest.mark.parametrize("evals", [(), [(2, 5.8)], [(2, 5.0)], [(2, 6.5)]])
+def test_the_verdict_compares_held_out_loss_with_the_unigram_entropy(entropy, evals):
+    text = plot_run.verdict(run_of([5.0, 5.2], entropy, evals))
+    assert f"{(5.0 + 5.2) / 2:.3f}" in text
+    judged = evals[-1][1] if evals else (5.0 + 5.2) / 2
+    assert f"{judged:.3f}" in text
+    if entropy is None:
+        assert "The loss is" not in text
+    elif judged >= entropy:
+        assert "The loss is NOT below the unigram entropy" in text
+    elif judged >= entropy - plot_run.WELL_BELOW:
+        assert f"below the unigram entropy, but by {entropy - judged:.3f} only" in text
+    else:
+        assert f"well below the unigram entropy, by {entropy - judged:.3f}" in text
+
+
+def test_the_command_draws_both_pictures(tmp_path):
+    """In a terminal that knows ASCII only, as a user starts it."""
+    a = write(tmp_path / "a", records([8.0, 7.0, 5.0, 5.0], entropy=7.5, evals=[(4, 5.5)]))
+    b = write(tmp_path / "b", records([8.0]))
+    command = [sys.executable, plot_run.__file__, str(a), str(b)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and "The loss is well below the unigram entropy" in done.stdout
+    height, width, _ = matplotlib.image.imread(a / "loss.png").shape
+    assert width > height > 500
+
+
+def broken(tmp_path, name):
+    if name == "missing":
+        return tmp_path / "nowhere", "cannot be read"
+    if name == "empty":
+        return write(tmp_path, []), "holds no step with a finite loss"
+    if name == "nan":
+        return write(tmp_path, records([math.nan])), "holds no step with a finite loss"
+    (tmp_path / "metrics.jsonl").write_bytes(
+        {
+            "binary": b"\xff\xfe\n",
+            "text": b"iteration 1\n",
+            "list": b"[1]\n",
+            "no kind": b'{"step": 1}\n',
+            "no step": b'{"kind": "step", "loss": 1.0}\n',
+            "wrong type": b'{"kind": "step", "step": 1, "loss": [1.0]}\n',
+        }[name]
+    )
+    return tmp_path, "cannot be read" if name == "binary" else "metrics.jsonl:1 is no record of a run"
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "empty", "nan", "binary", "text", "list", "no kind", "no step", "wrong type"]
+)
+def test_bad_input_is_one_line_and_exit_1(tmp_path, capsys, name):
+    directory, message = broken(tmp_path, name)
+    assert plot_run.main([str(directory)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_is_one_line_and_exit_1(tmp_path, capsys, monkeypatch):
+    directory = write(tmp_path, records([2.0, 1.0]))
+    assert plot_run.main([str(directory), "--png", str(tmp_path / "no" / "such" / "folder.png")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    assert plot_run.main([str(directory), "--png", str(tmp_path / "loss.xyz")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot_run.main([str(directory)]) == 1
+    out, err = capsys.readouterr()
+    assert "training loss" in out and "matplotlib is not installed" in err and "pip install" in err

@@ -1,0 +1,179 @@
+"""Tensor-parallel layers equal plain ones on whole tensors: outputs, input gradients and weight gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitron.mesh import Axis, Mesh
+from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
+                                      vocab_parallel_cross_entropy)
+from minitron.precision import DTYPES, Fp8Gemm, Gemm
+from minitron.testing import assert_close_rel
+
+S, B, H, V = 8, 3, 16, 32
+CHUNKS = (24, 8, 8)  # queries, keys, values
+# float32: the parts are added in another order. bf16: one rounding of each partial sum, 2^-8, per tensor-parallel rank.
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+
+
+def _full(name: str, *shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)))).to(dtype)
+
+
+def _set(param, full):
+    with torch.no_grad():
+        param.copy_(full if param.shard is None else param.shard.cut(full))
+
+
+def _part(x, mesh, sequence_parallel):
+    return x.chunk(mesh.tp.size)[mesh.tp.rank].clone() if sequence_parallel else x.clone()
+
+
+def two_layers(tp, sequence_parallel, overlap, dtype, main_grad, remake):
+    """column -> relu -> row on one rank: y, dx, and gradients of the three parameters, each as this rank has it."""
+    mesh = Mesh.create(tp=tp)
+    dtype = DTYPES[dtype]
+    layout = Layout(mesh.tp, sequence_parallel, overlap, dtype)
+    column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
+    row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm())
+    params = {"w1": column.weight, "b1": column.bias, "w2": row.weight, "b2": row.bias}
+    for name, shape in (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,))):
+        _set(params[name], _full(name, *shape, dtype=dtype))
+    reports = []
+    if main_grad:
+        for name, p in params.items():
+            p.main_grad, p.grad_ready = torch.zeros(p.shape), lambda name=name: reports.append(name)
+    x = _part(_full("x", S, B, H, dtype=dtype), mesh, sequence_parallel).requires_grad_()
+    inner = column(x)
+    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None)
+    y.backward(_part(_full("dy", S, B, H, dtype=dtype), mesh, sequence_parallel))
+    grads = {name: (p.main_grad if main_grad else p.grad) for name, p in params.items()}
+    assert not main_grad or (sorted(reports) == sorted(params) and all(p.grad is None for p in params.values()))
+    return y.detach(), x.grad, {n: (g, params[n].shard and params[n].shard.slices(), params[n].shard and params[n].shard.dim)
+                                for n, g in grads.items()}
+
+
+def _plain_two_layers(dtype):
+    w1, b1, w2, b2 = (_full(n, *s, dtype=dtype).requires_grad_() for n, s in
+                      (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,))))
+    x = _full("x", S, B, H, dtype=dtype).requires_grad_()
+    # heads are permuted by the sharding, but the permutation of w1's rows is the same as that of w2's columns
+    y = F.linear(F.linear(x, w1, b1).relu(), w2, b2)
+    y.backward(_full("dy", S, B, H, dtype=dtype))
+    return y.detach(), x.grad, {"w1": w1.grad, "b1": b1.grad, "w2": w2.grad, "b2": b2.grad}
+
+
+@pytest.mark.parametrize("tp,sequence_parallel,overlap,dtype,main_grad,remake", [
+    (1, False, True, "fp32", True, False), (2, True, True, "fp32", True, False), (4, True, True, "fp32", True, True),
+    (4, False, True, "fp32", True, False), (2, True, False, "fp32", False, True), (2, False, False, "fp32", False, False),
+    (4, True, True, "bf16", True, True),
+])
+def test_column_then_row(ranks, tp, sequence_parallel, overlap, dtype, main_grad, remake):
+    y, dx, grads = _plain_two_layers(DTYPES[dtype])
+    results = ranks(tp, two_layers_in_order, tp, sequence_parallel, overlap, dtype, main_grad, remake)
+    tol = TOLERANCE[dtype]
+    join = torch.cat if sequence_parallel else (lambda parts: parts[0])
+    assert_close_rel(join([r[0] for r in results]).float(), y.float(), tol, "y")
+    assert_close_rel(join([r[1] for r in results]).float(), dx.float(), tol, "dx")
+    for name, expected in grads.items():
+        parts = [r[2][name] for r in results]
+        if parts[0][1] is None:  # replicated: partial over the sequence, else the same everywhere
+            actual = sum(p[0] for p in parts) if sequence_parallel else parts[0][0]
+        else:
+            actual = torch.empty_like(expected, dtype=torch.float32)
+            for grad, slices, dim in parts:
+                for local, full, length in slices:
+                    actual.narrow(dim, full, length).copy_(grad.narrow(dim, local, length))
+        assert_close_rel(actual.float(), expected.float(), tol, f"gradient of {name}")
+
+
+def two_layers_in_order(*args):
+    """two_layers with the second weight cut like the first one's rows, so that columns meet their own rows."""
+    original = RowParallelLinear.__init__
+
+    def cut_by_chunks(self, in_features, out_features, layout, **kwargs):
+        original(self, in_features, out_features, layout, **kwargs)
+        self.weight.shard = Shard(1, layout.axis, CHUNKS)
+
+    RowParallelLinear.__init__ = cut_by_chunks
+    try:
+        return two_layers(*args)
+    finally:
+        RowParallelLinear.__init__ = original
+
+
+def embedding_and_loss(tp, sequence_parallel, main_grad):
+    mesh = Mesh.create(tp=tp)
+    layout = Layout(mesh.tp, sequence_parallel)
+    words = VocabParallelEmbedding(V, H, layout, std=0.1)
+    _set(words.weight, _full("words", V, H))
+    if main_grad:
+        words.weight.main_grad, words.weight.grad_ready = torch.zeros(words.weight.shape), lambda: None
+    ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
+    x = words(ids)
+    x.backward(_part(_full("dx", S, B, H), mesh, sequence_parallel))
+    logits = (5 * _full("logits", S, B, V)).chunk(tp, -1)[mesh.tp.rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, ids, mesh.tp)
+    loss.backward(_full("dloss", S, B))
+    return x.detach(), words.weight.main_grad if main_grad else words.weight.grad, loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("tp,sequence_parallel,main_grad", [(1, False, True), (2, True, True), (4, False, False), (4, True, True)])
+def test_vocabulary_split(ranks, tp, sequence_parallel, main_grad):
+    table = _full("words", V, H).requires_grad_()
+    ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
+    x = F.embedding(ids, table)
+    x.backward(_full("dx", S, B, H))
+    logits = (5 * _full("logits", S, B, V)).requires_grad_()
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(S, B)
+    loss.backward(_full("dloss", S, B))
+    results = ranks(tp, embedding_and_loss, tp, sequence_parallel, main_grad)
+    join = torch.cat if sequence_parallel else (lambda parts: parts[0])
+    assert_close_rel(join([r[0] for r in results]), x.detach(), 1e-7, "embedding")
+    assert_close_rel(torch.cat([r[1] for r in results]), table.grad, 1e-6, "gradient of the table")
+    for r in results:
+        assert_close_rel(r[2], loss.detach(), 1e-6, "loss")
+    assert_close_rel(torch.cat([r[3] for r in results], -1), logits.grad, 1e-6, "gradient of the logits")
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 1))
+def test_shard_cuts_and_joins(parts, size, dim):
+    """Every element lies on exactly one rank, and join undoes cut."""
+    chunks = tuple(p * size for p in parts)
+    full = torch.arange(sum(chunks) * 3).view(3, -1) if dim else torch.arange(sum(chunks) * 3).view(-1, 3)
+    shards = [Shard(dim, Axis("tp", r, size, tuple(range(size))), chunks) for r in range(size)]
+    locals_ = [shard.cut(full) for shard in shards]
+    assert sorted(torch.cat([t.flatten() for t in locals_]).tolist()) == list(range(full.numel()))
+    assert torch.equal(shards[0].join(locals_), full)
+
+
+def test_shard_that_does_not_divide():
+    with pytest.raises(ValueError, match="6 rows or columns cannot be split evenly over the 4 ranks of axis 'tp'"):
+        Shard(0, Axis("tp", 0, 4, (0, 1, 2, 3)), (8, 6))
+
+
+def fp8_column(tp):
+    mesh = Mesh.create(tp=tp)
+    layout = Layout(mesh.tp, True, True, torch.bfloat16)
+    layer = ColumnParallelLinear(64, (64,), layout, std=0.1, bias=False, gemm=Fp8Gemm(torch.bfloat16))
+    _set(layer.weight, _full("w", 64, 64, dtype=torch.bfloat16))
+    layer.weight.main_grad, layer.weight.grad_ready = torch.zeros(layer.weight.shape), lambda: None
+    x = _part(_full("x", 32, 2, 64, dtype=torch.bfloat16), mesh, True).requires_grad_()
+    y = layer(x)
+    y.backward(_full("dy", 32, 2, 64, dtype=torch.bfloat16).chunk(tp, -1)[mesh.tp.rank])
+    return y.detach(), x.grad, layer.weight.main_grad
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fp8_is_near_the_exact_product(ranks, tp):
+    """e4m3 keeps 3 bits after the point: a value is off by up to 2^-4 of itself, a sum of random ones by 3 to 4 %; e5m2 by twice that."""
+    w = _full("w", 64, 64).bfloat16().float().requires_grad_()
+    x = _full("x", 32, 2, 64).bfloat16().float().requires_grad_()
+    y = F.linear(x, w)
+    y.backward(_full("dy", 32, 2, 64).bfloat16().float())
+    results = ranks(tp, fp8_column, tp)
+    assert_close_rel(torch.cat([r[0] for r in results], -1).float(), y.detach(), 0.05, "y")
+    assert_close_rel(torch.cat([r[1] for r in results]).float(), x.grad, 0.1, "dx")
+    assert_close_rel(torch.cat([r[2] for r in results]), w.grad, 0.1, "dw")

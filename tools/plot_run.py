@@ -1,0 +1,300 @@
+"""Draw the loss of one or more runs in the terminal and as a PNG.
+
+A run that logs to a directory leaves `metrics.jsonl` there, one JSON object a line: a record of kind `run` at each start
+(with the unigram entropy of the corpus where it is known), then `step` and `eval` records. The unigram entropy is what a
+model reaches that knows how often each token occurs and nothing else, so a curve below it has learned from context.
+
+    python tools/plot_run.py runs/quickstart            # terminal, and runs/quickstart/loss.png
+    python tools/plot_run.py runs/a runs/b --png ab.png
+
+The terminal has no pixels, but braille characters have eight dots in a 2 x 4 grid, one bit each: a plot of 60 x 16
+characters is a bitmap of 120 x 64. Where the terminal cannot show them, every cell with a dot becomes a `*`.
+A run started again repeats step numbers: the later record counts, and what the earlier attempt wrote beyond it is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
+MARGIN = 8  # columns left of the plot: tick labels and axis
+FINAL_STEPS = 10  # the loss of single steps is noisy: the final loss is the mean of this many
+WELL_BELOW = 0.5  # nats; the perplexity is then less than exp(-0.5) = 61 % of the unigram model's
+
+# Bits of U+2800 for the dots of one braille character, [row][column].
+BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+UNICODE = {"eval": "●", "entropy": "╌", "y": "│", "tick": "┤", "x": "─", "xtick": "┴", "corner": "└", "train": "⣀⠤⠒"}
+ASCII = {"eval": "o", "entropy": "-", "y": "|", "tick": "+", "x": "-", "xtick": "+", "corner": "+", "train": "***"}
+
+
+@dataclass
+class Run:
+    """One run's curves; `steps`, `loss` and `tokens_per_second` are parallel, a missing value is NaN."""
+
+    name: str
+    unigram_entropy: float | None = None
+    steps: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    tokens_per_second: list[float] = field(default_factory=list)
+    evals: list[tuple[int, float]] = field(default_factory=list)
+
+    def add_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.loss, self.tokens_per_second):
+                column.pop()
+        self.evals = [(at, value) for at, value in self.evals if at < step]
+        self.steps.append(step)
+        self.loss.append(loss)
+        self.tokens_per_second.append(tokens_per_second)
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last steps, skipped (non-finite) ones left out; NaN if nothing is left."""
+        finite = [x for x in self.loss[-FINAL_STEPS:] if math.isfinite(x)]
+        return sum(finite) / len(finite) if finite else math.nan
+
+
+def read_run(directory: Path) -> Run:
+    """The run that logged to `directory`.  Raises ValueError if it left no readable steps."""
+    path = directory / "metrics.jsonl"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
+    run = Run(str(directory))
+    lines = text.split("\n")
+    # What follows the last newline is empty, or a record that a live run is still writing.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            add_record(run, json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
+    if not any(math.isfinite(x) for x in run.loss):
+        raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
+    return run
+
+
+def add_record(run: Run, record: dict) -> None:
+    def number(key: str) -> float:
+        value = record.get(key)
+        return math.nan if value is None else float(value)
+
+    kind = record["kind"]
+    if kind == "run":
+        entropy = number("unigram_entropy")
+        run.unigram_entropy = None if math.isnan(entropy) else entropy
+    elif kind == "step":
+        run.add_step(int(record["step"]), number("loss"), number("tokens_per_second"))
+    elif kind == "eval":
+        run.evals.append((int(record["step"]), number("loss")))
+
+
+# ---------------------------------------------------------------------------------------------------- the terminal
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`."""
+    rough = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+class Canvas:
+    """A bitmap of 2 x 4 dots per character over the data window, with characters laid over it."""
+
+    def __init__(self, columns: int, rows: int, x_range: tuple[float, float], y_range: tuple[float, float]):
+        self.columns, self.rows = columns, rows
+        self.x_range, self.y_range = x_range, y_range
+        self.bits = [[0] * columns for _ in range(rows)]
+        self.over = [[""] * columns for _ in range(rows)]
+
+    def dot(self, x: float, y: float) -> tuple[int, int]:
+        """Data coordinates to the nearest dot, (0, 0) at the top left."""
+        across = (x - self.x_range[0]) / (self.x_range[1] - self.x_range[0])
+        down = (self.y_range[1] - y) / (self.y_range[1] - self.y_range[0])
+        return round(across * (2 * self.columns - 1)), round(down * (4 * self.rows - 1))
+
+    def cell(self, x: float, y: float) -> tuple[int, int]:
+        across, down = self.dot(x, y)
+        return across // 2, down // 4
+
+    def line(self, xs: list[float], ys: list[float]) -> None:
+        """Joins the points; a NaN breaks the line."""
+        last = None
+        for x, y in zip(xs, ys):
+            here = self.dot(x, y) if math.isfinite(y) else None
+            if here is not None:
+                start = last or here
+                length = max(abs(here[0] - start[0]), abs(here[1] - start[1]), 1)
+                for i in range(length + 1):
+                    across = start[0] + round((here[0] - start[0]) * i / length)
+                    down = start[1] + round((here[1] - start[1]) * i / length)
+                    self.bits[down // 4][across // 2] |= BRAILLE[down % 4][across % 2]
+            last = here
+
+    def text(self, unicode: bool) -> list[str]:
+        def char(row: int, column: int) -> str:
+            bits = self.bits[row][column]
+            return self.over[row][column] or ((chr(0x2800 + bits) if unicode else "*") if bits else " ")
+
+        return ["".join(char(row, column) for column in range(self.columns)) for row in range(self.rows)]
+
+
+def draw(runs: list[Run], unicode: bool) -> str:
+    """The picture for the terminal: loss over steps, at most WIDTH columns wide."""
+    signs = UNICODE if unicode else ASCII
+    entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
+    values = [x for run in runs for x in run.loss + [loss for _, loss in run.evals] if math.isfinite(x)] + entropies
+    low, high = min(values), max(values)
+    pad = 0.04 * (high - low) or 0.5
+    first, last = min(run.steps[0] for run in runs), max(run.steps[-1] for run in runs)
+    canvas = Canvas(WIDTH - MARGIN - 3, HEIGHT - 6, (first, max(last, first + 1)), (low - pad, high + pad))
+
+    for entropy in entropies:
+        row = canvas.cell(first, entropy)[1]
+        for column in range(canvas.columns):
+            canvas.over[row][column] = signs["entropy"] if column % 2 == 0 else ""
+    ends = {}
+    for i, run in enumerate(runs, start=1):
+        canvas.line(run.steps, run.loss)
+        for step, loss in run.evals:
+            if math.isfinite(loss):
+                column, row = canvas.cell(step, loss)
+                canvas.over[row][column] = signs["eval"]
+        row = canvas.cell(first, run.final_loss)[1]
+        ends[row] = ends.get(row, "") + f"{i}"
+
+    lines = ["loss, nats per token"]
+    labels = {canvas.cell(first, y)[1]: f"{y:g}" for y in ticks(low - pad, high + pad, 6)}
+    for row, body in enumerate(canvas.text(unicode)):
+        axis = signs["tick"] if row in labels else signs["y"]
+        mark = " " + ends.get(row, "") if len(runs) > 1 else ""
+        lines.append((f"{labels.get(row, ''):>{MARGIN - 2}} {axis}{body}{mark}").rstrip())
+    lines += x_axis(canvas, signs) + legend(runs, bool(entropies), signs)
+    return "\n".join(lines)
+
+
+def x_axis(canvas: Canvas, signs: dict[str, str]) -> list[str]:
+    rule, labels = [signs["x"]] * canvas.columns, [" "] * (canvas.columns + 3)
+    for step in ticks(*canvas.x_range, 6):
+        if step != int(step):
+            continue
+        column = canvas.cell(step, canvas.y_range[0])[0]
+        rule[column] = signs["xtick"]
+        label = f"{int(step)}"
+        start = max(0, column - len(label) // 2)
+        labels[start : start + len(label)] = label
+    name = "step"
+    indent = " " * MARGIN
+    return [
+        indent[:-1] + signs["corner"] + "".join(rule),
+        (indent + "".join(labels)).rstrip(),
+        indent + f"{name:^{canvas.columns}}".rstrip(),
+    ]
+
+
+def legend(runs: list[Run], entropy: bool, signs: dict[str, str]) -> list[str]:
+    parts = [f"{signs['train']} training"]
+    if any(run.evals for run in runs):
+        parts.append(f"{signs['eval']} validation")
+    if entropy:
+        parts.append(" ".join([signs["entropy"]] * 3) + " unigram entropy")
+    lines = [" " * MARGIN + "   ".join(parts)]
+    if len(runs) > 1:
+        lines += [f"{' ' * MARGIN}{i}: {run.name}" for i, run in enumerate(runs, start=1)]
+    return lines
+
+
+def verdict(run: Run) -> str:
+    """The final losses of a run, and how they stand to the unigram entropy where that is known."""
+    rows = [("training loss", run.final_loss, f"mean of the last {min(FINAL_STEPS, len(run.steps))} steps")]
+    loss = run.final_loss
+    if run.evals:
+        loss = run.evals[-1][1]  # text that was not trained on is the better judge
+        rows.append(("validation loss", loss, f"at step {run.evals[-1][0]}"))
+    entropy = run.unigram_entropy
+    if entropy is not None:
+        rows.append(("unigram entropy", entropy, "of the corpus: what token frequencies alone reach"))
+    lines = [f"{run.name} after step {run.steps[-1]}, in nats per token:"]
+    lines += [f"  {name:<16} {value:6.3f}  {note}" for name, value, note in rows]
+    if entropy is not None:
+        if loss < entropy - WELL_BELOW:
+            lines.append(f"The loss is well below the unigram entropy, by {entropy - loss:.3f}: it learned from context.")
+        elif loss < entropy:
+            lines.append(f"The loss is below the unigram entropy, but by {entropy - loss:.3f} only: train for longer.")
+        else:
+            lines.append(f"The loss is NOT below the unigram entropy: {loss:.3f} is above {entropy:.3f}.")
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------------- the PNG
+
+
+def save_png(runs: list[Run], path: Path) -> None:
+    """Loss (with validation points and the unigram entropy) above tokens per second."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError(f"matplotlib is not installed, so {path} was not drawn; pip install 'minitron[plot]'") from None
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
+    for entropy in entropies:
+        above.axhline(entropy, color="0.45", linestyle="--", linewidth=1)
+        above.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), xycoords=("axes fraction", "data"),
+                       textcoords="offset points", ha="right", color="0.35", fontsize=9)  # fmt: skip
+    for i, run in enumerate(runs):
+        color = f"C{i}"
+        name = "" if len(runs) == 1 else f"{run.name} "
+        point = "." if len(run.steps) == 1 else ""  # a line of one point would be invisible
+        above.plot(run.steps, run.loss, color=color, marker=point, linewidth=1.2, label=f"{name}training")
+        if run.evals:
+            above.plot(*zip(*run.evals), "o", color=color, markersize=6, markerfacecolor="white", markeredgewidth=1.5,
+                       label=f"{name}validation")  # fmt: skip
+        below.plot(run.steps, run.tokens_per_second, color=color, marker=point, linewidth=1)
+    above.set_ylabel("loss (nats per token)")
+    above.legend(frameon=False)
+    above.set_title(runs[0].name if len(runs) == 1 else "loss", loc="left", fontsize=11)
+    below.set_ylabel("tokens/s")
+    below.set_ylim(bottom=0)
+    below.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(color="0.92")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="log.dir of a run")
+    parser.add_argument("--png", type=Path, help="the picture's file (default: loss.png in the first RUN_DIR)")
+    arguments = parser.parse_args(argv)
+    path = arguments.png or arguments.run_dirs[0] / "loss.png"
+    try:
+        runs = [read_run(directory) for directory in arguments.run_dirs]
+        print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"))
+        print()
+        for run in runs:
+            print(verdict(run))
+        save_png(runs, path)
+    except ValueError as error:
+        print(f"plot_run: {error}", file=sys.stderr)
+        return 1
+    print(f"Picture: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
