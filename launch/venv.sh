@@ -26,21 +26,17 @@ find_python() {
 
 # The version of a torch built for GPUs, or nothing.
 gpu_torch() {
-    "$1" -c 'import torch; print(torch.__version__ if torch.version.cuda or torch.version.hip else "")' 2>/dev/null || true
+    local code='import torch; print(torch.__version__ if torch.version.cuda or torch.version.hip else "")'
+    "$1" -c "$code" 2>/dev/null || true
 }
 
-# Makes $VENV/bin/python with pip. Debian's Python has no ensurepip unless python3-venv is installed; its pip will do.
+# Without a pip of its own: pip's bundled setuptools would hide the one of $base, and Debian's Python has no ensurepip.
 make_venv() {
-    local base=$1
     if [ -e "$VENV" ] && [ ! -f "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV")" ]; then
         fail "VENV=$VENV is no virtual environment and not empty; remove it or name another place"
     fi
-    if "$base" -c 'import ensurepip' 2>/dev/null; then
-        "$base" -m venv "$VENV"
-    else
-        "$base" -m venv --without-pip "$VENV"
-        "$base" -m pip --python "$VENV/bin/python" install --quiet pip
-    fi
+    "$1" -m pip --version >/dev/null 2>&1 || fail "$1 has no pip; install it (Debian, Ubuntu: apt install python3-pip)"
+    "$1" -m venv --without-pip "$VENV"
 }
 
 # Shows $base's packages to the environment, behind its own, and prints the pins for what $base does not have.
@@ -83,8 +79,8 @@ use_venv() {
         echo "Installing minitron[$extras] and its own torch into $VENV; this takes a few minutes ..."
     fi
     # The build runs in the environment itself: with build isolation pip would fetch an unpinned setuptools.
-    "$python" -m pip install --quiet --disable-pip-version-check -c "$pins" setuptools &&
-        "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation -c "$pins" -e ".[$extras]" ||
-        fail "the installs failed, see above; $VENV is left for another try"
+    local install=("$base" -m pip --python "$python" install --quiet --disable-pip-version-check -c "$pins")
+    "${install[@]}" "setuptools>=77" && "${install[@]}" --no-build-isolation -e ".[$extras]" ||
+        fail "the installs failed, see above; once the cause is gone, the same command goes on in $VENV"
     echo "$wanted" >"$stamp"
 }

@@ -23,7 +23,7 @@ backward takes out and lse as they are given, from this block alone or merged ov
     causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
 
-A block never has a row without keys: for such a row the kernels disagree about lse (0 or -inf) and a merge would be wrong.
+A block never has a query without keys: there the kernels disagree about lse (0 or -inf), and a merge would be wrong.
 
 Left out: kernels with a sliding window or a bias, and aten's memory-efficient attention (slower wherever these run).
 """

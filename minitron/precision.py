@@ -177,16 +177,15 @@ class _Linear(torch.autograd.Function):
         y = gemm.forward(full, weight)
         y, handle = _combine(y, traffic, traffic.after)
         handle.wait()
-        ctx.gemm, ctx.traffic, ctx.remake, ctx.scaled = gemm, traffic, remake, local.scale is not None
-        ctx.leading = x.shape[1:-1]
-        saved = [] if remake is not None else [local.data] + ([local.scale] if ctx.scaled else [])
-        ctx.save_for_backward(weight, *saved)
+        # Not a saved tensor: recomputation hands those back as new tensors, without their main_grad.
+        ctx.weight, ctx.gemm, ctx.traffic, ctx.remake, ctx.leading = weight, gemm, traffic, remake, x.shape[1:-1]
+        if remake is None:
+            ctx.save_for_backward(*(t for t in local if t is not None))
         return y.view(-1, *ctx.leading, y.shape[-1])
 
     @staticmethod
     def backward(ctx, dy):
-        weight, *saved = ctx.saved_tensors
-        gemm, traffic = ctx.gemm, ctx.traffic
+        weight, gemm, traffic, saved = ctx.weight, ctx.gemm, ctx.traffic, ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         scatter = traffic.after == "scatter"
         gradient, handle = _gather(gemm.quantize(dy, traffic.axis if scatter else Axis.single(), gradient=True),

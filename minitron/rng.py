@@ -9,19 +9,21 @@ activation has a global name, and a good hash of the name is as random as dropou
     word [s, b, h]  = mix(mix(key ^ hash(layer, site)) ^ hash(channel))      a uniform 32-bit integer
     keep [s, b, h]  = word >= the threshold that a fraction p of all words is below
 
-A rank passes the samples and positions that it holds, and gets its slice of the one global mask: with sequence or context
-parallelism some of the positions, with data parallelism some of the samples. Rank 1 of cp 2 with 8 tokens in zigzag
-order holds positions 2 3 4 5, so it has rows 2 3 4 5 of the mask that one process has. The backward makes the
-mask again from the keys: 4 bytes a token are kept, nothing an element.
+A rank passes the samples and positions that it holds, and gets its slice of the one global mask: with sequence or
+context parallelism some of the positions, with data parallelism some of the samples. Rank 1 of cp 2 with 8 tokens in
+zigzag order holds positions 2 3 4 5, so it has rows 2 3 4 5 of the mask that one process has. The backward makes the
+mask again from the keys: 8 bytes a token are kept, nothing an element.
 
 Why a 32-bit word and two multiplications are enough: dropout needs fair coins that are uncorrelated between
 neighbours in every coordinate, neither secrecy nor a long period. The mixer is a bijection in which each input bit
 flips each output bit with a probability close to 1/2; tests/test_rng.py measures that and the correlations. Two tokens
-have the same key with probability 2^-32, and then share their masks, which among millions of tokens no gradient notices.
+have the same key with probability 2^-32 and then share their masks, which no gradient over millions of tokens notices.
 Channels are hashed before they meet the key, or neighbouring keys would give shifted copies of one mask.
 
-All arithmetic is on int32 and wraps around. It is exact, so CPU and CUDA agree in every bit; it has no branch on data
-and never waits for the device; torch.compile fuses it into its neighbours. Left out: Philox, ten such rounds an element.
+Words are int64 tensors with values below 2^32, and no product reaches 2^63. Wrapping int32 products would need half
+the memory, but signed overflow is undefined in the C++ that torch.compile writes for CPUs, and there it did change the
+masks. So eager and compiled, CPU and CUDA agree in every bit. There is no branch on data and no wait for the device;
+compiled, all of this fuses into its neighbours. Left out: Philox, ten rounds an element where two do.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_WORD = 0xFFFFFFFF
+
 # One arbitrary first word (digits of pi) per kind of name, so that position 3 and channel 3 have different hashes.
-_SAMPLE, _POSITION, _PLACE, _CHANNEL, _QUERY, _KEY = 0x243F6A88, 0x05A308D3, 0x13198A2E, 0x03707344, 0x24093822, 0x299F31D0
+_SAMPLE, _POSITION, _PLACE = 0x243F6A88, 0x05A308D3, 0x13198A2E
+_CHANNEL, _QUERY, _KEY = 0x03707344, 0x24093822, 0x299F31D0
 
 
 def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tensor:
-    """The keys of a microbatch: samples [b] and positions [s], int64 and global -> [s, b] int32.
+    """The keys of a microbatch: samples [b] and positions [s], int64 and global -> [s, b] int64.
 
     Positions count within the sample, across packed documents. A rank that holds a slice of the sequence passes its
-    slice of the positions, or slices the keys. Every integer is at least 0 and below 2^62.
+    slice of the positions, or slices the keys.
     """
     sample_words = _hash(_SAMPLE, seed, step, samples, device=samples.device)
     position_words = _hash(_POSITION, positions, device=positions.device)
@@ -93,34 +98,33 @@ def _drop(x: Tensor, p: float, keys: Tensor, layer: int, site: int) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """A uniform int32 word is below this with probability p."""
+    """A uniform word is below this with probability p."""
     if not 0 <= p < 1:
         raise ValueError(f"dropout probability {p} is not in [0, 1); use 0 for no dropout")
-    return round(p * 2**32) - 2**31
+    return round(p * 2**32)
 
 
 def _hash(first_word: int, *values: int | Tensor, device: torch.device) -> Tensor:
-    """The int32 word of a name; tensors broadcast, and integers alone give [1].
+    """The word of a name of 64-bit integers. Tensors broadcast; integers alone give [1].
 
     Integers become tensors by a fill: no copy from the host to wait for, and torch.compile can keep a layer's number
     a variable instead of compiling once per layer.
     """
-    word = torch.full((1,), first_word, dtype=torch.int32, device=device)
+    word = torch.full((1,), first_word, dtype=torch.int64, device=device)
     for value in values:
         if not isinstance(value, Tensor):
             value = torch.full((1,), value, dtype=torch.int64, device=device)
-        for half in (value & 0x7FFFFFFF, value >> 31):
-            word = _mix(word ^ half.to(torch.int32))
+        for half in (value & _WORD, value >> 32 & _WORD):
+            word = _mix(word ^ half)
     return word
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int32 words without visible structure.
+    """A bijection of words without visible structure: two rounds of xorshift and multiplication, and a last xorshift.
 
-    Two rounds of xorshift and multiplication; the constants are those of the search for the least avalanche bias at
-    github.com/skeeto/hash-prospector. Both are below 2^31, as an int32 constant must be. Torch shifts int32
-    arithmetically; masking off the copies of the sign makes the shift logical.
+    The constants come from the search for the least avalanche bias at github.com/skeeto/hash-prospector. Both are
+    below 2^31, so the products of words stay below 2^63.
     """
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x21F0AAAD
-    x = (x ^ (x >> 15 & 0x1FFFF)) * 0x735A2D97
-    return x ^ (x >> 15 & 0x1FFFF)
+    x = (x ^ (x >> 16)) * 0x21F0AAAD & _WORD
+    x = (x ^ (x >> 15)) * 0x735A2D97 & _WORD
+    return x ^ (x >> 15)

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import unicodedata
 
 import matplotlib.image
 import pytest
@@ -37,15 +38,17 @@ def run_of(losses, entropy=None, evals=(), name="run"):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
 def test_a_restart_replaces_what_the_earlier_attempt_wrote(tmp_path_factory, attempts):
-    """Each attempt trains `count` steps from `start`; the twin is a dict from which each attempt's future is deleted."""
+    """Each attempt trains `count` steps from `start`; the twin is a dict that forgets its future at each start."""
     lines, steps, evals = [], {}, {}
     for attempt, (start, count) in enumerate(attempts):
         lines.append({"kind": "run", "unigram_entropy": float(attempt)})
         steps, evals = ({at: x for at, x in d.items() if at < start} for d in (steps, evals))
         for step in range(start, start + count):
             loss = attempt + step / 100
-            lines.append({"kind": "step", "step": step, "loss": loss, "tokens_per_second": 10 * loss})
-            lines.append({"kind": "eval", "step": step, "loss": -loss})
+            pair = [{"kind": "step", "step": step, "loss": loss, "tokens_per_second": 10 * loss},
+                    {"kind": "eval", "step": step, "loss": -loss}]  # fmt: skip
+            # A step's figures may be logged while the next one runs, so after its evaluation.
+            lines += pair if attempt % 2 else pair[::-1]
             steps[step], evals[step] = loss, -loss
     run = plot_run.read_run(write(tmp_path_factory.mktemp("run"), lines))
     assert dict(zip(run.steps, run.loss)) == steps and run.steps == sorted(steps)
@@ -58,6 +61,8 @@ def test_an_unfinished_last_line_and_missing_values_are_no_mistake(tmp_path):
     run = plot_run.read_run(write(tmp_path, lines, tail='{"kind": "st'))
     assert run.steps == [1, 2, 3, 4] and run.final_loss == (3.0 + 2.0) / 2
     assert "training" in plot_run.draw([run], unicode=True)
+    run.loss += [math.nan] * plot_run.FINAL_STEPS  # a run that ends in skipped steps still has a final loss
+    assert run.final_loss == (3.0 + 2.0) / 2
 
 
 @given(low=FINITE, span=st.floats(1e-3, 1e3), count=st.integers(1, 10))
@@ -67,6 +72,14 @@ def test_ticks_are_round_and_inside(low, span, count):
     assert all(low - 1e-6 * span <= x <= low + span * (1 + 1e-6) for x in found)
     gaps = [b - a for a, b in zip(found, found[1:])]
     assert all(f"{gap:.0e}"[0] in "125" for gap in gaps) and len({f"{gap:.6g}" for gap in gaps}) <= 1
+
+
+def test_the_dots_of_a_character_lie_where_braille_has_them():
+    """Unicode's own names are the twin: dots 1 2 3 7 go down the left column, 4 5 6 8 down the right one."""
+    for number, (x, y) in zip((1, 2, 3, 7, 4, 5, 6, 8), ((x, y) for x in (0, 1) for y in (3, 2, 1, 0))):
+        canvas = plot_run.Canvas(1, 1, (0, 1), (0, 3))
+        canvas.line([x], [y])
+        assert [unicodedata.name(c) for c in canvas.text(unicode=True)] == [f"BRAILLE PATTERN DOTS-{number}"]
 
 
 def decode(picture, rows):
@@ -84,6 +97,7 @@ def test_the_picture_passes_through_every_point_and_fits_the_terminal(losses, en
     cells = decode(plot_run.draw([run_of(losses)], unicode=True), rows)
     top, bottom = min(j for _, j in cells), max(j for _, j in cells)
     low, high, last = min(losses), max(losses), max(len(losses) - 1, 1)
+    assert top <= 1 and bottom >= rows - 2 or high == low
     for step, loss in enumerate(losses):
         column = step / last * (columns - 0.5)
         row = (top + bottom) / 2 if high == low else top + (high - loss) / (high - low) * (bottom - top)

@@ -1,15 +1,15 @@
 """Draw the loss of one or more runs in the terminal and as a PNG.
 
-A run that logs to a directory leaves `metrics.jsonl` there, one JSON object a line: a record of kind `run` at each start
-(with the unigram entropy of the corpus where it is known), then `step` and `eval` records. The unigram entropy is what a
-model reaches that knows how often each token occurs and nothing else, so a curve below it has learned from context.
+A run that logs to a directory leaves `metrics.jsonl` there, one JSON object a line: a record of kind `run` at each
+start (with the unigram entropy of the corpus where it is known), then `step` and `eval` records. The unigram entropy is
+what a model reaches that knows how often each token occurs and nothing else: a curve below it has learned from context.
 
     python tools/plot_run.py runs/quickstart            # terminal, and runs/quickstart/loss.png
     python tools/plot_run.py runs/a runs/b --png ab.png
 
 The terminal has no pixels, but braille characters have eight dots in a 2 x 4 grid, one bit each: a plot of 60 x 16
 characters is a bitmap of 120 x 64. Where the terminal cannot show them, every cell with a dot becomes a `*`.
-A run started again repeats step numbers: the later record counts, and what the earlier attempt wrote beyond it is dropped.
+A run started again appends to its file: from its first step on, it replaces what the earlier attempt wrote.
 """
 
 from __future__ import annotations
@@ -43,20 +43,18 @@ class Run:
     tokens_per_second: list[float] = field(default_factory=list)
     evals: list[tuple[int, float]] = field(default_factory=list)
 
-    def add_step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        while self.steps and self.steps[-1] >= step:
-            for column in (self.steps, self.loss, self.tokens_per_second):
-                column.pop()
-        self.evals = [(at, value) for at, value in self.evals if at < step]
-        self.steps.append(step)
-        self.loss.append(loss)
-        self.tokens_per_second.append(tokens_per_second)
+    def rewind(self, step: int) -> None:
+        """Forget `step` and what came after it."""
+        kept = sum(at < step for at in self.steps)
+        for column in (self.steps, self.loss, self.tokens_per_second):
+            del column[kept:]
+        self.evals = [(at, loss) for at, loss in self.evals if at < step]
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last steps, skipped (non-finite) ones left out; NaN if nothing is left."""
-        finite = [x for x in self.loss[-FINAL_STEPS:] if math.isfinite(x)]
-        return sum(finite) / len(finite) if finite else math.nan
+        """Mean of the last losses; skipped steps, which have none, do not count."""
+        finite = [x for x in self.loss if math.isfinite(x)][-FINAL_STEPS:]
+        return sum(finite) / len(finite)
 
 
 def read_run(directory: Path) -> Run:
@@ -66,12 +64,16 @@ def read_run(directory: Path) -> Run:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
-    run = Run(str(directory))
+    run, restarted = Run(str(directory)), False
     lines = text.split("\n")
     # What follows the last newline is empty, or a record that a live run is still writing.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            add_record(run, json.loads(line))
+            record = json.loads(line)
+            if restarted and "step" in record:
+                run.rewind(record["step"])
+            restarted = record["kind"] == "run" or restarted and "step" not in record
+            add_record(run, record)
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
     if not any(math.isfinite(x) for x in run.loss):
@@ -89,7 +91,9 @@ def add_record(run: Run, record: dict) -> None:
         entropy = number("unigram_entropy")
         run.unigram_entropy = None if math.isnan(entropy) else entropy
     elif kind == "step":
-        run.add_step(int(record["step"]), number("loss"), number("tokens_per_second"))
+        run.steps.append(int(record["step"]))
+        run.loss.append(number("loss"))
+        run.tokens_per_second.append(number("tokens_per_second"))
     elif kind == "eval":
         run.evals.append((int(record["step"]), number("loss")))
 
@@ -225,11 +229,12 @@ def verdict(run: Run) -> str:
     lines += [f"  {name:<16} {value:6.3f}  {note}" for name, value, note in rows]
     if entropy is not None:
         if loss < entropy - WELL_BELOW:
-            lines.append(f"The loss is well below the unigram entropy, by {entropy - loss:.3f}: it learned from context.")
+            judgement = f"well below the unigram entropy, by {entropy - loss:.3f}: it learned from context"
         elif loss < entropy:
-            lines.append(f"The loss is below the unigram entropy, but by {entropy - loss:.3f} only: train for longer.")
+            judgement = f"below the unigram entropy, but by {entropy - loss:.3f} only: train for longer"
         else:
-            lines.append(f"The loss is NOT below the unigram entropy: {loss:.3f} is above {entropy:.3f}.")
+            judgement = f"NOT below the unigram entropy: {loss:.3f} against {entropy:.3f}"
+        lines.append(f"The loss is {judgement}.")
     return "\n".join(lines)
 
 
@@ -241,7 +246,7 @@ def save_png(runs: list[Run], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ValueError(f"matplotlib is not installed, so {path} was not drawn; pip install 'minitron[plot]'") from None
+        raise ValueError(f"{path} was not drawn: matplotlib is not installed; pip install 'minitron[plot]'") from None
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
@@ -284,16 +289,21 @@ def main(argv: list[str] | None = None) -> int:
     path = arguments.png or arguments.run_dirs[0] / "loss.png"
     try:
         runs = [read_run(directory) for directory in arguments.run_dirs]
-        print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"))
-        print()
-        for run in runs:
-            print(verdict(run))
+    except ValueError as error:
+        return fail(error)
+    print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
+    print("\n".join(verdict(run) for run in runs))
+    try:
         save_png(runs, path)
     except ValueError as error:
-        print(f"plot_run: {error}", file=sys.stderr)
-        return 1
+        return fail(error)
     print(f"Picture: {path}")
     return 0
+
+
+def fail(error: ValueError) -> int:
+    print(f"plot_run: {error}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
-            build(partial)
-            os.replace(partial, final)
+            try:
+                build(partial)
+                os.replace(partial, final)
+            finally:
+                if partial.exists():
+                    shutil.rmtree(partial)
     return final

@@ -95,12 +95,16 @@ def _read_sources(root: Path) -> list[tuple[str, bytes]]:
 
 
 def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fingerprint: str) -> None:
+    """Write corpus.bin/.idx/.json, tokenizer.model and meta.json into `folder`."""
     texts, skipped = [], []
     for name, content in sources:
         try:
             texts.append(content.decode())
         except UnicodeDecodeError:
             skipped.append(name)
+    if not texts:
+        raise ValueError(f"data.source=corpus: none of {len(skipped)} sources is UTF-8 text; use another Python, or "
+                         "data.source=indexed with your own data")
     model = _train(texts, vocab_size)
     (folder / "tokenizer.model").write_bytes(model)
     tokenizer = CorpusTokenizer(model, "the corpus tokenizer")
@@ -123,7 +127,8 @@ def _train(texts: list[str], vocab_size: int) -> bytes:
                                                  minloglevel=2, **TRAINER)
     except RuntimeError as error:
         raise ValueError(f"data.source=corpus: {sum(map(len, texts))} characters of source do not give model.vocab_size="
-                         f"{vocab_size} pieces ({str(error).splitlines()[-1]}); use a smaller vocabulary") from error
+                         f"{vocab_size} pieces ({' '.join(str(error).split())}); model.vocab_size=4096 suits the whole "
+                         "library") from error
     return model.getvalue()
 
 

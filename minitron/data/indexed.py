@@ -80,6 +80,10 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
 
+    @property
+    def num_bin_bytes(self) -> int:
+        return len(self._bin)
+
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Tokens begin .. end - 1 of the whole .bin, whatever their sequence: a view for scans."""
         return np.frombuffer(self._bin, self.dtype, end - begin, begin * self.dtype.itemsize)

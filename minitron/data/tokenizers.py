@@ -98,7 +98,8 @@ class SentencePieceTokenizer:
 
     def __init__(self, model: bytes, name: str):
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self._model = sentencepiece.SentencePieceProcessor()
+            self._model.load_from_serialized_proto(model)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"{name}: no SentencePiece model ({error}); give the tokenizer.model of Llama 2") from error
         self.vocab_size = self._model.vocab_size()

@@ -199,6 +199,8 @@ class GPT(nn.Module):
             weight = self.embedding.words.weight if first else self.head.weight
             weight.global_name, weight.tied, weight.uses = "embedding.words.weight", True, 2 if first and last else 1
 
+        self.gemms = [module.gemm for module in self.modules() if hasattr(module, "gemm")]
+
     def units(self) -> Iterator[nn.Module]:
         """The chunk's parts in the order in which a forward pass reaches them."""
         yield from filter(None, (self.embedding, *self.blocks.values(), self.head))
@@ -221,6 +223,11 @@ class GPT(nn.Module):
         for block in self.blocks.values():
             x = block(x, mb)
         return self.head(x)
+
+    def on_weights_updated(self) -> None:
+        """After an optimizer step: number formats that keep casts of weights make them again."""
+        for gemm in self.gemms:
+            gemm.on_weights_updated()
 
     def _prepare(self, batch: Batch) -> Microbatch:
         rope = None if self.frequencies is None else rope_tables(batch.positions, self.frequencies)

@@ -1,13 +1,14 @@
-"""Gradients in flat buckets: reduced while the backward still runs, parameters gathered while the forward already runs.
+"""Gradients in flat buckets: reduced while the backward still runs, parameters gathered while the forward runs.
 
 Problem: a model has thousands of parameters. One collective, one norm and one update for each of them would cost
 more in launches than in work, and a reduction that starts after the backward leaves the network idle until then.
 
 The idea:
-  1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer, their gradients
-     in a float32 buffer with the same layout. Both `param.data` and `param.main_grad` are views.
+  1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer,
+     their gradients in a float32 buffer with the same layout. Both `param.data` and `param.main_grad` are views.
   2. Layers add weight gradients to `main_grad` themselves and call `param.grad_ready()`.
-  3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps the sum of slice r.
+  3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps
+     the sum of slice r.
   4. The optimizer updates slice r of the parameters (ZeRO-1), and an all-gather brings the other slices back.
      Every unit of the model waits, just before its next forward, for the buckets that hold its parameters.
 Buckets fill in reverse forward order, because that is the order in which a backward pass finishes them.
@@ -17,10 +18,10 @@ Buckets fill in reverse forward order, because that is the order in which a back
         b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
         rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
 
-Who adds what over which axis: every bucket is summed over dp_cp. Under sequence parallelism a replicated parameter (a norm)
-saw only this rank's part of the sequence, so its slice is summed over tp too. A tied weight has a copy on the first and
-on the last pipeline stage, and its slice is summed over `embedding`. These two sums come after the reduce-scatter, when there is
-only a slice to send.
+Who adds what over which axis: every bucket is summed over dp_cp. Under sequence parallelism a replicated parameter (a
+norm) saw only this rank's part of the sequence, so its slice is summed over tp too. A tied weight has a copy on the
+first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums come after the
+reduce-scatter, when there is only a slice to send.
 
 Left out: ZeRO-2 and ZeRO-3. The float32 gradient buffer is kept whole because microbatches accumulate into it.
 """
@@ -40,8 +41,8 @@ from minitron.mesh import Axis, Mesh
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
-# Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the one
-# bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
+# Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the
+# one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
 BUCKET_BYTES = 256 << 20
 
 
@@ -84,9 +85,9 @@ class BucketPlan:
 
 
 def plan_buckets(params: Iterable[tuple[str, int, Kind]], bucket_bytes: int, ranks: int) -> list[BucketPlan]:
-    """Lay (name, numel, kind), given in forward order, into buckets, in the order in which a backward pass closes them.
+    """Lay (name, numel, kind), given in forward order, into buckets, in the order in which a backward closes them.
 
-    A bucket is closed by the parameter that brings it to `bucket_bytes` of float32; a tied weight is alone in its own.
+    The parameter that brings a bucket to `bucket_bytes` of float32 closes it; a tied weight has a bucket of its own.
     """
     plans: list[BucketPlan] = []
     filling: dict[Kind, list[Span]] = {}
@@ -118,16 +119,18 @@ def _round_up(value: int, multiple: int) -> int:
 class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
 
-    data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of `grad` is
-    the sum over data ranks only between `Gradients.finish` and the next `zero`.
+    data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of
+    `grad` is the sum over data ranks only between `Gradients.finish` and the next `zero`.
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], axis: Axis, device: torch.device, overlap: bool):
+    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], axis: Axis, device: torch.device,
+                 overlap: bool):
         self.plan, self.kind, self.axis, self.overlap = plan, plan.kind, axis, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
         self.data = torch.zeros(plan.size, dtype=plan.kind.dtype, device=device)
         self.grad = torch.zeros(plan.size, dtype=torch.float32, device=device)
-        self.data_slice, self.grad_slice = self.data.chunk(axis.size)[axis.rank], self.grad.chunk(axis.size)[axis.rank]
+        self.data_slice = self.data.chunk(axis.size)[axis.rank]
+        self.grad_slice = self.grad.chunk(axis.size)[axis.rank]
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
         for span in plan.spans:
@@ -172,7 +175,7 @@ class Bucket:
 
 
 class OwnedPart(NamedTuple):
-    """Elements [offset, offset + numel) of the flattened local `param`, at [start, start + numel) of its bucket's slices."""
+    """Elements [offset, offset + numel) of the flattened local `param`: [start, start + numel) of a bucket's slice."""
 
     name: str
     param: nn.Parameter
@@ -189,9 +192,10 @@ class OwnedPart(NamedTuple):
 class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
-    A training step: zero(); for every chunk begin_last_backward(i) before its last backward; finish(); the optimizer writes the
-    buckets' data_slice; gather_parameters(). Parameters bring `global_name` (unique on this rank), `shard` (None: replicated over
-    tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run over mesh.dp_cp, tp and embedding.
+    A training step: zero(); for every chunk begin_last_backward(i) before its last backward; finish(); the optimizer
+    writes the buckets' data_slice; gather_parameters(). Parameters bring `global_name` (unique on this rank), `shard`
+    (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run over
+    mesh.dp_cp, tp and embedding.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, *, sequence_parallel: bool, overlap: bool,
@@ -199,14 +203,14 @@ class Gradients:
         self.mesh, self.overlap = mesh, overlap
         self.sum_over_tp = sequence_parallel and mesh.tp.size > 1
         self.chunks: list[list[Bucket]] = []
-        self.buckets: list[Bucket] = []  # chunk by chunk, each in the order of its gathers: as a forward pass needs them
+        self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
         for chunk in chunks:
             named = {param.global_name: param for param in chunk.parameters()}
-            assert not any(name in bucket.params for bucket in self.buckets for name in named), "names repeat over chunks"
+            assert not any(named.keys() & bucket.params.keys() for bucket in self.buckets), "names repeat over chunks"
             kinds = [(name, p.numel(), Kind(p.dtype, p.decay, p.shard is None, p.tied)) for name, p in named.items()]
             plans = plan_buckets(kinds, bucket_bytes, mesh.dp_cp.size)
             position = {name: i for i, name in enumerate(named)}
-            plans.sort(key=lambda plan: position[plan.spans[-1].name])  # the last span is the first that a forward needs
+            plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             buckets = [Bucket(plan, named, mesh.dp_cp, mesh.device, overlap) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
@@ -227,7 +231,8 @@ class Gradients:
     def finish(self) -> None:
         """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient."""
         for bucket in self.buckets:
-            assert bucket.pending is not None, f"no last backward was announced for the chunk of {next(iter(bucket.params))}"
+            owner = next(iter(bucket.params))
+            assert bucket.pending is not None, f"no last backward was announced for the chunk of {owner}"
             assert not bucket.pending, f"no gradient came for {', '.join(sorted(bucket.pending))}"
             if not self.overlap:
                 bucket.reduce()
@@ -239,7 +244,7 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.kind.tied), self.mesh.embedding)
 
     def square_sum(self) -> Tensor:
-        """This rank's share of the squared global norm, 0-d float64: summed over the world, every element counts once."""
+        """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
         counted = [bucket.grad_slice for bucket in self.buckets
                    if (self.mesh.tp.rank == 0 or not bucket.kind.replicated)
                    and (self.mesh.pp.rank == 0 or not bucket.kind.tied)]
@@ -269,10 +274,11 @@ class Gradients:
         for index, bucket in enumerate(self.buckets):
             base = axis.rank * bucket.grad_slice.numel()
             for span, first, last in bucket.plan.owned(axis.rank, axis.size):
-                yield OwnedPart(span.name, bucket.params[span.name], index, first - base, first - span.start, last - first)
+                yield OwnedPart(span.name, bucket.params[span.name], index, start=first - base,
+                                offset=first - span.start, numel=last - first)
 
     def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
-        """One flat slice per bucket (gradients, moments, ...) -> {name: whole local tensor}. Collective over dp_cp."""
+        """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
         result = {}
         for bucket, part in zip(self.buckets, slices, strict=True):
             flat = part.new_empty(bucket.plan.size)
@@ -292,7 +298,7 @@ def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
 
 
 def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
-    """Each unit, when called (`unit(...)`, which runs hooks), first waits for the buckets that hold its parameters."""
+    """Each unit, when called (`unit(...)`, which runs hooks), first waits for the buckets of its parameters."""
     for unit in chunk.units():
         names = {param.global_name for param in unit.parameters()}
         needed = [bucket for bucket in buckets if names & bucket.params.keys()]

@@ -1,19 +1,21 @@
 """The learning rate as a function of the samples consumed: linear warm-up, then cosine, linear or constant.
 
         lr  |      /`-.
-            |    /     `.                 warm-up from 0 to lr, decay to min_lr, then min_lr for ever. NeMo's `constant_steps`
-     min_lr |  /         `-.________      only say how long that last part is: the decay ends so many steps before the run.
+            |    /     `.                      warm-up from 0 to lr, decay to min_lr, then min_lr for ever;
+     min_lr |  /         `-.________           `constant_steps` says how many steps before its end a run gets there
             |/______________________ samples
              0   warmup   decay   end
 
-Everything is counted in samples, as in Megatron-LM: a limit given in steps is worth `global_batch_size` samples a step. So a limit
-in steps and one in samples can be combined, and a function of one number resumes without any state. The same warm-up
-in steps of 96: at 960 samples of 216,320 the rate is 960 / 216320 of lr.
+Everything is counted in samples, as in Megatron-LM: a limit given in steps is worth `global_batch_size` samples a step.
+So limits in steps and in samples can be combined, and a function of one number resumes without any state. With a
+warm-up of 216,320 samples to 1e-4, the rate at 960 samples is 960 / 216320 * 1e-4 = 4.438e-7.
 
-Which samples count for a step? The rate of step n is that of the samples consumed *including* step n, and this is what the log line
-shows beside them. Megatron-LM prints the same number, but uses it one step later (its first step has rate 0). A step that was
-skipped for a gradient that is not finite advances the schedule like any other: whether it was skipped is only known on the
-device, and nothing is read back.
+Which samples count for a step? The rate of step n is that of the samples consumed *including* step n, and this is what
+the log line shows beside them. Megatron-LM prints the same number but uses it one step later (its first step has rate
+0). A step that was skipped for a gradient that is not finite advances the schedule like any other: only the device
+knows that it was skipped, and nothing is read back.
+
+Left out: a decay of the weight decay, inverse-square-root and warm-up-stable-decay schedules.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from minitron.config import OptimizerConfig
 
 
 def learning_rate(cfg: OptimizerConfig, consumed_samples: int, *, global_batch_size: int, total_steps: int) -> float:
-    """The rate of the step after which `consumed_samples` are consumed. total_steps: of the run, where cfg has no decay length."""
+    """The rate of the step after which `consumed_samples` are consumed.
+
+    total_steps: of the run; the decay's length follows from it where cfg gives none.
+    """
     warmup = cfg.warmup_samples if cfg.warmup_samples is not None else cfg.warmup_steps * global_batch_size
     if cfg.decay_samples is not None:
         decay = cfg.decay_samples

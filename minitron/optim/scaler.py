@@ -1,10 +1,10 @@
 """Dynamic loss scale for fp16, wholly on the device.
 
-Problem: fp16 has no numbers below 6e-8, so small gradients vanish, and none above 65504, so large ones overflow. The idea
-(Micikevicius et al. 2018): multiply the loss by a power of two before the backward and divide the gradients after it. The largest
-factor that does not overflow is found by trying: an overflow costs one skipped step and, if repeated, halves the factor; a long
-clean stretch doubles it. The optimizer finds the overflow in the gradient norm, a device scalar, so everything here is a
-`torch.where` and the host never waits.
+Problem: fp16 has no numbers below 6e-8, so small gradients vanish, and none above 65504, so large ones overflow. The
+idea (Micikevicius et al. 2018): multiply the loss by a power of two before the backward and divide the gradients after
+it. The largest factor that does not overflow is found by trying: an overflow costs one skipped step and, if repeated,
+halves the factor; a long clean stretch doubles it. The optimizer finds the overflow in the gradient norm, a device
+scalar, so everything here is a `torch.where` and the host never waits.
 
     hysteresis 2, window 3      overflow  - x - x x - - - -         (x: a step with an overflow, skipped)
                                 scale     8 8 8 4 2 2 2 4 4         the first x is forgiven, every further one halves,
@@ -33,8 +33,9 @@ class LossScaler:
     def __init__(self, cfg: PrecisionConfig, device: torch.device):
         self.window, self.hysteresis = cfg.loss_scale_window, cfg.loss_scale_hysteresis
         self.scale = torch.full((), cfg.loss_scale, dtype=torch.float32, device=device)
-        self.clean = torch.zeros((), dtype=torch.int32, device=device)  # clean steps since the last overflow or doubling
-        self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)  # overflows left before halving
+        self.clean = torch.zeros((), dtype=torch.int32, device=device)  # steps since the last overflow or doubling
+        # Overflows left before the scale halves.
+        self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)
 
     def update(self, overflow: Tensor) -> None:
         """After a step: `overflow` 0-d, not 0 if its gradients were not finite (`Stats.skipped`)."""

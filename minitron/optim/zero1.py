@@ -1,21 +1,22 @@
 """ZeRO-1: AdamW with float32 masters and moments, of which every data-parallel rank keeps one slice.
 
-Problem: Adam needs 12 bytes of state per parameter (master, two moments); on every one of P data ranks the same 12 bytes would
-be kept and the same update computed P times. The idea (Rajbhandari et al. 2020, stage 1): the reduce-scatter has left each
-rank with the summed gradient of its own slice, so let it keep the state of that slice only, update it, and gather.
+Problem: Adam needs 12 bytes of state per parameter (master, two moments); on every one of P data ranks the same 12
+bytes would be kept and the same update computed P times. The idea (Rajbhandari et al. 2020, stage 1): the
+reduce-scatter has left each rank with the summed gradient of its own slice, so let it keep the state of that slice
+only, update it, and gather.
 
 One step, with no value read by the host:
   1. totals = sum over the world of [loss sum, token count, squared gradient norm]: one all-reduce of three numbers.
   2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
-  4. A norm that is not finite sets `found_inf`, and then the kernel changes nothing: master, moments and step count stay.
+  4. A norm that is not finite sets `found_inf`: then masters, moments and the step count stay as they are.
   5. Parameters of a smaller dtype are rewritten from the masters; all-gathers bring the other ranks' slices.
 
-    Two ranks, 24 elements:   rank 0   grad[0:12] -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\ all-gather
-                              rank 1   grad[12:24] -> its own three [12]              -> data[12:24] / data[0:24] on both
+    Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
+                              rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
 
-In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters. Left
-out: writing master and bf16 parameter in one kernel (the cast is a second pass here) and a choice of optimizers.
+In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters.
+Left out: writing master and bf16 parameter in one kernel (the cast is a second pass here) and a choice of optimizers.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ CLIP_EPS = 1e-6
 class Stats:
     """A step's figures, equal on every rank: one float64 device tensor, so that a log can copy it without waiting.
 
-    loss: mean over the counted tokens; grad_norm: global, of the mean loss, before clipping; skipped: 1 if the gradients were not
-    finite and nothing was updated; nan: 1 if the loss is not finite.
+    loss: mean over the counted tokens; grad_norm: global, of the mean loss, before clipping; skipped: 1 if the
+    gradients were not finite and nothing was updated; nan: 1 if the loss is not finite.
     """
 
     values: Tensor  # [4]
@@ -57,9 +58,9 @@ class Stats:
 
 
 class Zero1Optimizer:
-    """AdamW over this rank's slices of the buckets of `gradients`. Make it after the parameters have their first values.
+    """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
-    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket. steps: 0-d float32, updates made so far.
+    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket. steps: 0-d float32, updates so far.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig):
@@ -77,9 +78,10 @@ class Zero1Optimizer:
     def step(self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0) -> Stats:
         """Divide, clip, update, gather: call it after `gradients.finish()`. Collective over the world.
 
-        loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of tokens;
-        zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with before its backward (the
-        fp16 loss scale), a number or a 0-d tensor. Afterwards the buckets' grad_slice hold the gradient as used: divided and clipped.
+        loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of
+        tokens; zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with
+        before its backward (the fp16 loss scale), a number or a 0-d tensor. Afterwards the buckets' grad_slice hold
+        the gradient as used: divided and clipped.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
@@ -96,7 +98,7 @@ class Zero1Optimizer:
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """AdamW on every slice with gradient / divisor, unless found_inf is 1; then the parameters from the masters."""
+        """AdamW with gradient / divisor on every slice, unless found_inf is 1; then parameters from masters."""
         buckets = self.gradients.buckets
         self.steps += 1 - found_inf
         for decay, members in self.groups:
@@ -104,13 +106,14 @@ class Zero1Optimizer:
                 torch._fused_adamw_(
                     [self.masters[i] for i in members], [buckets[i].grad_slice for i in members],
                     [self.exp_avg[i] for i in members], [self.exp_avg_sq[i] for i in members], [],
-                    [self.steps] * len(members), lr=lr, beta1=self.cfg.betas[0], beta2=self.cfg.betas[1], weight_decay=decay,
-                    eps=self.cfg.eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
+                    [self.steps] * len(members), lr=lr, beta1=self.cfg.betas[0], beta2=self.cfg.betas[1],
+                    weight_decay=decay, eps=self.cfg.eps, amsgrad=False, maximize=False, grad_scale=divisor,
+                    found_inf=found_inf)
         if self.cast:
             torch._foreach_copy_([buckets[i].data_slice for i in self.cast], [self.masters[i] for i in self.cast])
 
     def state_slices(self) -> Iterator[tuple[OwnedPart, dict[str, Tensor]]]:
-        """This rank's state by parameter: where a part lies, and 1-d float32 views of it. Reading and writing go to the state."""
+        """This rank's state by parameter: where each part lies, and 1-d float32 views into the state itself."""
         for part in self.gradients.owned():
             yield part, {"master": part.of(self.masters), "exp_avg": part.of(self.exp_avg),
                          "exp_avg_sq": part.of(self.exp_avg_sq)}

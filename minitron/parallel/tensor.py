@@ -144,12 +144,13 @@ class _Lookup(torch.autograd.Function):
         local = ids - first
         inside = (local >= 0) & (local < table.shape[0])
         local = local.masked_fill(~inside, 0)
-        ctx.save_for_backward(local, inside, table)
+        ctx.table = table
+        ctx.save_for_backward(local, inside)
         return table[local] * inside.unsqueeze(-1)
 
     @staticmethod
     def backward(ctx, dy):
-        local, inside, table = ctx.saved_tensors
+        (local, inside), table = ctx.saved_tensors, ctx.table
         dy = (dy * inside.unsqueeze(-1)).flatten(0, -2)
         if not hasattr(table, "main_grad"):
             return None, torch.zeros_like(table).index_add_(0, local.flatten(), dy), None

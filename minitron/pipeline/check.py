@@ -8,12 +8,12 @@ A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor.  Bo
 3. All ranks: let every Exchange block until each partner stands at the matching one, and run to the end.  The
    executor only posts Exchanges and waits later, so what never stops here never hangs there.
 
-Two ranks that each send their output together with receiving their next input:
+The deadlock that "send my output and receive my next input" runs into, with pp = 2, vp = 2 and four microbatches:
 
-    rank 0   F0   [send activation 0, receive gradient 0]   B0          rank 0 can leave its Exchange only when rank 1
-    rank 1   [receive activation 0]   F0   B0   [send gradient 0]       stands at its second one, and rank 1 leaves
-                                                                        its first at once: fine.  In a ring of ranks
-                                                                        each may wait for the next: a deadlock.
+    rank 0    [send gradient 0]    F3    [send activation 3, receive gradient 1]
+    rank 1    [send gradient 1]    F2    [send activation 2, receive gradient 0]
+
+Each rank's first Exchange is met by the other's second.
 
 Left out: whether the values are right.  The executor's tests compare them with a single process.
 """
@@ -70,35 +70,25 @@ def _message(messages: list[tuple], n: int) -> str:
 def _check_rank(schedule: Schedule, rank: int) -> None:
     """Walk one rank's actions, keeping what it has run, received and not yet sent."""
     pp, vp, m = schedule.pp, schedule.vp, schedule.num_microbatches
-    actions = schedule.ranks[rank]
     ran: set[tuple[type, int, int]] = set()  # (Forward or Backward, mb, chunk)
     received: set[Transfer] = set()
     unsent: set[Transfer] = set()
-    backwards_left = Counter(action.chunk for action in actions if type(action) is Backward)
-    for index, action in enumerate(actions):
-        where = f"rank {rank}, action {index} {action}"
+    backwards_left = Counter(action.chunk for action in schedule.ranks[rank] if type(action) is Backward)
+    for index, action in enumerate(schedule.ranks[rank]):
         if type(action) is Exchange:
-            _check_exchange(action, where, received, unsent)
-            continue
-        if not (0 <= action.mb < m and 0 <= action.chunk < vp):
-            raise ValueError(f"{where}: there are {m} microbatches and {vp} chunks")
-        if (type(action), action.mb, action.chunk) in ran:
-            raise ValueError(f"{where}: runs a second time")
-        if type(action) is Backward:
-            if (Forward, action.mb, action.chunk) not in ran:
-                raise ValueError(f"{where}: its forward has not run")
-            backwards_left[action.chunk] -= 1
-            if action.last != (backwards_left[action.chunk] == 0):
-                raise ValueError(f"{where}: `last` belongs on the chunk's last backward and only there")
-        needed = input_of(action, rank, pp, vp)
-        if needed is not None:
-            if needed not in received:
-                raise ValueError(f"{where}: its input {needed} has not been received")
-            received.remove(needed)
-        ran.add((type(action), action.mb, action.chunk))
-        output = output_of(action, rank, pp, vp)
-        if output is not None:
-            unsent.add(output)
+            problem = _exchange_problem(action, received, unsent)
+        else:
+            problem = _operation_problem(action, ran, (m, vp), backwards_left)
+            needed = input_of(action, rank, pp, vp)
+            if not problem and needed is not None and needed not in received:
+                problem = f"its input {needed} has not been received"
+            received.discard(needed)
+            ran.add((type(action), action.mb, action.chunk))
+            output = output_of(action, rank, pp, vp)
+            if output is not None:
+                unsent.add(output)
+        if problem:
+            raise ValueError(f"rank {rank}, action {index} {action}: {problem}")
     expected = m * vp * (2 if schedule.training else 1)
     if len(ran) != expected:
         raise ValueError(f"rank {rank} runs {len(ran)} operations instead of {expected}")
@@ -108,15 +98,32 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
         raise ValueError(f"rank {rank} never uses {received.pop()}, which it receives")
 
 
-def _check_exchange(exchange: Exchange, where: str, received: set[Transfer], unsent: set[Transfer]) -> None:
+def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int], backwards_left: Counter) -> str:
+    """Why `op` cannot run now, or ''."""
+    if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
+        return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
+    if (type(op), op.mb, op.chunk) in ran:
+        return "runs a second time"
+    if type(op) is Backward:
+        if (Forward, op.mb, op.chunk) not in ran:
+            return "its forward has not run"
+        backwards_left[op.chunk] -= 1
+        if op.last != (backwards_left[op.chunk] == 0):
+            return "`last` belongs on the chunk's last backward and only there"
+    return ""
+
+
+def _exchange_problem(exchange: Exchange, received: set[Transfer], unsent: set[Transfer]) -> str:
+    """Why the Exchange cannot be posted now, or ''; moves its Transfers out of `unsent` and into `received`."""
     for transfer in exchange.sends:
         if transfer not in unsent:
-            raise ValueError(f"{where}: sends {transfer}, which is not there to be sent")
+            return f"sends {transfer}, which is not there to be sent"
         unsent.remove(transfer)
     for transfer in exchange.recvs:
         if transfer in received:
-            raise ValueError(f"{where}: receives {transfer} a second time")
+            return f"receives {transfer} a second time"
         received.add(transfer)
+    return ""
 
 
 def _check_rendezvous(schedule: Schedule, meets: list[dict[int, tuple[tuple[int, int], ...]]]) -> None:

@@ -79,10 +79,10 @@ class _Run:
         self.executor, self.batches, self.seed = executor, batches, seed
         self.num_stages = executor.pp.size * len(executor.chunks)
         self.loss = torch.zeros((), device=executor.device)
-        self.received: dict[Transfer, tuple[Tensor, list]] = {}
+        self.received: dict[Transfer, tuple[Tensor, _Flight]] = {}
         self.outbox: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.sending: list = []
+        self.latest = _Flight()
 
     def forward(self, op: Forward) -> None:
         x = self._take(input_of(op, *self._place()))
@@ -108,40 +108,39 @@ class _Run:
             self.outbox[output] = x.grad
 
     def exchange(self, action: Exchange) -> None:
-        self._wait_for_sends()
-        ops, arrivals = [], []
-        for t in action.sends:
-            value = self.outbox.pop(t).contiguous()
-            ops.append(self._p2p(dist.isend, value, t))
-        for t in action.recvs:
-            value = torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device)
-            ops.append(self._p2p(dist.irecv, value, t))
-            arrivals.append((t, value))
-        works = dist.batch_isend_irecv(ops)
-        for t, value in arrivals:
-            self.received[t] = value, works
-        self.sending = [works, ops]  # the ops keep the values alive until they have left
+        self.latest.wait()  # so at most one exchange is under way, and what it sent is freed
+        sends = [(t, self.outbox.pop(t).contiguous()) for t in action.sends]
+        recvs = [(t, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
+                 for t in action.recvs]
+        pp = self.executor.pp
+        self.latest = _Flight([dist.P2POp(direction, value, pp.ranks[t.peer], group=pp.group)
+                               for direction, values in ((dist.isend, sends), (dist.irecv, recvs)) for t, value in values])
+        for t, value in recvs:
+            self.received[t] = value, self.latest
 
     def finish(self) -> Tensor:
-        self._wait_for_sends()
+        self.latest.wait()
         assert not (self.received or self.outbox or self.saved), "the schedule left values unused"
         return self.loss
-
-    def _p2p(self, direction: Callable, value: Tensor, t: Transfer) -> dist.P2POp:
-        return dist.P2POp(direction, value, self.executor.pp.ranks[t.peer], group=self.executor.pp.group)
 
     def _take(self, t: Transfer | None) -> Tensor | None:
         if t is None:
             return None
-        value, works = self.received.pop(t)
-        for work in works:
-            work.wait()
+        value, flight = self.received.pop(t)
+        flight.wait()
         return value
-
-    def _wait_for_sends(self) -> None:
-        for work in self.sending[0] if self.sending else ():
-            work.wait()
-        self.sending = []
 
     def _place(self) -> tuple[int, int, int]:
         return self.executor.pp.rank, self.executor.pp.size, len(self.executor.chunks)
+
+
+class _Flight:
+    """The messages of one exchange, waited for once: a second wait for a gloo message would wait for another message."""
+
+    def __init__(self, ops: list[dist.P2POp] = ()):
+        self.ops, self.works = ops, dist.batch_isend_irecv(ops) if ops else []  # the ops keep the values alive until they have left
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.ops, self.works = [], []

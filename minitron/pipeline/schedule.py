@@ -10,28 +10,32 @@ The idea:
    warm-up), alternates one forward with one backward (1F1B), and ends with the backwards that are left.
 2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank.  A microbatch goes round the
    ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
-3. A clock that counts every forward and every backward as one tick gives each operation its tick.
-4. A value made at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives at
-   one tick is one Exchange, posted without waiting; the wait comes where the value is used.
-5. Partners meet in Exchanges of the same tick.  Whoever stands at the lowest tick can always go on: no deadlock, even
-   if every Exchange blocked.  "Send my output and receive my next input" as one step, the obvious choice, pairs
-   Exchanges of different ticks, and interleaved ranks then wait for each other in a ring.
+3. A clock gives every operation the tick at which it finishes: a forward takes one tick, a backward two.
+4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
+   at one tick is one Exchange, posted without waiting; the wait comes where the value is used.
+5. Each rank's list is sorted by tick, and partners meet in Exchanges of the same tick.  So whoever is at the lowest
+   tick can go on: no deadlock, even if every Exchange blocked.  "Send my output and receive my next input" as one
+   step, the obvious choice, pairs ends of different ticks, and interleaved ranks end up waiting for each other.
 
-pp = 2 and three microbatches; >0 is the activation, <0 the gradient of microbatch 0 on its way:
+pp = 2, three microbatches; F0 is the forward of microbatch 0, >0 its activation and <0 its gradient on the way:
 
-    tick      0    1    2    3    4    5    6    7
-    rank 0   F0   F1         B0   F2   B1        B2
-               >0   >1   <0        >2<1      <2
-    rank 1        F0   B0   F1   B1   F2   B2
+    rank 0    F0 F1       B0--- F2 B1---    B2---
+                >0 >1    <0        >2       <2
+                                   <1
+    rank 1       F0 B0--- F1 B1--- F2 B2---
 
-Left out: schedules that split the backward into input and weight gradients (zero bubble), because weight gradients
-here accumulate inside the backward's GEMMs; and gradients of the batch computed while parameters change (PipeDream).
+Why a backward takes two ticks: its products are twice those of the forward.  NCCL runs a rank's Exchanges in order, so
+one that stands too early holds up the next.  With backwards as short as forwards on the clock, pp = 8, vp = 2 and 16
+microbatches of a real 1 : 2 took 4 % longer in simulation (simulate.py); with two ticks nothing from 1 : 1 to 1 : 2.
+
+Left out: backwards split into input and weight gradients (zero bubble), since here a layer's weight gradient runs
+inside its backward; and weights that change in the middle of a batch (PipeDream).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import eq, itemgetter
+from math import inf
 from typing import Literal
 
 
@@ -45,7 +49,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of the same; `last` marks the chunk's last one, when its gradients are complete as they come."""
+    """The backward of the same.  `last` marks the chunk's last one: its gradients may be reduced as they are ready."""
 
     mb: int
     chunk: int
@@ -66,9 +70,9 @@ class Transfer:
 class Exchange:
     """All sends and receives of one rank at one tick, posted together without waiting.
 
-    A rank makes at most one value a tick, so there is at most one send, and at most one receive from each of the two
-    neighbours.  Messages of a pair of ranks therefore arrive in the order in which they were sent, which is what NCCL
-    needs: it matches by order and has no tags.
+    A rank finishes at most one operation a tick, so there is at most one send, and at most one receive from each of
+    the two neighbours.  The messages of a pair of ranks are thus received in the order of their sending.  NCCL needs
+    that: it has no tags.
     """
 
     sends: tuple[Transfer, ...]
@@ -76,7 +80,7 @@ class Exchange:
 
 
 Action = Forward | Backward | Exchange
-TICKS = {Forward: 1, Backward: 2}  # the clock: a backward has two matrix products for each one of the forward
+TICKS = {Forward: 1, Backward: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +102,26 @@ def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """One chunk a rank, any number of microbatches.
 
-    Rank r starts with pp - r - 1 forwards and so never holds activations of more than pp - r microbatches, where
-    running all forwards first would hold num_microbatches.  At most 3 received tensors wait for their use.
-    Source: Narayanan et al. 2019 and 2021 (PipeDream-Flush).
+    Rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of all,
+    and at most 2 received tensors wait for their use.
+    Source: Narayanan et al. 2021, PipeDream-Flush.
     """
     _check_sizes(pp, 1, num_microbatches)
     return _training(pp, 1, num_microbatches, [pp - rank - 1 for rank in range(pp)])
 
 
 def interleaved(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """vp chunks a rank (Narayanan et al. 2021), any number of microbatches.
+    """vp chunks a rank, any number m of microbatches.
 
-    Microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, ...  Rank r starts
-    with (vp - 1) * group + 2 * (pp - rank - 1) forwards and holds the activations of at most one more chunk.
-
-    Megatron-LM's groups have pp microbatches, and m must be a multiple of pp (a short last group stalls the others,
-    and deadlocks for m = 5, pp = 4, vp = 3).  Here the m // pp groups are as equal as possible, so none is
-    shorter than pp.  With m a multiple of pp that is Megatron's order.  Otherwise it costs no time, the bubble stays
-    (pp - 1) / (vp * m), but up to (vp - 1) * (group - pp) more chunk activations, group = ceil(m / (m // pp)).
-    With m < pp the one group is shorter than the way round, and every rank waits (vp - 1) * (pp - m) more forwards and
-    backwards of a chunk.
+    Microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, and so on.  Rank r
+    starts with (vp - 1) * group + 2 * (pp - r - 1) forwards and holds the activations of at most one chunk more.
+    Megatron's groups have pp microbatches, and m has to be a multiple of pp.  (A shorter last group stalls the ranks,
+    and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
+    - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
+    - m > pp otherwise: no time lost, the bubble is still (pp - 1) / (vp * m).  The largest group, of
+      g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; g - pp + 5 received tensors can wait.
+    - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
+    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters".
     """
     _check_sizes(pp, vp, num_microbatches)
     group = max(_groups(pp, num_microbatches))
@@ -170,22 +174,27 @@ def _training(pp: int, vp: int, m: int, warmups: list[int]) -> Schedule:
 
 
 def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:
-    """Sort each rank's operations and Exchanges by the tick at which they finish; an Exchange follows its operation."""
+    """Merge each rank's operations and Exchanges by the tick at which they finish, operations first."""
     ticks = _finish_ticks(pp, vp, m, operations)
-    meetings: list[dict[int, tuple[list, list]]] = [{} for _ in range(pp)]  # tick -> (sends, receives)
+    sends: list[dict[int, tuple]] = [{} for _ in operations]  # tick -> Transfers
+    recvs: list[dict[int, tuple]] = [{} for _ in operations]
     for rank, order in enumerate(operations):
         for op, tick in zip(order, ticks[rank]):
             value = output_of(op, rank, pp, vp)
             if value is not None:
-                meetings[rank].setdefault(tick, ([], []))[0].append(value)
+                sends[rank][tick] = (value,)
                 arriving = Transfer(value.kind, value.mb, value.stage, rank)
-                meetings[value.peer].setdefault(tick, ([], []))[1].append(arriving)
+                recvs[value.peer][tick] = recvs[value.peer].get(tick, ()) + (arriving,)
     ranks = []
     for rank, order in enumerate(operations):
-        timed = [(tick, 0, op) for tick, op in zip(ticks[rank], order)]
-        timed += [(tick, 1, Exchange(tuple(out), tuple(back))) for tick, (out, back) in sorted(meetings[rank].items())]
-        timed.sort(key=itemgetter(0, 1))
-        ranks.append(tuple(action for _, _, action in timed))
+        meetings = sorted(sends[rank].keys() | recvs[rank].keys(), reverse=True)
+        actions: list[Action] = []
+        for op, tick in zip(order + [None], ticks[rank] + [inf]):
+            while meetings and meetings[-1] < tick:
+                meeting = meetings.pop()
+                actions.append(Exchange(sends[rank].get(meeting, ()), recvs[rank].get(meeting, ())))
+            actions.append(op)
+        ranks.append(tuple(actions[:-1]))
     return tuple(ranks)
 
 
@@ -212,7 +221,7 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list
                 finished[type(op)][stage * m + op.mb] = tick
                 done.append(tick)
                 moved = True
-    assert all(map(eq, map(len, ticks), map(len, operations))), "the order of the operations alone deadlocks"
+    assert sum(map(len, ticks)) == sum(map(len, operations)), "the order of the operations alone deadlocks"
     return ticks
 
 

@@ -1,17 +1,22 @@
-"""How long a schedule takes, and what it holds: the bubble, the idle time, the live activations.
+"""How long a schedule takes and what it holds: the bubble, the idle time, the live activations.
 
 The model of the machine is the executor on GPUs.  Every rank has a compute stream and a communication stream:
 1. an operation starts when the previous one on its rank has ended and its input has arrived;
 2. an Exchange starts when the operations before it in the list have ended and the rank's previous Exchange is over;
 3. a tensor moves when both ends have started their Exchange, and takes `transfer_seconds`;
-4. an Exchange is over, and all its tensors have arrived, when its slowest one has moved.
-Rule 4 is how NCCL treats a batch: one kernel, one completion.  It makes a late partner hold up a value that is
-there already, so the simulated bubble also tests where the Exchanges stand.
+4. an Exchange is over, and all its tensors have arrived, when the last of them has moved.
+Rules 2 and 4 are NCCL's: one kernel a batch, and the kernels of one communicator in order.  So a late partner holds
+up a value that is there already, and the simulated time also judges where the Exchanges stand.
 
-Unit time, pp = 2, two microbatches: F0 F1 . B0 . B1 on rank 0 is 6 s for 4 s of work, F0 B0 F1 B1 on rank 1 fits
-inside.  Idle 2 s of 4 on both: a bubble of 1/2 = (pp - 1) / m.
+pp = 2, two microbatches, forward and backward 1 s each:
 
-Left out: contention of links, and kernels slowed down by communication beside them.
+    rank 0    F0 F1    B0    B1       6 s, of which each rank works 4:
+    rank 1       F0 B0 F1 B1          a bubble of 2 / 4 = (pp - 1) / m
+
+For equal stages the bubble is (pp - 1) / (vp * m) exactly when a backward takes 1 to 2 times as long as a forward,
+which is where the schedule's clock (TICKS) orders the Exchanges well; beyond that it can be a little more.
+
+Left out: links that several transfers share, and kernels that run slower beside a transfer.
 """
 
 from collections.abc import Callable, Sequence

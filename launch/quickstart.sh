@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# From nothing to a loss curve: an environment, the pinned installs, a small Llama trained on real text (the sources of
+# Python's standard library) on whatever this machine has, and its loss as a picture.
+#   bash launch/quickstart.sh [section.key=value ...]     e.g. train.steps=50 parallel.tp=2
+#
+#   RANKS    processes to train with (default: one a GPU, or 2 on a machine without)
+# launch/venv.sh says where the environment lives and how it comes about.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/venv.sh
+
+run_dir=runs/quickstart
+for override in "$@"; do
+    case $override in
+    log.dir=?*) run_dir=${override#log.dir=} ;;
+    [a-z]*.[a-z]*=*) ;;
+    *) fail "'$override' is no override; use section.key=value, e.g. train.steps=50" ;;
+    esac
+done
+
+use_venv plot
+# As many ranks as GPUs, rounded down to a power of two and at most 8, so that they share the batch evenly.
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -gt 0 ]; then
+    ranks=1
+    while [ $((2 * ranks)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((2 * ranks)); done
+else
+    ranks=2
+fi
+ranks=${RANKS:-$ranks}
+
+# A wrong override is one line from the configuration, before torchrun adds a page of its own.
+"$python" -m minitron.pretrain configs/quickstart.yaml "$@" --print-config >/dev/null
+
+[ "$gpus" -gt 0 ] && kind=GPU || kind=CPU
+echo "Training on $ranks $kind rank(s); logs, configuration and curve go to $run_dir"
+export OMP_NUM_THREADS=1 # one core a rank; more threads than cores would fight
+export TORCH_CPP_LOG_LEVEL=ERROR
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m minitron.pretrain \
+    configs/quickstart.yaml log.dir="$run_dir" "$@" || fail "the training failed, see above and $run_dir"
+"$python" tools/plot_run.py "$run_dir"

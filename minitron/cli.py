@@ -1,0 +1,271 @@
+"""From the command line to a Config: defaults, then YAML files, then `section.key=value`; the later one wins.
+
+    python -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
+
+Files and overrides are brought into one form, a list of (origin, dotted key, value). Each is checked against its field, so
+that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of them
+into its structured config and makes the dataclasses. `${...}` is refused, not expanded: a config has to mean the same on
+every machine. A mistake is one line and exit status 1; a traceback would say that the program is wrong, not its input.
+
+Left out: config groups and sweeps (Hydra's), environment variables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import Field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError
+
+from minitron.config import Config
+
+USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--help]"
+
+
+def configure(description: str, argv: list[str] | None = None) -> Config:
+    """The Config of a command line (`sys.argv` if not given). Exits after --help and --print-config, and on mistakes.
+
+    description: the first paragraph is shown by --help.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(help_text(description))
+        raise SystemExit(0)
+    with user_errors():
+        cfg = load([arg for arg in argv if arg != "--print-config"])
+    if "--print-config" in argv:
+        print(to_yaml(cfg), end="")
+        raise SystemExit(0)
+    return cfg
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns a ValueError inside into one line on stderr and exit status 1. For parsing and building, not for training."""
+    try:
+        yield
+    except ValueError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def load(argv: list[str]) -> Config:
+    """YAML files and `section.key=value` overrides -> Config. Raises ValueError for whatever is not one of these."""
+    files, overrides = [], []
+    for arg in argv:
+        if arg.startswith("-"):
+            raise ValueError(f"unknown option {arg}; use {USAGE}")
+        if re.match(r"[\w.]+=", arg):
+            overrides += _settings(_parse(arg))
+        elif arg.endswith((".yaml", ".yml")):
+            files += _settings(_read(arg), f"{arg}: ")
+        else:
+            raise ValueError(f"{arg} is neither a YAML file nor an override; write FILE.yaml or section.key=value")
+    tree: dict = {}
+    for origin, key, value in files + overrides:
+        _check_type(origin, key, value)
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            if not isinstance(node.get(section), dict):  # not there yet, or set to null before
+                node[section] = {}
+            node = node[section]
+        node[name] = value
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+
+
+def to_yaml(cfg: Config) -> str:
+    """Every key of `cfg` as YAML, which `load` reads back to an equal Config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+
+
+# ---- reading: to a list of (origin, dotted key, value) -----------------------------------------------------------------
+
+
+def _read(path: str) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = OmegaConf.load(file)
+    except (FileNotFoundError, IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror.lower()
+        raise ValueError(f"{path} cannot be read: {reason}; name an existing YAML file") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}; correct it there") from None
+    except GrammarParseError:
+        raise _interpolation(path) from None
+    except OSError:  # OmegaConf's error for a lone number
+        node = None
+    if not isinstance(node, DictConfig):
+        raise ValueError(f"{path} holds no mapping; write `section:` and below it, indented, `key: value`")
+    return _plain(node, path)
+
+
+def _parse(override: str) -> dict:
+    key, text = override.split("=", 1)
+    if not all(key.split(".")):
+        raise ValueError(f"{override} has an empty part before '='; write section.key=value")
+    try:
+        return _plain(OmegaConf.from_dotlist([override]), override)
+    except yaml.YAMLError:
+        raise ValueError(f"{key}: {text} is not valid YAML; quote it or close its brackets") from None
+    except GrammarParseError:
+        raise _interpolation(override) from None
+
+
+def _plain(node: DictConfig, origin: str) -> dict:
+    """As dicts, lists and scalars, nothing resolved. Read by OmegaConf, because it takes 1e-3 for a number and refuses
+    duplicate keys; as YAML has it, yes, no, on and off are booleans."""
+    plain = OmegaConf.to_container(node, resolve=False)
+    if "${" in str(plain):
+        raise _interpolation(origin)
+    return plain
+
+
+def _interpolation(origin: str) -> ValueError:
+    return ValueError(f"{origin} holds an interpolation ${{...}}, which is not expanded; write the value itself")
+
+
+def _settings(tree: dict, origin: str = "") -> list[tuple[str, str, Any]]:
+    """[(origin, "model.num_layers", 4), ...] of a nested mapping, after checking that all its keys exist."""
+    settings = []
+
+    def walk(cls: type, mapping: dict, prefix: str) -> None:
+        known = [f.name for f in fields(cls)]
+        for name, value in mapping.items():
+            key = f"{prefix}{name}"
+            if name not in known:
+                raise ValueError(f"{origin}unknown key {key}; {_suggestion(str(name), known, prefix)}")
+            section = _section(cls, name)
+            if section and isinstance(value, dict):
+                walk(section, value, f"{key}.")
+            else:
+                settings.append((origin, key, value))
+
+    walk(Config, tree, "")
+    return settings
+
+
+def _suggestion(name: str, known: list[str], prefix: str) -> str:
+    close = [f"{prefix}{match}" for match in difflib.get_close_matches(name, known, n=1)]
+    elsewhere = [key for key, _, _ in _keys() if key.split(".")[-1] == name]
+    if close or elsewhere:
+        return f"did you mean {' or '.join(close + elsewhere)}?"
+    return f"use one of {', '.join(prefix + k for k in known)}"
+
+
+# ---- types ----------------------------------------------------------------------------------------------------------
+
+
+def _check_type(origin: str, key: str, value: Any) -> None:
+    hint, field = _find(key)
+    if not _fits(hint, value):
+        raise ValueError(f"{origin}{key}={_shown(value)} is not {_type_name(hint)}; {_instead(key, hint, field)}")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Stricter than OmegaConf, which turns 3 into true, true into "True", "3" into 3 and `???` into a missing value."""
+    if value is None or isinstance(value, bool):
+        return (type(None) if value is None else bool) in (get_args(hint) or (hint,))
+    bare = _without_none(hint)
+    if get_origin(bare) is Literal:
+        return value in get_args(bare)
+    if get_origin(bare) is tuple:
+        items, *rest = get_args(bare)
+        fixed = len(rest) + 1 if Ellipsis not in rest else None
+        return isinstance(value, list) and fixed in (None, len(value)) and all(_fits(items, item) for item in value)
+    accepted = {int: int, float: (int, float), str: (str, int, float)}.get(bare, ())
+    return isinstance(value, accepted) and value != "???"
+
+
+def _instead(key: str, hint: Any, field: Field) -> str:
+    bare = _without_none(hint)
+    if is_dataclass(bare):
+        return f"set its keys, for example {key}.{fields(bare)[0].name}={_shown(fields(bare)[0].default)}"
+    example = _EXAMPLES[bare] if field.default in (None, ()) else _shown(field.default)
+    return f"write for example {key}={example}"
+
+
+def _keys() -> Iterator[tuple[str, Any, Field]]:
+    """(dotted key, type, field) of every key that holds a value, in order."""
+
+    def walk(cls: type, prefix: str) -> Iterator[tuple[str, Any, Field]]:
+        for f in fields(cls):
+            section = _section(cls, f.name)
+            if section is None or f.default is None:
+                yield f"{prefix}{f.name}", typing.get_type_hints(cls)[f.name], f
+            if section is not None:
+                yield from walk(section, f"{prefix}{f.name}.")
+
+    for f in fields(Config):
+        yield from walk(typing.get_type_hints(Config)[f.name], f"{f.name}.")
+
+
+def _find(key: str) -> tuple[Any, Field]:
+    """The type and the field of a key or a section that exists."""
+    hint: Any = Config
+    for part in key.split("."):
+        cls = _without_none(hint)
+        hint, field = typing.get_type_hints(cls)[part], next(f for f in fields(cls) if f.name == part)
+    return hint, field
+
+
+def _section(cls: type, name: str) -> type | None:
+    """The dataclass behind a key that is a section, else None."""
+    hint = _without_none(typing.get_type_hints(cls)[name])
+    return hint if is_dataclass(hint) else None
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(arg for arg in get_args(hint) if arg is not type(None))
+    return hint
+
+
+_NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts"), bool: ("true or false", "")}
+_EXAMPLES = {int: "8", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}  # of keys whose default shows none
+
+
+def _type_name(hint: Any, within: str | None = None) -> str:
+    bare = _without_none(hint)
+    args = get_args(bare)
+    if get_origin(bare) is Literal:
+        name = "one of " + ", ".join(args)
+    elif get_origin(bare) is tuple:
+        name = f"a list of {'' if args[-1] is Ellipsis else f'{len(args)} '}{_NAMES[args[0]][1]}"
+    else:
+        name = "a section" if is_dataclass(bare) else _NAMES[bare][0]
+    return name + (f" in {within}" if within else "") + ("" if bare is hint else ", or null")
+
+
+def _shown(value: Any) -> str:
+    """On one line, as it would be written in YAML."""
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+
+
+# ---- help -----------------------------------------------------------------------------------------------------------
+
+
+def help_text(description: str) -> str:
+    """Every key by section: its default, what it means, its type and its range."""
+    lines = [description.strip().split("\n\n")[0], "", f"usage: {USAGE}", "",
+             "Later files win over earlier ones, and overrides over files. Every key, with its default:"]
+    meanings = {f.name: f.metadata["help"] for f in fields(Config)}
+    section = None
+    for key, hint, f in _keys():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines += ["", f"{section}: {meanings[section]}"]
+        lines += [f"  {key}={_shown(f.default)}   ({_type_name(hint, f.metadata['within'])})",
+                  *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110))]
+    return "\n".join(lines)

@@ -1,0 +1,415 @@
+"""Context parallelism: causal attention over a sequence that is split across the ranks of the cp axis.
+
+Problem: everything in a transformer but attention treats positions one by one, so a long sequence can be split over
+ranks, until query i needs the keys 0 ... i of other ranks. Three ways to get there:
+
+    ring       keys and values travel around the ring of ranks while each rank attends to those at hand; their
+               gradients travel along in the backward pass (Liu et al. 2023, Ring Attention)
+    allgather  keys and values are gathered first, their gradients reduce-scattered (Llama 3, section 3.3.2)
+    ulysses    an all-to-all turns a slice of the sequence with all heads into the whole sequence with a
+               slice of the heads, and back (Jacobs et al. 2023, DeepSpeed Ulysses)
+
+Split evenly, the first rank would have hardly any keys to attend to and the last one all. So for ring and allgather the
+sequence is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r: the zigzag, equal work for all.
+
+    cp = 2, chunks 0 1 2 3:    rank 0 holds 0 and 3, rank 1 holds 1 and 2.    x: causal block, #: every pair, .: none
+
+                keys   0 1 2 3          the ring's steps            rank 0                    rank 1
+      rank 0  query 0  x . . .          0, the own keys             0 3 x 0 3, causal         1 2 x 1 2, causal
+      rank 1  query 1  # x . .          1, from the rank before     3 x 1 2                   1 2 x 0
+      rank 1  query 2  # # x .
+      rank 0  query 3  # # # x
+
+Seen from a rank, its two chunks in a row are one run of queries or keys. With the own keys the causal rule of the
+run is the rule of the sequence; of a lower rank's keys the first chunk is seen by all queries, the second by none;
+a higher rank's keys are seen, all, by the second chunk of queries. So a step is one dense block, with half of all
+pairs. With documents that may not attend to each other the same holds for each document's part of the run: one block
+per document. Blocks are made on the host, from the boundaries, and a kernel sees no mask but the triangle.
+
+Each step's out and lse are merged as `minitron.attention` explains, in float32, and so are the gradients. Left out:
+overlapping the all-to-all with compute, and packing a step's documents into one variable-length kernel call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minitron.attention import Backend
+from minitron.collectives import all_to_all, gather_start, reduce_scatter_start
+from minitron.mesh import Axis
+
+Documents = Sequence[np.ndarray]  # for each sample its boundaries 0 = b_0 < b_1 < ... < b_m = s
+
+
+def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
+    """The global positions that `rank` of `size` holds, in local order: int64 [s/cp].
+
+    Zigzag for ring and allgather, one contiguous slice for ulysses. Raises ValueError if the sequence does not divide.
+    """
+    _check_style(style)
+    parts = 2 * size if style != "ulysses" and size > 1 else size
+    if seq_len % parts:
+        raise ValueError(f"train.seq_len={seq_len} cannot be cut into {parts} equal chunks, which parallel.cp={size} "
+                         f"with parallel.cp_style={style} needs; use a multiple of {parts}")
+    chunks = np.arange(seq_len, dtype=np.int64).reshape(parts, -1)
+    return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
+              documents: Documents | None = None, dropout_mask: Tensor | None = None) -> Tensor:
+    """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
+
+    The rank holds the positions that `local_positions` says. `documents` gives, for every sample of the batch, the
+    boundaries of its documents over the whole sequence, the same on every rank: queries see keys of their own document
+    only. dropout_mask [b, n, s, s] multiplies the probabilities (cp = 1 and the reference backend only). Communicates
+    along `axis`, in the forward and in the backward pass. Raises ValueError for what these styles cannot do.
+    """
+    _check(q, k, axis, style, documents, dropout_mask)
+    if axis.size == 1:
+        return _on_one_rank(q, k, v, backend, documents, dropout_mask)
+    if style == "ring":
+        return _Ring.apply(q, k, v, axis, _Kernel(backend), documents)
+    if style == "allgather":
+        return _AllGather.apply(q, k, v, axis, _Kernel(backend), documents)
+    q, k, v = (all_to_all(x, axis, 2, 0) for x in (q, k, v))  # [s/cp, b, n, d] -> [s, b, n/cp, d]
+    return all_to_all(_on_one_rank(q, k, v, backend, documents, None), axis, 0, 2)
+
+
+def _on_one_rank(q, k, v, backend, documents, dropout_mask):
+    if documents is None:
+        return _Whole.apply(q, k, v, backend, dropout_mask)
+    return _Ring.apply(q, k, v, Axis.single(), _Kernel(backend, dropout_mask), documents)
+
+
+# ---- the work of a rank as dense blocks: host code ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """One call of a backend: these local queries of these samples against these of the keys at hand."""
+
+    samples: slice
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def ring_blocks(seq_len: int, size: int, rank: int, source: int, documents: Documents | None) -> list[Block]:
+    """The blocks of `rank`'s queries with the keys of rank `source`, both in their local order.
+
+    With source == rank the blocks have every local query in exactly one of them, and every local key.
+    """
+    half = seq_len // size // 2
+    blocks = []
+    for samples, start, stop in _each_document(seq_len, documents):
+        queries, keys = (_local_run(seq_len, size, r, start, stop) for r in (rank, source))
+        if source < rank:
+            keys = (keys[0], min(keys[1], half))
+        elif source > rank:
+            queries = (max(queries[0], half), queries[1])
+        _append(blocks, samples, queries, keys, causal=source == rank)
+    return blocks
+
+
+def gathered_blocks(seq_len: int, size: int, rank: int, documents: Documents | None) -> list[Block]:
+    """The blocks of `rank`'s queries with the keys of all other ranks, the keys in global order."""
+    chunk = seq_len // size // 2
+    blocks = []
+    for samples, start, stop in _each_document(seq_len, documents):
+        first, last = _local_run(seq_len, size, rank, start, stop)
+        _append(blocks, samples, (first, last), (start, min(stop, rank * chunk)), causal=False)
+        between = (max(start, (rank + 1) * chunk), min(stop, seq_len - (rank + 1) * chunk))
+        _append(blocks, samples, (max(first, chunk), last), between, causal=False)
+    return blocks
+
+
+def _append(blocks: list[Block], samples: slice, queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> None:
+    if queries[0] < queries[1] and keys[0] < keys[1]:
+        blocks.append(Block(samples, slice(*queries), slice(*keys), causal))
+
+
+def _each_document(seq_len: int, documents: Documents | None):
+    """(samples, first position, end): all samples at once where a sample is one document."""
+    if documents is None:
+        yield slice(None), 0, seq_len
+        return
+    for sample, boundaries in enumerate(documents):
+        boundaries = np.asarray(boundaries).tolist()
+        for start, stop in zip(boundaries, boundaries[1:]):
+            yield slice(sample, sample + 1), start, stop
+
+
+def _local_run(seq_len: int, size: int, rank: int, start: int, stop: int) -> tuple[int, int]:
+    """The part [start, stop) of the sequence in the rank's local order.
+
+    It is one run even if it touches both chunks: then it covers all that lies between them.
+    """
+    if size == 1:
+        return start, stop
+    chunk = seq_len // size // 2
+
+    def num_held_before(position: int) -> int:
+        starts = (rank * chunk, seq_len - (rank + 1) * chunk)
+        return sum(min(max(position - first, 0), chunk) for first in starts)
+
+    return num_held_before(start), num_held_before(stop)
+
+
+# ---- one rank, one document -----------------------------------------------------------------------------------------
+
+
+class _Whole(torch.autograd.Function):
+    """One call of the backend."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, backend, dropout_mask):
+        options = dict(causal=True, scale=q.shape[-1] ** -0.5, dropout_mask=dropout_mask)
+        out, lse, ctx.kernel_saved = backend.forward(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.backend, ctx.options = backend, options
+        return out.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        dout, q, k, v = (x.permute(1, 2, 0, 3) for x in (dout.contiguous(), q, k, v))
+        grads = ctx.backend.backward(dout, q, k, v, out, lse, ctx.kernel_saved, **ctx.options)
+        return *(dx.permute(2, 0, 1, 3) for dx in grads), None, None
+
+
+# ---- blocks: one call of the backend each, and sums over them -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The backend, applied to a block of q, dout, out [s/cp, b, n, d], lse [b, n, s/cp] and k, v [any, b, g, d]."""
+
+    backend: Backend
+    dropout_mask: Tensor | None = None
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor):
+        q, k, v = _run(q, block, block.queries), _run(k, block, block.keys), _run(v, block, block.keys)
+        return self.backend.forward(q, k, v, **self._options(block, q))
+
+    def backward(self, block: Block, dout, q, k, v, out, lse, saved):
+        dout, q, out = (_run(x, block, block.queries) for x in (dout, q, out))
+        k, v = (_run(x, block, block.keys) for x in (k, v))
+        lse = lse[block.samples, :, block.queries]
+        return self.backend.backward(dout, q, k, v, out, lse, saved, **self._options(block, q))
+
+    def _options(self, block: Block, q: Tensor) -> dict:
+        mask = self.dropout_mask
+        mask = None if mask is None else mask[block.samples, :, block.queries, block.keys]
+        return dict(causal=block.causal, scale=q.shape[-1] ** -0.5, dropout_mask=mask)
+
+
+def _run(x: Tensor, block: Block, positions: slice) -> Tensor:
+    """x [s, b, n, d] -> [b, n, s, d] of the block's samples and some positions; a view."""
+    return x[positions, block.samples].permute(1, 2, 0, 3)
+
+
+def _new_sum(like: Tensor, axis: Axis) -> Tensor:
+    """Space for a sum over blocks: float32, or the dtype of `like` on an axis of one rank, where nothing is added."""
+    dtype = like.dtype if axis.size == 1 else torch.promote_types(like.dtype, torch.float32)
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+def _new_lse(q: Tensor) -> Tensor:
+    s, b, n, _ = q.shape
+    return q.new_empty(b, n, s, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _attend(kernel: _Kernel, blocks: list[Block], q, k, v, out, lse, first: bool) -> list:
+    """Merge the blocks into out [s, b, n, d] and lse [b, n, s]; if `first`, write them. Returns what kernels saved."""
+    kernel_saved = []
+    for block in blocks:
+        block_out, block_lse, saved = kernel.forward(block, q, k, v)
+        total_out, total_lse = _run(out, block, block.queries), lse[block.samples, :, block.queries]
+        if first:
+            total_out.copy_(block_out)
+            total_lse.copy_(block_lse)
+        else:
+            # the block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows
+            total_out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - total_lse).unsqueeze(-1))
+            torch.logaddexp(total_lse, block_lse, out=total_lse)
+        kernel_saved.append(saved)
+    return kernel_saved
+
+
+def _put(total: Tensor, block: Block, positions: slice, part: Tensor, first: bool) -> None:
+    """Add part [b, n, s, d] to these positions of total [s, b, n, d]; if it is the first there, write it."""
+    total = _run(total, block, positions)
+    total.copy_(part) if first else total.add_(part)
+
+
+# ---- ring -----------------------------------------------------------------------------------------------------------
+
+
+class _Ring(torch.autograd.Function):
+    """At step t a rank has the keys of rank - t. They leave for the next rank before their use, to travel meanwhile.
+
+    The blocks of step 0 cover every local query and key once, so they write what later steps add to.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, axis, kernel, documents):
+        out, lse = _new_sum(q, axis), _new_lse(q)
+        keys_values, kernel_saved = [k, v], []
+        steps = _ring_steps(q, axis, documents)
+        for step, blocks in enumerate(steps):
+            if step + 1 < axis.size:
+                arriving = _pass_on(keys_values, axis)
+            kernel_saved.append(_attend(kernel, blocks, q, *keys_values, out, lse, first=step == 0))
+            if step + 1 < axis.size:
+                keys_values = arriving()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.axis, ctx.kernel, ctx.steps, ctx.kernel_saved = axis, kernel, steps, kernel_saved
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, dout = ctx.axis, dout.contiguous()
+        dq, *sums = (_new_sum(x, axis) for x in (q, k, v))
+        keys_values = [k, v]
+        for step, blocks in enumerate(ctx.steps):
+            if step + 1 < axis.size:
+                arriving = _pass_on(keys_values, axis)
+            grads = [ctx.kernel.backward(block, dout, q, *keys_values, out, lse, saved)
+                     for block, saved in zip(blocks, ctx.kernel_saved[step])]
+            if step > 0:
+                sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
+            for block, (block_dq, *parts) in zip(blocks, grads):
+                _put(dq, block, block.queries, block_dq, first=step == 0)
+                for total, part in zip(sums, parts):
+                    _put(total, block, block.keys, part, first=step == 0)
+            if axis.size > 1:
+                arriving_sums = _pass_on(sums, axis)
+            if step + 1 < axis.size:
+                keys_values = arriving()
+        if axis.size > 1:
+            sums = arriving_sums()  # the last hop brings them home
+        dk, dv = sums
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _ring_steps(q: Tensor, axis: Axis, documents: Documents | None) -> list[list[Block]]:
+    seq_len = q.shape[0] * axis.size
+    return [ring_blocks(seq_len, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
+            for step in range(axis.size)]
+
+
+def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
+    """Start sending to the next rank and receiving from the one before. Call the result to get what arrived."""
+    before, after = axis.ranks[axis.rank - 1], axis.ranks[(axis.rank + 1) % axis.size]
+    tensors = [x.contiguous() for x in tensors]
+    arrivals = [torch.empty_like(x) for x in tensors]
+    handles = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after, axis.group) for x in tensors]
+                                     + [dist.P2POp(dist.irecv, x, before, axis.group) for x in arrivals])
+
+    def arrived() -> list[Tensor]:
+        for handle in handles:
+            handle.wait()
+        return arrivals
+
+    return arrived
+
+
+# ---- all-gather -----------------------------------------------------------------------------------------------------
+
+
+class _AllGather(torch.autograd.Function):
+    """The own keys' blocks run while others' keys arrive (forward) and while their gradients leave (backward)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, axis, kernel, documents):
+        gathers = [gather_start(x, axis) for x in (k, v)]
+        own, others = _own_and_other_blocks(q, axis, documents)
+        out, lse = _new_sum(q, axis), _new_lse(q)
+        saved_own = _attend(kernel, own, q, k, v, out, lse, first=True)
+        keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
+        saved_others = _attend(kernel, others, q, keys, values, out, lse, first=False)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.axis, ctx.kernel, ctx.blocks, ctx.kernel_saved = axis, kernel, (own, others), (saved_own, saved_others)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, dout = ctx.axis, dout.contiguous()
+        own, others = ctx.blocks
+        saved_own, saved_others = ctx.kernel_saved
+        gathers = [gather_start(x, axis) for x in (k, v)]
+        keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
+        dq, *sums = (_new_sum(x, axis).zero_() for x in (q, keys, values))
+        for block, saved in zip(others, saved_others):
+            block_dq, *parts = ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
+            _put(dq, block, block.queries, block_dq, first=False)
+            for total, part in zip(sums, parts):
+                _put(total, block, block.keys, part, first=False)
+        scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
+        grads = [ctx.kernel.backward(block, dout, q, k, v, out, lse, saved) for block, saved in zip(own, saved_own)]
+        for _, handle in scatters:
+            handle.wait()
+        dk, dv = (x for x, _ in scatters)
+        for block, (block_dq, block_dk, block_dv) in zip(own, grads):
+            _put(dq, block, block.queries, block_dq, first=False)
+            _put(dk, block, block.keys, block_dk, first=False)
+            _put(dv, block, block.keys, block_dv, first=False)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _own_and_other_blocks(q: Tensor, axis: Axis, documents: Documents | None) -> tuple[list[Block], list[Block]]:
+    seq_len = q.shape[0] * axis.size
+    return (ring_blocks(seq_len, axis.size, axis.rank, axis.rank, documents),
+            gathered_blocks(seq_len, axis.size, axis.rank, documents))
+
+
+def _finish_gather(gathered: Tensor, handle, axis: Axis) -> Tensor:
+    """Chunks 0, 2 cp - 1, 1, 2 cp - 2, ... as the ranks hold them -> 0, 1, 2, ..."""
+    handle.wait()
+    chunks = gathered.chunk(2 * axis.size)
+    return torch.cat(chunks[0::2] + chunks[::-2])
+
+
+def _to_rank_order(x: Tensor, axis: Axis) -> Tensor:
+    chunks = x.chunk(2 * axis.size)
+    return torch.cat([chunk for pair in zip(chunks[:axis.size], reversed(chunks)) for chunk in pair])
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_style(style: str) -> None:
+    if style not in ("ring", "allgather", "ulysses"):
+        raise ValueError(f"parallel.cp_style={style} is unknown; use ring, allgather or ulysses")
+
+
+def _check(q, k, axis, style, documents, dropout_mask) -> None:
+    _check_style(style)
+    (s, b, n, _), g, cp = q.shape, k.shape[2], axis.size
+    if n % g:
+        raise ValueError(f"{g} key heads do not divide {n} query heads; each key head serves equally many")
+    if cp > 1 and style == "ulysses" and g % cp:
+        raise ValueError(f"parallel.cp={cp} does not divide the {g} key heads of a tensor-parallel rank, which "
+                         f"parallel.cp_style=ulysses needs; use ring or allgather, or a smaller cp")
+    if cp > 1 and style != "ulysses" and s % 2:
+        raise ValueError(f"a rank's {s} positions are no two equal chunks; make the sequence a multiple of {2 * cp}")
+    if cp > 1 and dropout_mask is not None:
+        raise ValueError(f"attention dropout needs parallel.cp=1, not {cp}")
+    if documents is None:
+        return
+    if len(documents) != b:
+        raise ValueError(f"documents has boundaries for {len(documents)} samples, the batch has {b}")
+    for i, boundaries in enumerate(documents):
+        boundaries = np.asarray(boundaries)
+        if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != s * cp or (np.diff(boundaries) <= 0).any():
+            raise ValueError(f"documents[{i}]={boundaries.tolist()} must rise from 0 to the sequence length {s * cp}")

@@ -1,0 +1,100 @@
+"""The page to read first: how a run is built, and what one step does.
+
+    config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log)
+
+`build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout. `train` is the loop around
+it. Nothing in a step waits for the device: the figures of step n are copied while it runs and logged while n + 1 does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitron import attention, flops
+from minitron.collectives import all_reduce_
+from minitron.config import Config
+
+from minitron.data.loader import Loader
+
+from minitron.mesh import Mesh
+from minitron.model.gpt import GPT, Batch
+from minitron.model.init import initialise
+from minitron.optim.grads import Gradients
+from minitron.optim.lr import learning_rate
+from minitron.optim.scaler import LossScaler
+from minitron.optim.zero1 import Stats, Zero1Optimizer
+from minitron.pipeline.executor import Executor
+from minitron.pipeline.schedule import stage_layers
+from minitron.precision import DTYPES
+
+
+@dataclass
+class Trainer:
+    """The parts of a run on this rank."""
+
+    cfg: Config
+    mesh: Mesh
+    chunks: list[GPT]
+    gradients: Gradients
+    optimizer: Zero1Optimizer
+    executor: Executor
+    scaler: LossScaler | None
+
+    def step(self, batches: list[Batch], lr: float) -> Stats:
+        """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
+        self.gradients.zero()
+        scale = self.backward_scale(len(batches))
+        loss_sum = self.executor.train(batches, scale)
+        self.gradients.finish()
+        loss_sum, count = self.contribution(loss_sum, batches)
+        stats = self.optimizer.step(lr, loss_sum, count, scale)
+        if self.scaler is not None:
+            self.scaler.update(stats.skipped)
+        for chunk in self.chunks:
+            chunk.on_weights_updated()
+        return stats
+
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """[loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
+        total = torch.stack(self.contribution(self.executor.evaluate(batches), batches)).double()
+        all_reduce_(total, self.mesh.world)
+        return total
+
+    def backward_scale(self, num_microbatches: int) -> Tensor | float:
+        """What a microbatch's loss sum is multiplied with before its backward.
+
+        fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there it is scaled as a mean; the
+        optimizer divides by the same number.
+        """
+        if self.scaler is None:
+            return 1.0
+        t = self.cfg.train
+        return self.scaler.scale / (t.micro_batch_size * t.seq_len * num_microbatches)
+
+    def contribution(self, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """What this rank adds to the world's sums of losses and tokens: only one tensor-parallel rank of the last stage does."""
+        counts = self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
+        count = torch.full((), sum(b.count for b in batches) * counts, dtype=torch.float64, device=self.mesh.device)
+        return loss_sum * counts, count
+
+
+def build(cfg: Config, mesh: Mesh) -> Trainer:
+    """The model of `cfg` on this rank of the mesh, initialised, with everything that trains it. Collective over the world."""
+    m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
+    dtype = DTYPES[cfg.precision.dtype]
+    backend = attention.choose(m.attention, mesh.device, dtype, m.head_dim, m.attention_dropout)
+    stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
+    mine = range(pp.rank, pp.size * vp, pp.size)
+    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    initialise(chunks, cfg.train.seed)
+    gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel, overlap=cfg.parallel.overlap_grads)
+    optimizer = Zero1Optimizer(gradients, cfg.optimizer)
+    rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
+    executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
+                        on_last_backward=gradients.begin_last_backward)
+    scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
+    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler)

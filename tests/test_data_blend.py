@@ -1,0 +1,91 @@
+"""The blend against the greedy loop it stands for."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.data import blend
+from minitron.data.blend import BlendedDataset, greedy_order, normalize, part_samples
+from minitron.data.gpt import GPTDataset
+from minitron.data.indexed import IndexedDataset, IndexedWriter
+
+
+def plain_order(shares, num_samples):
+    """At every step the dataset furthest behind its share, the first of equals."""
+    shares = (shares / np.sum(shares)).tolist()
+    counts, order = [0] * len(shares), []
+    for k in range(num_samples):
+        behind = [share * float(max(k, 1)) - count for share, count in zip(shares, counts)]
+        draw = behind.index(max(behind))
+        order.append((draw, counts[draw]))
+        counts[draw] += 1
+    return order
+
+
+weights_of_every_kind = st.one_of(
+    st.lists(st.floats(1e-3, 1), min_size=1, max_size=8),
+    st.lists(st.integers(1, 5).map(float), min_size=1, max_size=8),          # many ties
+    st.lists(st.floats(-6, 0).map(lambda x: 10.0**x), min_size=1, max_size=8))
+
+
+@settings(max_examples=150, deadline=None)
+@given(weights=weights_of_every_kind, num_samples=st.integers(1, 1500), chunks=st.sampled_from([1, 7, 4096]))
+def test_order_equals_the_loop(weights, num_samples, chunks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blend, "MAX_CHUNKS", chunks)
+        part, sample = greedy_order(normalize(weights), num_samples)
+    assert list(zip(part.tolist(), sample.tolist())) == plain_order(normalize(weights), num_samples)
+    assert part.dtype == np.int16 and sample.dtype == np.int64
+
+
+def test_a_wrong_guess_of_the_counts_is_repaired(monkeypatch):
+    """The joints between chunks are checked: with absurd guesses the order is the same, only later."""
+    monkeypatch.setattr(blend, "_rounded_shares", lambda shares, step: np.where(step, 1.0, 0.0) * np.arange(len(shares))[:, None])
+    part, sample = greedy_order(normalize([0.2, 0.5, 0.3]), 900)
+    assert list(zip(part.tolist(), sample.tolist())) == plain_order(normalize([0.2, 0.5, 0.3]), 900)
+
+
+def test_ten_million_samples_in_seconds():
+    begin = time.process_time()
+    part, _ = greedy_order(normalize([0.5, 0.3, 0.15, 0.05]), 10_000_000)
+    assert time.process_time() - begin < 10     # about one second; the loop takes minutes
+    assert np.abs(np.bincount(part) / len(part) - [0.5, 0.3, 0.15, 0.05]).max() < 1e-6
+
+
+def test_samples_of_a_blend(tmp_path):
+    parts, weights = [], [3.0, 1.0]
+    for i, share in enumerate(normalize(weights)):
+        with IndexedWriter(tmp_path / f"d{i}", np.uint16) as writer:
+            for document in range(30):
+                writer.add_document(np.arange(5, dtype=np.uint16) + 1000 * i + 10 * document)
+        parts.append(GPTDataset(IndexedDataset(tmp_path / f"d{i}"), range(30), part_samples(50, share), 4, 1, tmp_path, 9999))
+    mixed = BlendedDataset(parts, weights, 50, tmp_path)
+    order = plain_order(normalize(weights), 50)
+    assert len(mixed) == len(order)
+    for i, (part, sample) in enumerate(order):
+        assert mixed[i].tokens.tolist() == parts[part][sample].tokens.tolist()
+    assert BlendedDataset(parts, [1.0, 1.0], 20, tmp_path).fingerprint != mixed.fingerprint
+    with pytest.raises(IndexError):
+        mixed[50]
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=weights_of_every_kind, num_samples=st.integers(1, 1500))
+def test_the_surplus_is_enough(weights, num_samples):
+    shares = normalize(weights)
+    drawn = np.bincount(greedy_order(shares, num_samples)[0], minlength=len(shares))
+    assert all(count <= part_samples(num_samples, share) for count, share in zip(drawn, shares))
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.5, float("nan"), float("inf")])
+def test_a_weight_that_is_not_positive_is_an_error(weight):
+    with pytest.raises(ValueError, match=r"data\.paths: blend weight .* is not a positive number; leave that dataset out"):
+        normalize([0.5, weight])
+
+
+def test_too_many_parts_are_an_error():
+    with pytest.raises(ValueError, match="40000 datasets, at most 32767"):
+        normalize([1.0] * 40000)

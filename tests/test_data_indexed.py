@@ -1,0 +1,157 @@
+"""The .bin/.idx files: exact bytes, round trips, and every way in which a pair of files can be wrong."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.data.indexed import DTYPES, IndexedDataset, IndexedWriter, best_dtype, read_sidecar
+
+DOCUMENTS = [[[7, 8, 9]], [[4, 5], [6]], [], [[1]]]       # documents of sequences of ids; the third has no sequence
+
+
+def index_bytes(documents, code, itemsize, modes=None):
+    """The .idx that the format prescribes, by struct, one number at a time."""
+    sequences = [sequence for document in documents for sequence in document]
+    indices = [0]
+    for document in documents:
+        indices.append(indices[-1] + len(document))
+    out = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    out += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(indices))
+    out += b"".join(struct.pack("<i", len(sequence)) for sequence in sequences)
+    pointer = 0
+    for sequence in sequences:
+        out += struct.pack("<q", pointer)
+        pointer += len(sequence) * itemsize
+    out += b"".join(struct.pack("<q", index) for index in indices)
+    return out + b"".join(struct.pack("<b", mode) for mode in modes or [])
+
+
+def write(prefix, documents=DOCUMENTS, dtype=np.uint16, sidecar=None):
+    with IndexedWriter(prefix, dtype, sidecar) as writer:
+        for document in documents:
+            writer.add_document([np.array(sequence, dtype) for sequence in document])
+    return prefix
+
+
+@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")])
+def test_bytes_of_every_dtype(tmp_path, code, letter):
+    write(tmp_path / "d", dtype=DTYPES[code])
+    assert (tmp_path / "d.idx").read_bytes() == index_bytes(DOCUMENTS, code, struct.calcsize(letter))
+    ids = [i for document in DOCUMENTS for sequence in document for i in sequence]
+    assert (tmp_path / "d.bin").read_bytes() == struct.pack(f"<{len(ids)}{letter}", *ids)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=8),
+       split=st.integers(0, 8), data=st.data())
+def test_round_trip_and_merge(tmp_path_factory, documents, split, data):
+    folder = tmp_path_factory.mktemp("round_trip")
+    write(folder / "a", documents[:split])
+    write(folder / "b", documents[split:])
+    with IndexedWriter(folder / "merged", np.uint16) as writer:
+        writer.add_dataset(IndexedDataset(folder / "a"))
+        writer.add_dataset(IndexedDataset(folder / "b"))
+    assert (folder / "merged.idx").read_bytes() == index_bytes(documents, 8, 2)
+    dataset = IndexedDataset(folder / "merged")
+    sequences = [sequence for document in documents for sequence in document]
+    assert [dataset.get(i).tolist() for i in range(len(dataset))] == sequences
+    assert dataset.document_indices.tolist() == np.cumsum([0] + [len(document) for document in documents]).tolist()
+    assert dataset.tokens(0, dataset.num_tokens).tolist() == sum(sequences, [])
+    if sequences:
+        i = data.draw(st.integers(0, len(sequences) - 1))
+        offset = data.draw(st.integers(0, len(sequences[i])))
+        length = data.draw(st.integers(0, len(sequences[i]) - offset))
+        assert dataset.get(i, offset, length).tolist() == sequences[i][offset:offset + length]
+        with pytest.raises(ValueError, match="stay within the sequence"):
+            dataset.get(i, offset, len(sequences[i]) - offset + 1)
+
+
+def test_merge_of_a_dataset_whose_sequences_lie_in_another_order(tmp_path):
+    write(tmp_path / "d", [[[1, 2]], [[3]]])
+    index = bytearray((tmp_path / "d.idx").read_bytes())
+    index[34:34 + 8] = struct.pack("<2i", 1, 2)         # lengths 1 2 at bytes 4 0: the second sequence comes first
+    index[42:42 + 16] = struct.pack("<2q", 4, 0)
+    (tmp_path / "d.idx").write_bytes(index)
+    with IndexedWriter(tmp_path / "merged", np.uint16) as writer:
+        writer.add_dataset(IndexedDataset(tmp_path / "d"))
+    merged = IndexedDataset(tmp_path / "merged")
+    assert [merged.get(i).tolist() for i in range(2)] == [[3], [1, 2]]
+
+
+def test_modes_are_read_and_not_merged(tmp_path):
+    write(tmp_path / "d")
+    (tmp_path / "d.idx").write_bytes(index_bytes(DOCUMENTS, 8, 2, modes=[0, 1, -1, 0]))
+    dataset = IndexedDataset(tmp_path / "d")
+    assert dataset.modes.tolist() == [0, 1, -1, 0] and dataset.get(0).tolist() == DOCUMENTS[0][0]
+    with pytest.raises(ValueError, match="modes"), IndexedWriter(tmp_path / "merged", np.uint16) as writer:
+        writer.add_dataset(dataset)
+
+
+def test_dtype_rule_of_the_vocabulary():
+    assert [best_dtype(v) for v in (1, 65499, 65500, 200000)] == [np.uint16, np.uint16, np.int32, np.int32]
+
+
+def test_fingerprint_follows_the_content_not_the_path(tmp_path):
+    one, same, other = (IndexedDataset(write(tmp_path / name, documents)).fingerprint
+                        for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS), ("c", [[[7, 8, 9]], [[4, 5], [6]], [], [[2]]])))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("file, change, message", [
+    ("idx", None, r"d\.idx: no such file; give the prefix"),
+    ("bin", None, r"d\.bin: no such file, but .*d\.idx is there"),
+    ("idx", lambda c: b"PK\x03\x04" + c[4:], r"d\.idx: begins with .*PK.* no Megatron index"),
+    ("idx", lambda c: c[:20], r"d\.idx: 20 bytes, shorter than its header says; it is truncated"),
+    ("idx", lambda c: c[:-1], r"d\.idx: \d+ bytes, shorter than its header says; it is truncated"),
+    ("idx", lambda c: c + b"\0\0", r"d\.idx: 2 bytes more than its header says"),
+    ("idx", lambda c: c[:9] + struct.pack("<Q", 2) + c[17:], r"d\.idx: version 2, only version 1"),
+    ("idx", lambda c: c[:17] + b"\x09" + c[18:], r"d\.idx: dtype code 9 is none of 1 to 8"),
+    ("bin", lambda c: c[:-1], r"d\.bin: 13 bytes, but .*d\.idx needs 14; the file is truncated"),
+    ("bin", lambda c: b"", r"d\.bin: 0 bytes, but"),
+])
+def test_wrong_files_are_one_clear_error(tmp_path, file, change, message):
+    write(tmp_path / "d")
+    path = tmp_path / f"d.{file}"
+    path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "d")
+
+
+def test_a_failed_write_leaves_nothing_and_a_rewrite_is_whole(tmp_path):
+    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        writer.add_document(np.array([1, 2]))
+        assert not {"d.bin", "d.idx"} & {path.name for path in tmp_path.iterdir()}
+        raise RuntimeError("the tokenizer failed")
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path / "d", [[[1, 2, 3]]], sidecar={"tokenizer": "bytes", "fingerprint": "f", "vocab_size": 9})
+    assert read_sidecar(tmp_path / "d")["vocab_size"] == 9
+    write(tmp_path / "d", [[[4]]])
+    assert IndexedDataset(tmp_path / "d").get(0).tolist() == [4]
+    assert read_sidecar(tmp_path / "d") is None, "an older .json must not describe the new tokens"
+
+
+def test_errors_of_the_writer(tmp_path):
+    with pytest.raises(ValueError, match="dtype complex128 has no code"):
+        IndexedWriter(tmp_path / "d", np.complex128)
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        with pytest.raises(ValueError, match=r"token ids 3 to 65536 do not fit uint16.*best_dtype"):
+            writer.add_document(np.array([3, 65536]))
+        with pytest.raises(ValueError, match="token ids -1 to 3 do not fit"):
+            writer.add_document(np.array([3, -1]))
+        with pytest.raises(ValueError, match="a document is a 1-D array"):
+            writer.add_document([1, 2, 3])
+    write(tmp_path / "wide", dtype=np.int32)
+    with pytest.raises(ValueError, match="dtype int32 differs from uint16"), IndexedWriter(tmp_path / "m", np.uint16) as writer:
+        writer.add_dataset(IndexedDataset(tmp_path / "wide"))
+
+
+@pytest.mark.parametrize("text, message", [("{", "not JSON"), ("[]", "no fingerprint, tokenizer, vocab_size in it"),
+                                           ('{"tokenizer": "bytes"}', "no fingerprint, vocab_size in it")])
+def test_a_wrong_sidecar_is_an_error(tmp_path, text, message):
+    (tmp_path / "d.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_sidecar(tmp_path / "d")

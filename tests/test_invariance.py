@@ -1,0 +1,132 @@
+"""The proof: every layout has the losses and the gradients of one process.
+
+A toy model is trained for three steps in float32 on gloo ranks and in a single process, from the same seed and data. All
+losses, the gradient norms and each parameter's whole gradient must agree to 1e-5 of their norm (DESIGN: summation order alone moves
+a toy's loss by 1e-7). The expected values are the single process's own.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from layouts import GPT3, LLAMA, config, join_gradients, train_steps
+from minitron.testing import assert_close_rel
+
+TOLERANCE = 1e-5
+_twins: dict[str, tuple] = {}
+
+
+def twin(base: dict, change: dict) -> tuple:
+    """Figures and gradients of the single process, trained once per model."""
+    name = json.dumps([base, change], sort_keys=True)
+    if name not in _twins:
+        figures, gradients = train_steps(config(base, change))
+        _twins[name] = figures, join_gradients([gradients])
+    return _twins[name]
+
+
+def check(ranks, world: int, base: dict, change: dict, *layout: dict, tolerance: float = TOLERANCE) -> None:
+    figures, gradients = twin(base, change)
+    cfg = config(base, change, *layout)
+    cfg.check(world)
+    results = ranks(world, train_steps, cfg, timeout=120)
+    actual = join_gradients([parts for _, parts in results])
+    assert actual.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        assert_close_rel(actual[name], expected, tolerance, f"gradient of {name}")
+    for rank, (steps, _) in enumerate(results):
+        for step, (mine, expected) in enumerate(zip(steps, figures, strict=True)):
+            for key in expected:
+                assert mine[key] == pytest.approx(expected[key], rel=tolerance), f"{key} of step {step} on rank {rank}"
+
+
+def axes(text: str) -> dict:
+    """"tp=2 cp=4 cp_style=ulysses" -> the parallel section."""
+    pairs = (item.split("=") for item in text.split())
+    return {"parallel": {name: int(value) if value.lstrip("-").isdigit() else {"on": True, "off": False}.get(value, value)
+                         for name, value in pairs}}
+
+
+# world, axes: every axis alone, every pair, three and four at once. dp is what is left.
+LAYOUTS = [
+    (2, "tp=2"), (4, "tp=4"), (2, "tp=2 sequence_parallel=off"), (4, "tp=4 overlap_tp=off"),
+    (2, "pp=2"), (4, "pp=4"), (2, "pp=2 vp=2"), (4, "pp=4 vp=2"), (2, "pp=2 vp=4"),
+    (2, "cp=2"), (4, "cp=4"), (2, "cp=2 cp_style=allgather"), (4, "cp=4 cp_style=allgather"),
+    (2, "cp=2 cp_style=ulysses"), (4, "cp=4 cp_style=ulysses"),
+    (2, ""), (8, ""), (4, "overlap_grads=off"),
+    (4, "tp=2 pp=2"), (8, "tp=2 pp=4"), (4, "tp=2 cp=2"), (8, "tp=2 cp=4 cp_style=allgather"),
+    (4, "tp=2 cp=2 cp_style=ulysses"), (4, "tp=2"), (8, "tp=4 sequence_parallel=off"),
+    (4, "pp=2 cp=2"), (4, "pp=2"), (8, "pp=4"), (4, "cp=2"), (8, "cp=4 cp_style=ulysses"), (8, "pp=2 vp=4"),
+    (8, "tp=2 pp=2 cp=2"), (8, "tp=2 pp=2"), (8, "tp=2 cp=2"), (8, "pp=2 cp=2 vp=2"),
+    (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 pp=2 vp=4 cp=2 cp_style=allgather"), (8, "tp=2 pp=2 cp=2 cp_style=ulysses"),
+    (8, "tp=2 pp=2 vp=2 sequence_parallel=off overlap_grads=off"), (8, "tp=2 pp=2 vp=2 overlap_tp=off"),
+]
+NONE: dict = {}
+DOCUMENTS = {"data": {"separate_documents": True}}
+DROPOUT = {"model": {"hidden_dropout": 0.2}}
+ATTENTION_DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
+
+
+@pytest.mark.parametrize("world,layout", LAYOUTS)
+def test_llama(ranks, world, layout):
+    check(ranks, world, LLAMA, NONE, axes(layout))
+
+
+@pytest.mark.parametrize("world,layout", [
+    (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "pp=2"), (2, "pp=2 vp=4"), (2, "cp=2"), (2, ""),
+    (4, "pp=4 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 pp=2 cp=2 cp_style=ulysses"), (8, "tp=2 cp=2 cp_style=allgather"),
+    (8, "pp=4"), (8, "pp=2 vp=2 sequence_parallel=off tp=2"),
+])
+def test_gpt_with_tied_embeddings(ranks, world, layout):
+    check(ranks, world, GPT3, NONE, axes(layout))
+
+
+@pytest.mark.parametrize("world,layout", [
+    (1, ""), (2, "cp=2"), (4, "cp=4"), (2, "cp=2 cp_style=allgather"), (2, "cp=2 cp_style=ulysses"), (4, "tp=2 pp=2"),
+    (4, "cp=4 cp_style=ulysses"), (4, "cp=4 cp_style=allgather"), (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 cp=2 cp_style=ulysses"),
+])
+def test_documents_kept_apart(ranks, world, layout):
+    check(ranks, world, LLAMA, DOCUMENTS, axes(layout))
+
+
+@pytest.mark.parametrize("world,layout", [
+    (2, ""), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "pp=2 vp=2"), (2, "cp=2"), (2, "cp=2 cp_style=ulysses"),
+    (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 pp=2"), (8, "tp=2 cp=2 cp_style=allgather"),
+])
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_dropout(ranks, base, world, layout):
+    check(ranks, world, base, DROPOUT, axes(layout))
+
+
+@pytest.mark.parametrize("world,layout", [(2, ""), (2, "tp=2"), (4, "tp=4 sequence_parallel=off"), (4, "tp=2 pp=2 vp=2")])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_attention_dropout(ranks, world, layout, recompute):
+    check(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
+
+
+@pytest.mark.parametrize("world,layout", [(1, ""), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "cp=2"), (2, "pp=2 vp=2"),
+                                          (8, "tp=2 pp=2 vp=2 cp=2")])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
+    check(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
+
+
+@pytest.mark.parametrize("world,layout,counts", [(2, "pp=2", [5, 3]), (2, "pp=2 vp=2", [1, 3, 2, 2]), (4, "pp=4", [1, 2, 4, 1]),
+                                                 (8, "tp=2 pp=2 vp=2", [3, 1, 1, 3])])
+def test_uneven_stages(ranks, world, layout, counts):
+    check(ranks, world, GPT3, NONE, axes(layout), {"parallel": {"layers_per_stage": counts}})
+
+
+@pytest.mark.parametrize("world,layout,micro", [(2, "pp=2", 2), (4, "pp=4 vp=2", 2), (4, "pp=4 vp=2", 4), (2, "tp=2", 8),
+                                                (4, "cp=2", 4), (8, "tp=2 pp=2 cp=2", 2)])
+def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
+    """Also fewer microbatches than stages, and a number that is no multiple of the stages."""
+    check(ranks, world, LLAMA, DOCUMENTS, axes(layout), {"train": {"micro_batch_size": micro}})
+
+
+@pytest.mark.parametrize("world,layout", [(3, "pp=3 vp=2"), (3, "pp=3"), (6, "pp=3 vp=2 tp=2"), (4, "pp=4 vp=2")])
+def test_microbatches_that_are_no_multiple_of_the_stages(ranks, world, layout):
+    check(ranks, world, LLAMA, {"train": {"global_batch_size": 7}}, axes(layout))

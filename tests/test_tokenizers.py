@@ -1,0 +1,232 @@
+"""Tokenizers against a plain byte-pair loop, transformers' GPT-2 and SentencePiece, on files that the tests make."""
+
+import base64
+import functools
+import io
+import json
+from collections import Counter
+
+import pytest
+import regex
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.data import tokenizers
+from minitron.data.tokenizers import GPT2_SPLIT, LLAMA3_SPLIT, load_tokenizer
+
+TEXT = ("The quick brown fox isn't lazy; the dog's name is Ol\u00e9!\n\n    def f(x):\n        return x + 12345\r\n"
+        "\u4eca\u65e5\u306f \u4e16\u754c \U0001f600\U0001f600 the the THE They'll we've\t\ttabs  ") * 3
+SAMPLES = ["", " ", "  ", "hello world", TEXT, "\n\n\n x", "a  b   c", "it's IT'S I'LL", "1234567", "\u00e9\u0301\u0000\u2028", "\U0001f469\u200d\U0001f4bb ok",
+           "<|endoftext|>", "x<|end_of_text|>y", "trailing   ", "\r\n\t mixed \r", "\u00a0nbsp\u3000wide"]
+any_text = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \t\r\n'stheTHE019")), max_size=60)
+
+
+def train_bpe(merges: int) -> list[bytes]:
+    """Tokens of a small byte-pair vocabulary in order of rank: GPT-2's 256 bytes, then the most frequent pairs of TEXT."""
+    words = Counter(tuple(bytes([b]) for b in word.encode()) for word in regex.findall(GPT2_SPLIT, TEXT))
+    tokens = [bytes([b]) for b in sorted(range(256), key=lambda b: (not chr(b).isprintable() or b == 32, b))]
+    for _ in range(merges):
+        pairs = Counter()
+        for word, count in words.items():
+            for pair in zip(word, word[1:]):
+                pairs[pair] += count
+        if not pairs:
+            break
+        pair = max(pairs, key=lambda pair: (pairs[pair], pair))
+        tokens.append(pair)
+        words = Counter({join(word, pair): count for word, count in words.items()})
+    return tokens
+
+
+def join(word, pair):
+    out, i = [], 0
+    while i < len(word):
+        paired = tuple(word[i:i + 2]) == pair
+        out.append(word[i] + word[i + 1] if paired else word[i])
+        i += 1 + paired
+    return tuple(out)
+
+
+@functools.cache
+def vocabulary() -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    trained = train_bpe(90)
+    merges = trained[256:]
+    return trained[:256] + [left + right for left, right in merges], merges
+
+
+def plain_encode(text: str, split: str) -> list[int]:
+    """Join the neighbouring pair of the lowest rank until none is left, word by word."""
+    rank = {token: i for i, token in enumerate(vocabulary()[0])}
+    ids = []
+    for word in regex.findall(split, text):
+        parts = [bytes([b]) for b in word.encode()]
+        while True:
+            ranks = [rank.get(left + right, len(rank)) for left, right in zip(parts, parts[1:])]
+            if not ranks or min(ranks) == len(rank):
+                break
+            i = ranks.index(min(ranks))
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        ids += [rank[part] for part in parts]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokens, merges = vocabulary()
+    shown = {b: chr(b) for b in range(256) if chr(b).isprintable() and b != 32}
+    shown |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
+
+    def show(token):
+        return "".join(shown[b] for b in token)
+
+    encoder = {show(token): i for i, token in enumerate(tokens)} | {"<|endoftext|>": len(tokens)}
+    (folder / "encoder.json").write_text(json.dumps(encoder))
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{show(left)} {show(right)}\n" for left, right in merges), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama3_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(vocabulary()[0])))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama2_file(tmp_path_factory):
+    path, model = tmp_path_factory.mktemp("llama2") / "tokenizer.model", io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=350,
+                                             model_type="bpe", byte_fallback=True, minloglevel=2)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=any_text)
+def test_gpt2_equals_the_plain_loop(gpt2_folder, text):
+    tokenizer = load_tokenizer(f"gpt2:{gpt2_folder}")
+    for sample in [text, *SAMPLES] if text == "" else [text]:
+        assert tokenizer.encode(sample) == plain_encode(sample, GPT2_SPLIT) and tokenizer.decode(tokenizer.encode(sample)) == sample
+
+
+def test_gpt2_equals_transformers(gpt2_folder):
+    transformers = pytest.importorskip("transformers")
+    encoder = json.loads((gpt2_folder / "encoder.json").read_text())
+    merges = [tuple(line.split(" ")) for line in (gpt2_folder / "vocab.bpe").read_text("utf-8").splitlines()[1:]]
+    theirs = transformers.GPT2Tokenizer(vocab=encoder, merges=merges)
+    ours = load_tokenizer(f"gpt2:{gpt2_folder}")
+    for text in SAMPLES:
+        if "<|endoftext|>" not in text:         # theirs takes it for the special token, ours for text
+            assert ours.encode(text) == theirs(text)["input_ids"], repr(text)
+    assert ours.eod == theirs.eos_token_id and ours.vocab_size == len(theirs)
+    assert ours.eod not in ours.encode("<|endoftext|>") and ours.decode([ours.eod]) == "<|endoftext|>"
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=any_text)
+def test_llama3_equals_the_plain_loop(llama3_file, text):
+    tokenizer = load_tokenizer(f"llama3:{llama3_file}")
+    for sample in [text, *SAMPLES] if text == "" else [text]:
+        assert tokenizer.encode(sample) == plain_encode(sample, LLAMA3_SPLIT) and tokenizer.decode(tokenizer.encode(sample)) == sample
+
+
+def test_llama3_has_256_special_tokens(llama3_file):
+    tokenizer, n = load_tokenizer(f"llama3:{llama3_file}"), len(vocabulary()[0])
+    assert tokenizer.vocab_size == n + 256 and tokenizer.eod == n + 1
+    names = [tokenizer.decode([n + i]) for i in range(256)]
+    assert len(set(names)) == 256 and names[:2] == ["<|begin_of_text|>", "<|end_of_text|>"]
+    assert (names[9], names[11], names[255]) == ("<|eot_id|>", "<|reserved_special_token_3|>", "<|reserved_special_token_247|>")
+
+
+def test_llama2_equals_sentencepiece(llama2_file):
+    ours, theirs = load_tokenizer(f"llama2:{llama2_file}"), sentencepiece.SentencePieceProcessor(model_file=str(llama2_file))
+    for text in SAMPLES:
+        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    assert ours.eod == theirs.eos_id() and ours.vocab_size == theirs.vocab_size() == 350
+
+
+@given(text=any_text)
+def test_bytes(text):
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(tokenizer.encode(text) + [tokenizer.eod]) == text
+    assert tokenizer.vocab_size == 257 and tokenizer.eod == 256
+
+
+def test_a_million_spaces_do_not_overflow_the_regex_engine(gpt2_folder, llama3_file):
+    """tiktoken panics on them unless the run is cut; shorter runs are not touched."""
+    for spec in (f"gpt2:{gpt2_folder}", f"llama3:{llama3_file}"):
+        tokenizer = load_tokenizer(spec)
+        text = "a" + " " * 1_000_000 + "b" + "\n \t" * 300_000
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    limit = tokenizers.MAX_SPACES
+    assert tokenizers.cut_long_spaces("a" + " " * limit + "b") == ["a" + " " * limit, "b"]
+    assert tokenizers.cut_long_spaces("a" + " " * (limit - 1) + "b") == ["a" + " " * (limit - 1) + "b"]
+    assert [len(piece) for piece in tokenizers.cut_long_spaces(" " * (2 * limit + 5) + "b")] == [limit, limit, 6]
+    assert tokenizers.cut_long_spaces("") == [""]
+
+
+def test_fingerprints_name_the_content(gpt2_folder, llama3_file, llama2_file, tmp_path):
+    specs = ["bytes", f"gpt2:{gpt2_folder}", f"llama3:{llama3_file}", f"llama2:{llama2_file}"]
+    prints = [load_tokenizer(spec).fingerprint for spec in specs]
+    assert len(set(prints)) == 4 and all(len(name) == 16 for name in prints)
+    (tmp_path / "moved").write_bytes(llama3_file.read_bytes())
+    assert load_tokenizer(f"llama3:{tmp_path / 'moved'}").fingerprint == prints[2]
+
+
+@pytest.mark.parametrize("spec", ["gpt5:x", "gpt2", "gpt2:", "bytes:x", "", "corpus"])
+def test_an_unknown_spec_is_an_error(spec):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is none of bytes, gpt2:DIR"):
+        load_tokenizer(spec)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2"])
+def test_a_missing_file_is_an_error(kind, tmp_path):
+    with pytest.raises(ValueError, match="no such tokenizer file; nothing is downloaded"):
+        load_tokenizer(f"{kind}:{tmp_path / 'absent'}")
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda encoder, merges: ("[1, 2]", merges), r"encoder\.json: no GPT-2 vocabulary"),
+    (lambda encoder, merges: ("{", merges), r"encoder\.json: no GPT-2 vocabulary"),
+    (lambda encoder, merges: (encoder.replace("<|endoftext|>", "ab"), merges), r"encoder\.json: no GPT-2 vocabulary"),
+    (lambda encoder, merges: (encoder, merges[:-10]), r"vocab\.bpe: its merges are not those of"),
+    (lambda encoder, merges: (encoder, merges + "lonely\n"), r"vocab\.bpe: its merges are not those of"),
+    (lambda encoder, merges: (encoder.replace('"!": 0', '"!": 7'), merges), r"encoder\.json: ids must count from 0"),
+])
+def test_malformed_gpt2_files_are_an_error(gpt2_folder, tmp_path, change, message):
+    texts = change((gpt2_folder / "encoder.json").read_text(), (gpt2_folder / "vocab.bpe").read_text("utf-8"))
+    for name, text in zip(("encoder.json", "vocab.bpe"), texts):
+        (tmp_path / name).write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(f"gpt2:{tmp_path}")
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda lines: [b"\x0a\x0e\x0a\x05<unk>"], "line 1 is not 'base64 rank'.*llama2:FILE"),
+    (lambda lines: lines[:5] + [b"YWI= x"], "line 6 is not 'base64 rank'"),
+    (lambda lines: lines[:5] + [b"Y*I= 5"], "line 6 is not 'base64 rank'"),
+    (lambda lines: lines[1:], "ids must count from 0"),
+    (lambda lines: [], "ids must count from 0"),
+])
+def test_malformed_llama3_files_are_an_error(llama3_file, tmp_path, change, message):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(change(llama3_file.read_bytes().splitlines())))
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(f"llama3:{tmp_path / 'tokenizer.model'}")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 20, b"YWI= 0\n"])
+def test_malformed_llama2_files_are_an_error(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ValueError, match="no SentencePiece model"):
+        load_tokenizer(f"llama2:{tmp_path / 'tokenizer.model'}")
+
+
+def test_a_sentencepiece_model_without_an_end_is_an_error(tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=350,
+                                             model_type="bpe", byte_fallback=True, eos_id=-1, minloglevel=2)
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    with pytest.raises(ValueError, match="has no end-of-sentence piece"):
+        load_tokenizer(f"llama2:{tmp_path / 'tokenizer.model'}")
