@@ -19,18 +19,21 @@ for override in "$@"; do
 done
 
 use_venv plot
-# As many ranks as GPUs, rounded down to a power of two and at most 8, so that they share the batch evenly.
+# As many ranks as GPUs, rounded down to a power of two and at most 8, so that they share the batch of 16 evenly.
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+ranks=2
 if [ "$gpus" -gt 0 ]; then
     ranks=1
     while [ $((2 * ranks)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((2 * ranks)); done
-else
-    ranks=2
 fi
 ranks=${RANKS:-$ranks}
+[ "$ranks" -le 4 ] || set -- train.micro_batch_size=2 "$@"
 
-# A wrong override is one line from the configuration, before torchrun adds a page of its own.
-"$python" -m minitron.pretrain configs/quickstart.yaml "$@" --print-config >/dev/null
+# A mistake in an override is one line here; torchrun would add a page of its own.
+"$python" -c 'import sys
+from minitron import cli
+with cli.user_errors():
+    cli.load(sys.argv[2:]).check(int(sys.argv[1]), None)' "$ranks" configs/quickstart.yaml "$@"
 
 [ "$gpus" -gt 0 ] && kind=GPU || kind=CPU
 echo "Training on $ranks $kind rank(s); logs, configuration and curve go to $run_dir"

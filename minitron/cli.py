@@ -33,7 +33,9 @@ USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--help]"
 
 
 def configure(description: str, argv: list[str] | None = None) -> Config:
-    """The Config of a command line (`sys.argv` if not given). Exits after --help and --print-config, and on mistakes.
+    """The Config of a command line (`sys.argv` if not given). Exits after --help and --print-config.
+
+    Raises ValueError for mistakes: call it under `user_errors`.
 
     description: the first paragraph is shown by --help.
     """
@@ -41,8 +43,7 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
     if "--help" in argv or "-h" in argv:
         print(help_text(description))
         raise SystemExit(0)
-    with user_errors():
-        cfg = load([arg for arg in argv if arg != "--print-config"])
+    cfg = load([arg for arg in argv if arg != "--print-config"])
     if "--print-config" in argv:
         print(to_yaml(cfg), end="")
         raise SystemExit(0)
@@ -50,12 +51,16 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns a ValueError inside into one line on stderr and exit status 1. For parsing and building, not for training."""
+def user_errors(quiet: bool = False) -> Iterator[None]:
+    """Turns a ValueError inside into one line on stderr and exit status 1. For parsing and building, not for training.
+
+    quiet: leave the line to another rank, which finds the same mistake.
+    """
     try:
         yield
     except ValueError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        if not quiet:
+            print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
@@ -191,7 +196,10 @@ def _instead(key: str, hint: Any, field: Field) -> str:
     bare = _without_none(hint)
     if is_dataclass(bare):
         return f"set its keys, for example {key}.{fields(bare)[0].name}={_shown(fields(bare)[0].default)}"
-    example = _EXAMPLES[bare] if field.default in (None, ()) else _shown(field.default)
+    if field.default not in (None, ()):
+        example = _shown(field.default)
+    else:
+        example = get_args(bare)[0] if get_origin(bare) is Literal else _EXAMPLES[bare]
     return f"write for example {key}={example}"
 
 
@@ -232,7 +240,7 @@ def _without_none(hint: Any) -> Any:
 
 
 _NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts"), bool: ("true or false", "")}
-_EXAMPLES = {int: "8", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}  # of keys whose default shows none
+_EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}  # where the default is none
 
 
 def _type_name(hint: Any, within: str | None = None) -> str:

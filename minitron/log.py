@@ -117,9 +117,7 @@ class Log:
     def _line(self) -> str:
         """The iteration line over `_since_line`, byte for byte as Megatron-LM's but for what we add behind it."""
         its, batch = self._since_line, self.cfg.train.global_batch_size
-        last, total = its[-1], sum(it.seconds for it in its)
-        seconds = total / len(its)
-        rates = {name: sum(self._rates(it)[name] * it.seconds for it in its) / total for name in self._rates(last)}
+        last, rates, seconds = its[-1], self._rates(its), sum(it.seconds for it in its) / len(its)
         count = f"iteration {last.step:8d}/{self.cfg.train.steps:8d}"
         samples = f"consumed samples: {last.consumed_samples:12d}"
         if self.cfg.log.format == "megatron":
@@ -149,15 +147,17 @@ class Log:
         return [*fields, f"number of skipped iterations: {sum(int(it.skipped) for it in its):3d}",
                 f"number of nan iterations: {sum(int(it.nan) for it in its):3d}"]
 
-    def _rates(self, it: Iteration) -> dict[str, float]:
-        """TFLOP/s per GPU in one step, by the three ways to count."""
+    def _rates(self, its: list[Iteration]) -> dict[str, float]:
+        """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
         t, shape = self.cfg.train, self.cfg.model.shape
         tokens = t.global_batch_size * t.seq_len
-        squared = tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths
+        squares = [tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths for it in its]
         sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute == "full")
-        operations = {"full": flops.full(shape, tokens, squared), "causal": flops.causal(shape, tokens, squared),
-                      "hardware": t.global_batch_size * sequence}
-        return {name: flops.tflops_per_gpu(count, it.seconds, self.world) for name, count in operations.items()}
+        operations = {"full": sum(flops.full(shape, tokens, squared) for squared in squares),
+                      "causal": sum(flops.causal(shape, tokens, squared) for squared in squares),
+                      "hardware": len(its) * t.global_batch_size * sequence}
+        seconds = sum(it.seconds for it in its)
+        return {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
 
     # ---- the files ----------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Log:
     def _record_step(self, it: Iteration) -> None:
         if self._metrics is None:
             return
-        t, rates = self.cfg.train, self._rates(it)
+        t, rates = self.cfg.train, self._rates([it])
         self._record("step", step=it.step, consumed_samples=it.consumed_samples, loss=it.loss, grad_norm=it.grad_norm,
                      learning_rate=it.lr, loss_scale=it.loss_scale, step_seconds=it.seconds,
                      samples_per_second=t.global_batch_size / it.seconds,

@@ -20,6 +20,7 @@ weight) and `world` (statistics of a step).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -58,26 +59,31 @@ class Mesh:
     world: Axis
 
     @staticmethod
-    def create(*, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu") -> "Mesh":
+    def create(*, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu",
+               timeout: timedelta | None = None) -> "Mesh":
         """The mesh of the initialised default process group; dp is what tp, pp and cp leave of its world.
 
-        Collective: every rank must call it. Raises ValueError if tp * pp * cp does not divide the world.
+        timeout: after which a collective of any axis fails, None: torch's own. Collective: every rank must call it.
+        Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
         rank, world = dist.get_rank(), dist.get_world_size()
         shape = _shape(world, tp, pp, cp)
         axes = offline_axes(rank, shape)
-        # A group is made only for an axis longer than 1, and by every rank, also those outside of it.
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        device_mesh["dp", "cp"]._flatten("dp_cp")
-        groups = {name: device_mesh[name].get_group() for name in (*AXES, "dp_cp")}
+        groups = {name: device_mesh[name].get_group() for name in AXES}
+        groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
         groups["world"] = dist.group.WORLD
+        # Every rank takes part in the making of every group, also of those that it is not in.
         ends = {offline_axes(r, shape)["embedding"].ranks for r in range(world)}
         for ranks in sorted(ends):
             if len(ranks) > 1:
                 group = dist.new_group(list(ranks))
                 if rank in ranks:
                     groups["embedding"] = group
+        if timeout is not None:  # new groups do not take it over from the default group
+            for group in groups.values():
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
         axes = {name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None)
                 for name, a in axes.items()}
         return Mesh(rank, device, **axes)

@@ -2,25 +2,25 @@
 
     config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log)
 
-`build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout. `train` is the loop around
-it. Nothing in a step waits for the device: the figures of step n are copied while it runs and logged while n + 1 does.
+`build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout. `train` is the loop
+around it. Nothing in a step waits for the device: the figures of step n are copied while it runs and logged while n + 1 does.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minitron import attention, flops
+from minitron import attention
 from minitron.collectives import all_reduce_
 from minitron.config import Config
-
+from minitron.data.build import Datasets
 from minitron.data.loader import Loader
-
+from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.meter import Meter
 from minitron.model.gpt import GPT, Batch
 from minitron.model.init import initialise
 from minitron.optim.grads import Gradients
@@ -43,6 +43,7 @@ class Trainer:
     optimizer: Zero1Optimizer
     executor: Executor
     scaler: LossScaler | None
+    backend: str  # of attention
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
@@ -64,6 +65,14 @@ class Trainer:
         all_reduce_(total, self.mesh.world)
         return total
 
+    def describe(self) -> str:
+        """One line: the model, the layout, the kernels."""
+        m, mesh = self.cfg.model, self.mesh
+        here = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+        return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, {here / 1e6:.2f} M parameters on rank {mesh.rank} | "
+                f"tp {mesh.tp.size} pp {mesh.pp.size} vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | "
+                f"{self.cfg.precision.dtype}, attention: {self.backend}")
+
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
         """What a microbatch's loss sum is multiplied with before its backward.
 
@@ -74,6 +83,10 @@ class Trainer:
             return 1.0
         t = self.cfg.train
         return self.scaler.scale / (t.micro_batch_size * t.seq_len * num_microbatches)
+
+    def loss_scale(self) -> Tensor:
+        """[1] float64: fp16's loss scale as it is now, 1 in other formats."""
+        return torch.ones(1, dtype=torch.float64, device=self.mesh.device) * (self.scaler.scale if self.scaler else 1.0)
 
     def contribution(self, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
         """What this rank adds to the world's sums of losses and tokens: only one tensor-parallel rank of the last stage does."""
@@ -86,7 +99,8 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     """The model of `cfg` on this rank of the mesh, initialised, with everything that trains it. Collective over the world."""
     m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
     dtype = DTYPES[cfg.precision.dtype]
-    backend = attention.choose(m.attention, mesh.device, dtype, m.head_dim, m.attention_dropout)
+    backend = attention.choose(m.attention, mesh.device, dtype, m.head_dim, m.attention_dropout,
+                               documents=cfg.data.separate_documents)
     stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
     mine = range(pp.rank, pp.size * vp, pp.size)
     chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
@@ -97,4 +111,32 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
                         on_last_backward=gradients.begin_last_backward)
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
-    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler)
+    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, backend.name)
+
+
+def train(trainer: Trainer, data: Datasets, log: Log) -> None:
+    """All steps of the run. Collective over the world."""
+    cfg, t = trainer.cfg, trainer.cfg.train
+    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh)
+    for step in range(1, t.steps + 1):
+        consumed = step * t.global_batch_size
+        batches = loader.step(consumed - t.global_batch_size, step)
+        lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
+        scale = trainer.loss_scale()
+        stats = trainer.step(batches, lr)
+        documents = [bounds for b in batches for bounds in b.documents] if cfg.data.separate_documents else None
+        meter.step(torch.cat([stats.values, scale]), documents, step=step, consumed_samples=consumed, lr=lr)
+        if t.eval_every and step % t.eval_every == 0:
+            meter.flush()
+            log.evaluation(step, evaluate(trainer, data))
+            meter.restart()
+    meter.flush()
+    loader.close()
+
+
+def evaluate(trainer: Trainer, data: Datasets) -> float:
+    """Mean loss per token over train.eval_steps global batches: the same ones each time, so that two evaluations compare."""
+    t, loader = trainer.cfg.train, Loader(data.valid, trainer.cfg, trainer.mesh)
+    loss_sum, count = sum(trainer.evaluate(loader.step(i * t.global_batch_size, step=0)) for i in range(t.eval_steps)).tolist()
+    loader.close()
+    return loss_sum / count

@@ -1,8 +1,13 @@
-"""Fixtures that every test may use."""
+"""Fixtures and settings that every test shares."""
 
+import hypothesis
 import pytest
 
 from minitron.testing import RankPool
+
+# How long an example takes says more about the machine's other work than about the code.
+hypothesis.settings.register_profile("minitron", deadline=None)
+hypothesis.settings.load_profile("minitron")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from minitron import cli
 from minitron.config import Config, RopeScaling
 
 PACKAGE = Path(cli.__file__).parent
-TWO = ["train.global_batch_size=64"]                        # room for any layout of 8 ranks
 
 
 def error_of(argv: list[str], world: int | None = None, capability: tuple[int, int] | None = None) -> str:
@@ -159,6 +158,14 @@ def test_bad_file_is_named(tmp_path, text, parts):
         assert part in message
 
 
+@pytest.mark.parametrize("key", [key for key, _, _ in cli._keys()])
+def test_every_key_has_a_fix(key):
+    """What the error suggests for a value of the wrong type is itself of the right one."""
+    suggested = re.fullmatch(r".*; (?:write|set its keys,) for example (.*)", error_of([f"{key}=[[]]"]))[1]
+    assert suggested.startswith(key)
+    cli.load([suggested])
+
+
 def test_a_directory_is_no_file(tmp_path):
     (tmp_path / "d.yaml").mkdir()
     assert "d.yaml cannot be read: is a directory" in error_of([str(tmp_path / "d.yaml")])
@@ -171,8 +178,8 @@ def test_empty_file_is_all_defaults(tmp_path):
 
 def test_mistakes_are_one_line_and_status_1():
     code = ("from minitron import cli\n"
-            "cfg = cli.configure('Train.')\n"
             "with cli.user_errors():\n"
+            "    cfg = cli.configure('Train.')\n"
             "    cfg.check(world=2)\n"
             "    raise ValueError('two\\nlines')\n")
     for argument, message in (("train.steps=x", "train.steps=x is not an integer"),
@@ -184,7 +191,7 @@ def test_mistakes_are_one_line_and_status_1():
 
 # ---- the rules ----------------------------------------------------------------------------------------------------
 
-FP8 = ["precision.fp8=current", *TWO]
+FP8 = ["precision.fp8=current"]
 INDEXED = ["data.source=indexed", "data.paths=[a]"]
 
 
@@ -349,8 +356,6 @@ class Reads(ast.NodeVisitor):
     def visit_ClassDef(self, node):
         fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and ast.unparse(s.annotation) in CLASSES]
         self.known = {f"self.{s.target.id}": ast.unparse(s.annotation) for s in fields}
-        if node.name in CLASSES:
-            self.known["self.self"] = node.name
         self.generic_visit(node)
         self.known = {}
 

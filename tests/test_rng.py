@@ -124,7 +124,7 @@ def test_attention_mask_keeps_at_its_rate_and_is_independent_over_heads_queries_
 # ---- layouts ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_rank_with_some_samples_and_positions_has_its_slice_of_the_mask(data):
     """dp and microbatches take samples; cp and sequence parallelism take positions, also out of order."""

@@ -81,7 +81,8 @@ def show(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> No
     """Print the beginnings of `count` sequences, spread evenly over the file."""
     for sequence in np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int):
         tokens = dataset.get(sequence, length=min(SHOWN_TOKENS, int(dataset.lengths[sequence]))).tolist()
-        print(f"  sequence {sequence}: {tokenizer.decode(tokens) if tokenizer else tokens!r}")
+        shown = tokenizer.decode(tokens) if tokenizer else tokens
+        print(f"  sequence {sequence}: {shown!r}")
 
 
 if __name__ == "__main__":

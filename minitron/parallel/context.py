@@ -12,13 +12,13 @@ ranks, until query i needs the keys 0 ... i of other ranks. Three ways to get th
 Split evenly, the first rank would have hardly any keys to attend to and the last one all. So for ring and allgather the
 sequence is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r: the zigzag, equal work for all.
 
-    cp = 2, chunks 0 1 2 3:    rank 0 holds 0 and 3, rank 1 holds 1 and 2.    x: causal block, #: every pair, .: none
+    cp = 2: rank 0 holds the chunks 0 and 3, rank 1 holds 1 and 2.   % causal, # every pair, . none
 
-                keys   0 1 2 3          the ring's steps            rank 0                    rank 1
-      rank 0  query 0  x . . .          0, the own keys             0 3 x 0 3, causal         1 2 x 1 2, causal
-      rank 1  query 1  # x . .          1, from the rank before     3 x 1 2                   1 2 x 0
-      rank 1  query 2  # # x .
-      rank 0  query 3  # # # x
+                keys  0 1 2 3        step of the ring         rank 0                     rank 1
+      rank 0  query 0 % . . .        0: the own keys          0 3 see 0 3, causally      1 2 see 1 2, causally
+      rank 1  query 1 # % . .        1: of the rank before    3 sees 1 2                 1 2 see 0
+      rank 1  query 2 # # % .
+      rank 0  query 3 # # # %
 
 Seen from a rank, its two chunks in a row are one run of queries or keys. With the own keys the causal rule of the
 run is the rule of the sequence; of a lower rank's keys the first chunk is seen by all queries, the second by none;

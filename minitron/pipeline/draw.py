@@ -3,8 +3,8 @@
 One row is a rank, one column a slice of time.  The text writes each operation as its microbatch and its chunk, a
 small letter for a forward and a capital for a backward, and fills the rest of its time with dashes:
 
-    0 0a1a......0A--......1A--        pp = 2, two microbatches, forward 1 s, backward 2 s
-    1 ..0a0A--1a1A--..........
+    0 0a1a....0A--..1A--        pp = 2, two microbatches, forward 1 s, backward 2 s
+    1 ..0a0A--1a1A--....
 
 The SVG shows forwards in blue, backwards in orange, later chunks darker, idle time hatched.
 """
@@ -34,7 +34,7 @@ def draw_text(timeline: Timeline) -> str:
     """
     s = timeline.schedule
     if s.vp > len(ascii_lowercase):
-        raise ValueError(f"vp={s.vp} has more chunks than the alphabet letters; draw an SVG, or use vp=26 or less")
+        raise ValueError(f"vp={s.vp} has more chunks than the alphabet has letters; use vp=26 or less")
     label = len(str(s.num_microbatches - 1)) + 1
     scale = label / min(event.end - event.start for event in timeline.events)  # columns per second
     columns = _column(timeline.makespan, scale)
@@ -114,7 +114,8 @@ def _legend(vp: int) -> list[str]:
             x += 14
         parts.append(f'<text x="{x + 6}" y="57">{name}</text>')
         x += 80
-    parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="url(#idle)"/><text x="{x + 20}" y="57">idle</text>')
+    parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="url(#idle)"/>')
+    parts.append(f'<text x="{x + 20}" y="57">idle</text>')
     chunks = f"; chunks 0 to {vp - 1} from light to dark" if vp > 1 else ""
     parts.append(f'<text x="{x + 66}" y="57">number: microbatch{chunks}</text>')
     return parts

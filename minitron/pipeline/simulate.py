@@ -13,7 +13,7 @@ pp = 2, two microbatches, forward and backward 1 s each:
     rank 0    F0 F1    B0    B1       6 s, of which each rank works 4:
     rank 1       F0 B0 F1 B1          a bubble of 2 / 4 = (pp - 1) / m
 
-For equal stages the bubble is (pp - 1) / (vp * m) exactly when a backward takes 1 to 2 times as long as a forward,
+With equal stages and m >= pp the bubble is (pp - 1) / (vp * m) if a backward takes 1 to 2 times as long as a forward,
 which is where the schedule's clock (TICKS) orders the Exchanges well; beyond that it can be a little more.
 
 Left out: links that several transfers share, and kernels that run slower beside a transfer.

@@ -1,0 +1,73 @@
+"""Figures of a step, read while the next one runs.
+
+Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when step n has been
+queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and log it. The wait also keeps the
+host from running further ahead than one step, and the time between two waits is the time of a step.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minitron.collectives import all_reduce_
+from minitron.log import Iteration, Log
+from minitron.mesh import Mesh
+
+GIB = 2**30
+
+
+class Meter:
+    """Turns device tensors into lines of `log`, one step late. Collective over the world."""
+
+    def __init__(self, log: Log, mesh: Mesh):
+        self.log, self.mesh = log, mesh
+        self.waiting: tuple[dict, torch.Tensor, torch.cuda.Event | None] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """What happened since the last step (an evaluation) does not count into the next one's time."""
+        self.last = time.perf_counter()
+
+    def step(self, values: Tensor, documents: list[np.ndarray] | None, **known) -> None:
+        """Take the figures of a step that may still run, log those of the step before.
+
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. documents: boundaries of this data
+        rank's samples, None where a sample is one document. known: the other fields of `log.Iteration` that the host has.
+        """
+        extra = torch.zeros(2, dtype=values.dtype, device=values.device)
+        if documents is not None:
+            extra[0].fill_(sum(float(np.square(np.diff(bounds)).sum()) for bounds in documents))
+            all_reduce_(extra[:1], self.mesh.dp)
+            known["squared_lengths"] = 0.0
+        if values.is_cuda:
+            extra[1].fill_(torch.cuda.max_memory_allocated() / GIB)
+            all_reduce_(extra[1:], self.mesh.world, op=dist.ReduceOp.MAX)
+            known["memory_gib"] = 0.0
+        host = torch.cat([values, extra]).to("cpu", non_blocking=True)
+        copied = None
+        if values.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        self.flush()
+        self.waiting = known, host, copied
+        if copied is None:  # a CPU has finished the step already
+            self.flush()
+
+    def flush(self) -> None:
+        """Log the step that is still waiting, if there is one."""
+        if self.waiting is None:
+            return
+        (known, host, copied), self.waiting = self.waiting, None
+        if copied is not None:
+            copied.synchronize()
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        *common, squares, memory = host.tolist()
+        figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
+        measured = {"squared_lengths": squares, "memory_gib": memory}
+        self.log.iteration(Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds))

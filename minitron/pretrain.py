@@ -1,0 +1,77 @@
+"""Train a GPT-3 or Llama model from scratch: `[torchrun ...] -m minitron.pretrain [CONFIG.yaml ...] [section.key=value ...]`.
+
+Without torchrun this is a world of one process; without a configuration it trains the quickstart model on the corpus.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from minitron import cli
+from minitron.config import Config
+from minitron.data.build import Datasets, build_datasets
+from minitron.log import Log
+from minitron.mesh import Mesh
+from minitron.train import build, train
+
+
+def main(argv: list[str] | None = None) -> None:
+    rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
+                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    with cli.user_errors(quiet=local_rank > 0):  # its neighbours on the node find the same mistake and need not repeat it
+        cfg = cli.configure(__doc__, argv)
+        device, name, capability = choose_device(local_rank)
+        cfg.check(world, capability)
+        data = build_data(cfg)
+        log = Log(cfg, rank, world, name)
+    if cfg.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it before it promises the same sums
+        torch.use_deterministic_algorithms(True)
+    with log:
+        mesh = make_mesh(cfg, world, device)
+        trainer = build(cfg, mesh)
+        log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
+                  **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+        log.info(trainer.describe())
+        train(trainer, data, log)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(local_rank: int) -> tuple[torch.device, str, tuple[int, int] | None]:
+    """This rank's device, its name and CUDA capability. Raises ValueError if the node has fewer GPUs than ranks."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "cpu", None
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"this node runs more ranks than its {torch.cuda.device_count()} GPUs; give each rank one: torchrun "
+                         f"--nproc-per-node {torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
+def build_data(cfg: Config) -> Datasets:
+    """What the run reads. Safe on all ranks at once, and needs no process group."""
+    t, d = cfg.train, cfg.data
+    return build_datasets(source=d.source, paths=d.paths, split=d.split, tokenizer=d.tokenizer, cache_dir=d.cache_dir,
+                          vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed,
+                          train_samples=t.steps * t.global_batch_size,
+                          valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0)
+
+
+def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
+    """The mesh of torchrun's world; of this process alone, without any process group, if there is no other."""
+    p = cfg.parallel
+    if world == 1:
+        return Mesh.offline(device=device)
+    timeout = timedelta(seconds=cfg.train.hang_seconds)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout,
+                            device_id=device if device.type == "cuda" else None)
+    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)
+
+
+if __name__ == "__main__":
+    main()

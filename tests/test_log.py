@@ -1,0 +1,148 @@
+"""The bytes that a run writes: Megatron's lines, metrics.jsonl, config.yaml, the log of each rank."""
+
+import io
+import json
+import math
+import re
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import pytest
+
+from minitron import cli, flops
+from minitron.log import Iteration, Log
+
+# A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
+PUBLISHED = (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (s): 7.2310 | "
+             "learning rate: 4.438E-07 | global batch size:    96 | lm loss: 1.010967E+01 | loss scale: 4096.0 | "
+             "grad norm: 178.553 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+             "samples per second: 13.276 | TFLOPs: 101.54 |")
+GPT_175B = ["model.family=gpt", "model.num_layers=96", "model.hidden_size=12288", "model.ffn_hidden_size=49152",
+            "model.num_heads=96", "model.num_kv_heads=null", "model.vocab_size=50257", "model.vocab_multiple=1024",
+            "train.seq_len=2048", "train.global_batch_size=96", "train.steps=3125000", "train.recompute=full"]
+STEP = Iteration(step=10, consumed_samples=960, loss=10.10967, grad_norm=178.553, lr=4.438e-7, loss_scale=4096.0,
+                 seconds=7.2310)
+
+
+def lines(argv: list[str], iterations: list[Iteration], rank: int | None = None, world: int = 384, **kwargs) -> list[str]:
+    """What `rank` (the last one if not given) prints."""
+    out = io.StringIO()
+    with redirect_stdout(out), Log(cli.load(argv), world - 1 if rank is None else rank, world, **kwargs) as log:
+        for it in iterations:
+            log.iteration(it)
+    return out.getvalue().splitlines()
+
+
+def test_megatron_line_is_the_published_one():
+    assert lines([*GPT_175B, "log.every=10"], [STEP]) == [PUBLISHED]
+
+
+def test_megatron_line_feeds_jube():
+    """The three patterns of the JUBE job, as they are there with JUBE's $jube_pat_int and $jube_pat_fp."""
+    integer, number = r"([+-]?\d+)", r"([+-]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
+    (line,) = lines(GPT_175B, [STEP])
+    for pattern, values in ((rf"iteration\s+{integer}/\s*{integer}", ("10", "3125000")), (rf"TFLOPs:\s+{number}", ("101.54",)),
+                            (rf"elapsed time per iteration \(s\):\s+{number}", ("7.2310",))):
+        assert re.search(pattern, line).groups() == values
+
+
+def test_megatron_core_line():
+    cfg = [*GPT_175B, "log.format=megatron-core"]
+    (line,) = lines(cfg, [STEP])
+    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(cfg).model.shape, 2048), 7.2310, 384)
+    stamp, rest = line[:29], line[29:]
+    assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]", stamp)
+    assert rest == (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (ms): 7231.0 | "
+                    f"throughput per GPU (TFLOP/s/GPU): {causal:.1f} | learning rate: 4.438000E-07 | global batch size:    96 | "
+                    "lm loss: 1.010967E+01 | loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
+                    "number of nan iterations:   0 |")
+
+
+def test_line_covers_the_iterations_since_the_last():
+    inf = math.inf
+    its = [replace(STEP, step=1, loss=4.0, seconds=1.0), replace(STEP, step=2, loss=inf, grad_norm=inf, seconds=3.0, skipped=1),
+           replace(STEP, step=3, loss=math.nan, grad_norm=math.nan, seconds=2.0, skipped=1, nan=1),
+           replace(STEP, step=4, loss=2.0, seconds=2.0, lr=1e-3), replace(STEP, step=5, loss=1.0, skipped=1),
+           replace(STEP, step=6, loss=1.0, skipped=1), replace(STEP, step=7, loss=7.0)]
+    first, second = lines(["log.every=4"], its, world=1) + lines(["log.every=2"], its, world=1)[2:3]
+    mean = (4.0 + 2.0) / 2
+    assert f"| lm loss: {mean:.6E} |" in first and "elapsed time per iteration (s): 2.0000 |" in first
+    assert "skipped iterations:   2 | number of nan iterations:   1 |" in first
+    assert "learning rate: 1.000E-03 |" in first and "grad norm: 178.553 |" in first
+    assert "lm loss" not in second and "grad norm" not in second          # Megatron leaves out what nobody has
+    assert "skipped iterations:   2 | number of nan iterations:   0 |" in second
+
+
+def test_mfu_and_memory_follow_the_line():
+    it = replace(STEP, memory_gib=70.04)
+    shape = cli.load(GPT_175B).model.shape
+    for extra, peak in ([], 989.0), (["precision.fp8=current"], 1979.0):
+        (line,) = lines(GPT_175B + extra, [it], device_name="NVIDIA H100 80GB HBM3")
+        mfu = 100 * flops.tflops_per_gpu(96 * flops.full(shape, 2048), 7.2310, 384) / peak
+        assert line == f"{PUBLISHED} MFU (full): {mfu:.2f}% | memory: 70.0 GiB |"
+    assert lines([*GPT_175B, "precision.dtype=fp32"], [STEP], device_name="NVIDIA H100 80GB HBM3") == [PUBLISHED]
+
+
+def test_who_prints_what():
+    def run(rank: int) -> str:
+        out = io.StringIO()
+        with redirect_stdout(out), Log(cli.load([]), rank, 3) as log:
+            log.info("hello")
+            log.iteration(STEP)
+            log.evaluation(10, 3.124512)
+        return out.getvalue()
+
+    assert run(0) == "hello\n" and run(1) == ""
+    line, validation = run(2).splitlines()
+    assert line.startswith(" iteration       10/     300 |")
+    assert validation == (" validation loss at iteration 10 | lm loss value: 3.124512E+00 | "
+                          f"lm loss PPL: {math.exp(3.124512):.6E} |")
+
+
+def test_files(tmp_path, capsys):
+    folder = tmp_path / "run"
+    cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
+    its = [replace(STEP, step=1, loss=4.0, seconds=0.5),
+           replace(STEP, step=2, loss=math.nan, grad_norm=math.inf, skipped=1.0, nan=1.0, squared_lengths=16 * 2 * 32**2,
+                   memory_gib=3.5)]
+    for rank in (1, 0):
+        with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
+            log.start(unigram_entropy=6.5)
+            for it in its:
+                log.iteration(it)
+            log.evaluation(2, 3.5)
+            log.info("100 % done")
+    assert cli.load([str(folder / "config.yaml")]) == cfg
+    run, first, second, evaluation = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert run == {"kind": "run", "world": 2, "unigram_entropy": 6.5}
+    assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5}
+
+    shape, tokens = cfg.model.shape, 16 * 64
+    full = 16 * flops.full(shape, 64) / 0.5 / 2 / 1e12
+    assert first == {"kind": "step", "step": 1, "consumed_samples": 960, "loss": 4.0, "grad_norm": 178.553,
+                     "learning_rate": 4.438e-7, "loss_scale": 4096.0, "step_seconds": 0.5, "samples_per_second": 16 / 0.5,
+                     "tokens_per_second": tokens / 0.5, "memory_gib": None, "skipped_total": 0, "nan_total": 0,
+                     "mfu": pytest.approx(full / 989.0), "tflops": {
+                         "full": pytest.approx(full), "causal": pytest.approx(16 * flops.causal(shape, 64) / 0.5 / 2 / 1e12),
+                         "hardware": pytest.approx(16 * flops.hardware(shape, 64, recompute=False) / 0.5 / 2 / 1e12)}}
+    assert (second["loss"], second["grad_norm"], second["skipped_total"], second["nan_total"]) == (None, None, 1, 1)
+    packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12                  # every sample holds two documents of 32
+    assert second["tflops"]["full"] == pytest.approx(packed) and second["memory_gib"] == 3.5
+
+    for rank in (0, 1):
+        text = (folder / f"rank-{rank}.log").read_text()
+        assert re.search(rf"^\d{{4}}-\d\d-\d\d \S+ rank {rank}: 100 % done$", text, re.M) and "validation loss" in text
+    assert capsys.readouterr().out.count("100 % done") == 1
+
+
+def test_a_second_run_appends(tmp_path):
+    for _ in range(2):
+        lines([f"log.dir={tmp_path}"], [STEP], rank=0)
+    kinds = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == [10, 10]
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"log\.dir=\S+ cannot be written: .*; name another directory"):
+        Log(cli.load([f"log.dir={tmp_path / 'file' / 'run'}"]), 0, 1)
