@@ -2,10 +2,11 @@
 
     python -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
 
-Files and overrides are brought into one form, a list of (origin, dotted key, value). Each is checked against its field, so
-that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of them
-into its structured config and makes the dataclasses. `${...}` is refused, not expanded: a config has to mean the same on
-every machine. A mistake is one line and exit status 1; a traceback would say that the program is wrong, not its input.
+Files and overrides are brought into one form, a list of (origin, dotted key, value). Each is checked against its field,
+so that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of
+them into its structured config and makes the dataclasses. `${...}` is refused, not expanded: a config has to mean the
+same on every machine. A mistake is one line and exit status 1; a traceback would say that the program is wrong, not its
+input.
 
 Left out: config groups and sweeps (Hydra's), environment variables.
 """
@@ -35,9 +36,7 @@ USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--help]"
 def configure(description: str, argv: list[str] | None = None) -> Config:
     """The Config of a command line (`sys.argv` if not given). Exits after --help and --print-config.
 
-    Raises ValueError for mistakes: call it under `user_errors`.
-
-    description: the first paragraph is shown by --help.
+    description: its first paragraph is shown by --help. Raises ValueError for mistakes: call it under `user_errors`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -94,7 +93,7 @@ def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
 
 
-# ---- reading: to a list of (origin, dotted key, value) -----------------------------------------------------------------
+# ---- reading: to a list of (origin, dotted key, value) ------------------------------------------------------------
 
 
 def _read(path: str) -> dict:
@@ -239,8 +238,10 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-_NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts"), bool: ("true or false", "")}
-_EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}  # where the default is none
+_NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts"),
+          bool: ("true or false", "")}
+# Of types, for keys whose default is no example.
+_EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
 
 
 def _type_name(hint: Any, within: str | None = None) -> str:

@@ -1,14 +1,14 @@
 """Configuration: frozen dataclasses, one per section, and every rule that a combination of keys must keep.
 
 Problem: a run has seventy settings, most combinations of which are wrong, and a wrong one should not be found by a
-thousand GPUs ten minutes later. The idea: a key is a typed field with its meaning and its range beside it; what involves
-several keys is a rule of `minitron.rules`, run by `Config.check`, which needs the number of ranks and the kind of GPU but
-neither torch nor a process group. A broken rule is one line with the value, the rule and the fix:
+thousand GPUs ten minutes later. The idea: a key is a typed field with its meaning and its range beside it; what
+involves several keys is a rule of `minitron.rules`, run by `Config.check`, which needs the number of ranks and the kind
+of GPU but neither torch nor a process group. A broken rule is one line with the value, the rule and the fix:
 
     parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8
 
-Values that follow from others are properties, so nothing is stored twice and nothing is rewritten. `minitron.cli` makes a
-Config from YAML files and the command line, and there null stands for None.
+Values that follow from others are properties, so nothing is stored twice and nothing is rewritten. `minitron.cli` makes
+a Config from YAML files and the command line; there null stands for None.
 """
 
 from __future__ import annotations
@@ -149,31 +149,6 @@ class DataConfig:
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
-    @property
-    def blend(self) -> tuple[tuple[float, str], ...]:
-        """The (weight, prefix) pairs of `paths`, weights as given. Raises ValueError if they are none."""
-        if len(self.paths) == 1:
-            return ((1.0, self.paths[0]),)
-        if len(self.paths) % 2:
-            raise ValueError(f"data.paths={','.join(self.paths)} has {len(self.paths)} entries; give one prefix, or "
-                             "weight prefix pairs: [0.3,first,0.7,second]")
-        weights = tuple(_number(text, "data.paths: weight") for text in self.paths[::2])
-        for weight, prefix in zip(weights, self.paths[1::2]):
-            if weight <= 0:
-                raise ValueError(f"data.paths: weight {weight:g} of {prefix} must be above 0; drop the pair or give it "
-                                 "a share")
-        return tuple(zip(weights, self.paths[1::2]))
-
-    @property
-    def split_shares(self) -> tuple[float, float, float]:
-        """Train, validation and test shares as given; what is left out is 0. Raises ValueError for anything else."""
-        shares = [_number(text, "data.split: share") for text in self.split.split(",")]
-        if len(shares) > 3 or min(shares) < 0:
-            raise ValueError(f"data.split={self.split} must be up to three shares of at least 0; use for example 969,30,1")
-        if shares[0] == 0:
-            raise ValueError(f"data.split={self.split} leaves nothing to train on; use for example 969,30,1")
-        return tuple(shares + [0.0] * (3 - len(shares)))
-
 
 @dataclass(frozen=True)
 class LogConfig:
@@ -203,13 +178,3 @@ class Config:
     def num_microbatches(self, dp: int) -> int:
         """Forward passes per step of each of `dp` data-parallel ranks."""
         return self.train.global_batch_size // (self.train.micro_batch_size * dp)
-
-
-def _number(text: str, what: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {text.strip()!r} is not a number; write for example 0.3")
-    return number

@@ -42,8 +42,8 @@ def full(shape: Shape, tokens: float, squared_lengths: float | None = None) -> f
     """Operations, forward and backward, of one sequence of `tokens`, all attention scores counted.
 
     Sequences packed of documents: `tokens` in all, and the sum of the documents' squared lengths.
-    Source: the formulas of NVIDIA's DGXC benchmarking recipes: 12 L h² (1 + g/a + s/h) + 18 L f h + 6 V h per token for
-    Llama, 24 L h² + 12 L h s + 48 L h² + 6 V h for GPT-3, where g = a, f = 4 h and the MLP's 18 is 12.
+    Source: the formulas of NVIDIA's DGXC benchmarking recipes. Per token, Llama: 12 L h² (1 + g/a + s/h) + 18 L f h
+    + 6 V h; GPT-3, where g = a, f = 4 h and the MLP's 18 is 12: 24 L h² + 12 L h s + 48 L h² + 6 V h.
     """
     return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths)
 
@@ -51,7 +51,7 @@ def full(shape: Shape, tokens: float, squared_lengths: float | None = None) -> f
 def causal(shape: Shape, tokens: float, squared_lengths: float | None = None) -> float:
     """As `full`, with the half of the scores that a causal mask leaves.
 
-    Source: Megatron-LM's count since core 0.12 (2025), printed as `throughput per GPU (TFLOP/s/GPU)`.
+    Source: `num_floating_point_operations` of Megatron-LM today, printed as `throughput per GPU (TFLOP/s/GPU)`.
     """
     return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths) / 2
 
@@ -59,8 +59,8 @@ def causal(shape: Shape, tokens: float, squared_lengths: float | None = None) ->
 def hardware(shape: Shape, seq_len: int, *, recompute: bool) -> float:
     """Operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
 
-    c f s L h² (1 + s / 6h + V / 16 L h); f = 4 passes with recomputation, else 3; c = 24, or 32 for a gated MLP. It takes
-    the MLP to be 4 h wide (8/3 h when gated) and ignores grouped queries.
+    c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3; c = 24, or 32 for a gated MLP. It
+    takes the MLP to be 4 h wide and ignores grouped queries.
     Source: Narayanan et al. 2021, equation 3; with f and c as BigScience's Megatron-DeepSpeed logs it.
     """
     h, layers = shape.hidden_size, shape.num_layers

@@ -10,9 +10,9 @@ Every number arrives reduced over the ranks, as a host float, so that all ranks 
 waits here. Which FLOPs a rate counts is part of its name, see `minitron.flops`: the line of `megatron` prints hardware
 TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
 
-A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped, their mean
-time, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last was skipped it has no
-gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
+A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped, the
+mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last was
+skipped it has no gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Iteration:
     """The figures of one optimizer step, of the whole world.
 
     step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
-    clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: of the documents of
-    the global batch, where they are kept apart (None: every sample is one document). memory_gib: peak of the GPU.
+    clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
+    global batch, where they are kept apart (None: every sample is one document). memory_gib: peak of the GPU.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Log:
             self._open(Path(cfg.log.dir).expanduser())
 
     def start(self, **facts: float | str | None) -> None:
-        """The `run` record of metrics.jsonl: what is known before the first step, such as the corpus' unigram entropy."""
+        """The `run` record of metrics.jsonl: what is known before the first step, as the corpus' unigram entropy."""
         self._record("run", world=self.world, **facts)
 
     def iteration(self, it: Iteration) -> None:
@@ -172,8 +172,8 @@ class Log:
                 self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         except OSError as error:
             self.close()
-            raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, or "
-                             "null for none") from None
+            raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
+                             "or null for none") from None
 
     def _print_from(self, rank: int, text: str) -> None:
         self._rank_log.info(text)

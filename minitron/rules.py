@@ -1,9 +1,9 @@
 """The rules that keys must keep together: dividing sizes, enough ranks, a GPU that has the number format.
 
-Each `_check_*` raises ValueError at the first broken rule, in one line: the value, the rule, the fix. The fix of a size that
-does not divide is computed from all that it has to divide, so that following it does not lead to the next error:
+Each `_check_*` raises ValueError at the first broken rule, in one line: the value, the rule, the fix. The fix of a size
+that does not divide is computed from all that it has to divide, so that following it does not lead to the next error:
 
-    heads 8, key and value heads 4, ffn 384, tp=8     parallel.tp=8 does not divide model.num_kv_heads=4; use 1, 2 or 4
+    heads 8, key and value heads 4, ffn 390     parallel.tp=8 does not divide model.num_kv_heads=4; use 1 or 2
 
 Nothing here looks at files, devices or process groups; what only a file or a kernel can tell, its reader does.
 """
@@ -56,8 +56,8 @@ def _check_model(m: ModelConfig) -> None:
                          "positions turn pairs of channels; make it even, or set model.positions=learned")
     if m.rope_scaling is not None:
         if m.positions == "learned":
-            raise ValueError("model.rope_scaling has no effect with model.positions=learned; set model.rope_scaling=null "
-                             "or model.positions=rope")
+            raise ValueError("model.rope_scaling has no effect with model.positions=learned; set model.rope_scaling="
+                             "null or model.positions=rope")
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         if low >= high:
             raise ValueError(f"model.rope_scaling.low_freq_factor={low} must be below high_freq_factor={high}; "
@@ -107,26 +107,26 @@ def _check_attention(cfg: Config) -> None:
     m = cfg.model
     if m.attention_dropout > 0:
         if cfg.parallel.cp > 1:
-            raise ValueError(f"model.attention_dropout={m.attention_dropout} needs parallel.cp=1, not {cfg.parallel.cp}; "
-                             "set model.attention_dropout=0 or parallel.cp=1")
+            raise ValueError(f"model.attention_dropout={m.attention_dropout} needs parallel.cp=1, not {cfg.parallel.cp}"
+                             "; set model.attention_dropout=0 or parallel.cp=1")
         if m.attention not in ("auto", "reference"):
-            raise ValueError(f"model.attention={m.attention} has no attention dropout; use model.attention=reference or "
-                             "auto, or model.attention_dropout=0")
+            raise ValueError(f"model.attention={m.attention} has no attention dropout; use model.attention=reference "
+                             "or auto, or model.attention_dropout=0")
 
 
 def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
     m, p, t, dtype, fp8 = cfg.model, cfg.parallel, cfg.train, cfg.precision.dtype, cfg.precision.fp8
     if dtype == "bf16" and capability is not None and capability < (8, 0):
-        raise ValueError(f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; use "
-                         "precision.dtype=fp16 or fp32")
+        raise ValueError(f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
+                         "use precision.dtype=fp16 or fp32")
     if fp8 == "none":
         return
     if capability is not None and capability < (8, 9):
-        raise ValueError(f"precision.fp8={fp8} needs a GPU of sm_89 (Ada, Hopper or later), this one is {_sm(capability)}; "
-                         "use precision.fp8=none")
+        raise ValueError(f"precision.fp8={fp8} needs a GPU of sm_89 (Ada, Hopper or later), this one is "
+                         f"{_sm(capability)}; use precision.fp8=none")
     if dtype != "bf16":
-        raise ValueError(f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; set precision.dtype=bf16, or "
-                         "precision.fp8=none")
+        raise ValueError(f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; set precision.dtype=bf16, "
+                         "or precision.fp8=none")
     # Every dim of a GEMM is the summed one in one of its three products: forward, input and weight gradient.
     for name, size in (("model.hidden_size/tp", m.hidden_size // p.tp),
                        ("model.ffn_hidden_size/tp", m.ffn_hidden_size // p.tp),
@@ -142,10 +142,11 @@ def _check_optimizer(cfg: Config) -> None:
     for name in ("warmup", "decay"):
         steps, samples = getattr(o, f"{name}_steps"), getattr(o, f"{name}_samples")
         if steps and samples is not None:
-            raise ValueError(f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples} say the same thing "
-                             f"twice; give one, and set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to "
-                             "count in samples")
-    decay = next((f"optimizer.{k}={v}" for k in ("decay_steps", "decay_samples") if (v := getattr(o, k)) is not None), "")
+            raise ValueError(f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples} say the same "
+                             f"thing twice; set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count "
+                             "in samples")
+    given = [(key, getattr(o, key)) for key in ("decay_steps", "decay_samples")]
+    decay = next((f"optimizer.{key}={value}" for key, value in given if value is not None), "")
     constant = f"optimizer.constant_steps={o.constant_steps}" if o.constant_steps else ""
     if constant and decay:
         raise ValueError(f"{constant} has no effect beside {decay}; give one of them")
@@ -162,23 +163,18 @@ def _check_optimizer(cfg: Config) -> None:
         warmup = o.warmup_steps * batch if o.warmup_samples is None else o.warmup_samples
         end = o.decay_steps * batch if o.decay_samples is None else o.decay_samples
         if warmup >= end:
-            raise ValueError(f"{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a longer "
-                             "decay or a shorter warm-up")
+            raise ValueError(f"{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a "
+                             "longer decay or a shorter warm-up")
 
 
 def _check_data(cfg: Config) -> None:
     d = cfg.data
-    if d.source == "indexed":
-        if not d.paths:
-            raise ValueError("data.source=indexed has nothing to read; set data.paths=[PREFIX], or "
-                             "[WEIGHT,PREFIX,WEIGHT,PREFIX,...]")
-        d.blend  # raises if the pairs are none
-    elif d.paths:
+    if d.source == "indexed" and not d.paths:
+        raise ValueError("data.source=indexed has nothing to read; set data.paths=[PREFIX], or "
+                         "[WEIGHT,PREFIX,WEIGHT,PREFIX,...]")
+    if d.source != "indexed" and d.paths:
         raise ValueError(f"data.paths={','.join(d.paths)} is not read with data.source={d.source}; drop it, or set "
                          "data.source=indexed")
-    if d.split_shares[1] == 0 and cfg.train.eval_every and d.source != "mock":
-        raise ValueError(f"train.eval_every={cfg.train.eval_every} needs a validation share, but data.split={d.split}; "
-                         "use for example 969,30,1, or train.eval_every=0")
 
 
 # ---- their fixes --------------------------------------------------------------------------------------------------

