@@ -10,8 +10,8 @@ Every number arrives reduced over the ranks, as a host float, so that all ranks 
 waits here. Which FLOPs a rate counts is part of its name, see `minitron.flops`: the line of `megatron` prints hardware
 TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
 
-A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped, the
-mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last was
+A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
+the mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last was
 skipped it has no gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
 """
 
