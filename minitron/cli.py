@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+import time
 import textwrap
 import types
 import typing
@@ -30,6 +31,7 @@ from omegaconf.errors import GrammarParseError
 
 from minitron.config import Config
 
+QUIET_SECONDS = 3.0
 USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--help]"
 
 
@@ -53,12 +55,15 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 def user_errors(quiet: bool = False) -> Iterator[None]:
     """Turns a ValueError inside into one line on stderr and exit status 1. For parsing and building, not for training.
 
-    quiet: leave the line to another rank, which finds the same mistake.
+    quiet: leave the line to another rank, which finds the same mistake, and time to print it: torchrun ends all ranks
+    when the first one exits.
     """
     try:
         yield
     except ValueError as error:
-        if not quiet:
+        if quiet:
+            time.sleep(QUIET_SECONDS)
+        else:
             print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 

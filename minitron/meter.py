@@ -2,7 +2,7 @@
 
 Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when step n has been
 queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and log it. The wait also keeps the
-host from running further ahead than one step, and the time between two waits is the time of a step.
+host from running further ahead than one step. A step's time is taken on the device, between the copies of two steps.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Meter:
 
     def __init__(self, log: Log, mesh: Mesh):
         self.log, self.mesh = log, mesh
-        self.waiting: tuple[dict, torch.Tensor, torch.cuda.Event | None] | None = None
+        self.waiting: tuple[dict, Tensor, Mark] | None = None
         self.restart()
 
     def restart(self) -> None:
         """What happened since the last step (an evaluation) does not count into the next one's time."""
-        self.last = time.perf_counter()
+        self.last = Mark(self.mesh.device)
 
     def step(self, values: Tensor, documents: list[np.ndarray] | None, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
@@ -49,13 +49,10 @@ class Meter:
             all_reduce_(extra[1:], self.mesh.world, op=dist.ReduceOp.MAX)
             known["memory_gib"] = 0.0
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
-        copied = None
-        if values.is_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
+        copied = Mark(values.device)
         self.flush()
         self.waiting = known, host, copied
-        if copied is None:  # a CPU has finished the step already
+        if not values.is_cuda:  # a CPU has finished the step already
             self.flush()
 
     def flush(self) -> None:
@@ -63,11 +60,27 @@ class Meter:
         if self.waiting is None:
             return
         (known, host, copied), self.waiting = self.waiting, None
-        if copied is not None:
-            copied.synchronize()
-        now = time.perf_counter()
-        seconds, self.last = now - self.last, now
+        seconds, self.last = copied.seconds_since(self.last), copied
         *common, squares, memory = host.tolist()
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
         measured = {"squared_lengths": squares, "memory_gib": memory}
         self.log.iteration(Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds))
+
+
+class Mark:
+    """A moment in the device's work: an event of its stream, or the time on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+        else:
+            self.time = time.perf_counter()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Waits until this moment has come."""
+        if self.event is None:
+            return self.time - earlier.time
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000

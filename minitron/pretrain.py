@@ -16,7 +16,7 @@ from minitron.config import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.log import Log
 from minitron.mesh import Mesh
-from minitron.train import build, train
+from minitron.train import build, choose_attention, train
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         cfg = cli.configure(__doc__, argv)
         device, name, capability = choose_device(local_rank)
         cfg.check(world, capability)
+        choose_attention(cfg, device)
         data = build_data(cfg)
         log = Log(cfg, rank, world, name)
     if cfg.train.deterministic:

@@ -95,12 +95,18 @@ class Trainer:
         return loss_sum * counts, count
 
 
+def choose_attention(cfg: Config, device: torch.device) -> attention.Backend:
+    """The attention kernels of the run. Raises ValueError if those asked for cannot run here."""
+    m = cfg.model
+    return attention.choose(m.attention, device, DTYPES[cfg.precision.dtype], m.head_dim, m.attention_dropout,
+                            documents=cfg.data.separate_documents)
+
+
 def build(cfg: Config, mesh: Mesh) -> Trainer:
     """The model of `cfg` on this rank of the mesh, initialised, with everything that trains it. Collective over the world."""
     m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
     dtype = DTYPES[cfg.precision.dtype]
-    backend = attention.choose(m.attention, mesh.device, dtype, m.head_dim, m.attention_dropout,
-                               documents=cfg.data.separate_documents)
+    backend = choose_attention(cfg, mesh.device)
     stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
     mine = range(pp.rank, pp.size * vp, pp.size)
     chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]

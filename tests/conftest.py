@@ -13,5 +13,5 @@ hypothesis.settings.load_profile("minitron")
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(world_size, fn, *args, timeout=60, **kwargs): what each of `world_size` gloo ranks returned."""
-    with RankPool(preload=("pytest", "hypothesis")) as pool:
+    with RankPool(preload=("pytest", "hypothesis", "minitron.train")) as pool:
         yield pool.run

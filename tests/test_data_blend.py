@@ -27,8 +27,9 @@ def plain_order(shares, num_samples):
 
 weights_of_every_kind = st.one_of(
     st.lists(st.floats(1e-3, 1), min_size=1, max_size=8),
-    st.lists(st.integers(1, 5).map(float), min_size=1, max_size=8),          # many ties
-    st.lists(st.floats(-6, 0).map(lambda x: 10.0**x), min_size=1, max_size=8))
+    st.lists(st.integers(1, 5).map(float), min_size=1, max_size=8),  # many ties
+    st.lists(st.floats(-6, 0).map(lambda x: 10.0**x), min_size=1, max_size=8),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -43,7 +44,9 @@ def test_order_equals_the_loop(weights, num_samples, chunks):
 
 def test_a_wrong_guess_of_the_counts_is_repaired(monkeypatch):
     """The joints between chunks are checked: with absurd guesses the order is the same, only later."""
-    monkeypatch.setattr(blend, "_rounded_shares", lambda shares, step: np.where(step, 1.0, 0.0) * np.arange(len(shares))[:, None])
+    monkeypatch.setattr(
+        blend, "_rounded_shares", lambda shares, step: np.where(step, 1.0, 0.0) * np.arange(len(shares))[:, None]
+    )
     part, sample = greedy_order(normalize([0.2, 0.5, 0.3]), 900)
     assert list(zip(part.tolist(), sample.tolist())) == plain_order(normalize([0.2, 0.5, 0.3]), 900)
 
@@ -51,7 +54,7 @@ def test_a_wrong_guess_of_the_counts_is_repaired(monkeypatch):
 def test_ten_million_samples_in_seconds():
     begin = time.process_time()
     part, _ = greedy_order(normalize([0.5, 0.3, 0.15, 0.05]), 10_000_000)
-    assert time.process_time() - begin < 10     # about one second; the loop takes minutes
+    assert time.process_time() - begin < 10  # about one second; the loop takes minutes
     assert np.abs(np.bincount(part) / len(part) - [0.5, 0.3, 0.15, 0.05]).max() < 1e-6
 
 
@@ -61,7 +64,9 @@ def test_samples_of_a_blend(tmp_path):
         with IndexedWriter(tmp_path / f"d{i}", np.uint16) as writer:
             for document in range(30):
                 writer.add_document(np.arange(5, dtype=np.uint16) + 1000 * i + 10 * document)
-        parts.append(GPTDataset(IndexedDataset(tmp_path / f"d{i}"), range(30), part_samples(50, share), 4, 1, tmp_path, 9999))
+        parts.append(
+            GPTDataset(IndexedDataset(tmp_path / f"d{i}"), range(30), part_samples(50, share), 4, 1, tmp_path, 9999)
+        )
     mixed = BlendedDataset(parts, weights, 50, tmp_path)
     order = plain_order(normalize(weights), 50)
     assert len(mixed) == len(order)
@@ -82,7 +87,9 @@ def test_the_surplus_is_enough(weights, num_samples):
 
 @pytest.mark.parametrize("weight", [0.0, -0.5, float("nan"), float("inf")])
 def test_a_weight_that_is_not_positive_is_an_error(weight):
-    with pytest.raises(ValueError, match=r"data\.paths: blend weight .* is not a positive number; leave that dataset out"):
+    with pytest.raises(
+        ValueError, match=r"data\.paths: blend weight .* is not a positive number; leave that dataset out"
+    ):
         normalize([0.5, weight])
 
 

@@ -24,8 +24,18 @@ def write(prefix, sequences=40, largest=256, sidecar=None, dtype=np.uint16):
 
 
 def build(tmp_path, **changes):
-    arguments = dict(source="indexed", paths=[str(tmp_path / "d")], split="8,2", tokenizer="corpus", cache_dir=tmp_path / "cache",
-                     vocab_size=300, seq_len=8, seed=3, train_samples=100, valid_samples=10)
+    arguments = dict(
+        source="indexed",
+        paths=[str(tmp_path / "d")],
+        split="8,2",
+        tokenizer="corpus",
+        cache_dir=tmp_path / "cache",
+        vocab_size=300,
+        seq_len=8,
+        seed=3,
+        train_samples=100,
+        valid_samples=10,
+    )
     return build_datasets(**arguments | changes)
 
 
@@ -48,8 +58,10 @@ def test_a_blend_asks_every_part_for_its_share(tmp_path):
     paths = ["0.25", write(tmp_path / "a"), "0.75", write(tmp_path / "b", sequences=60)]
     built = build(tmp_path, paths=paths)
     assert len(built.train) == 100 and len(built.valid) == 10 and built.info["weights"] == [0.25, 0.75]
-    parts = [GPTDataset(IndexedDataset(path), split_ranges("8,2", n)[0], part_samples(100, share), 8, 3, tmp_path, 300)
-             for path, n, share in ((paths[1], 41, 0.25), (paths[3], 61, 0.75))]
+    parts = [
+        GPTDataset(IndexedDataset(path), split_ranges("8,2", n)[0], part_samples(100, share), 8, 3, tmp_path, 300)
+        for path, n, share in ((paths[1], 41, 0.25), (paths[3], 61, 0.75))
+    ]
     assert [part.fingerprint for part in parts] == [part.fingerprint for part in built.train.parts]
 
 
@@ -74,25 +86,41 @@ def test_a_malformed_split_is_an_error(split):
         split_ranges(split, 100)
 
 
-@pytest.mark.parametrize("paths, message", [
-    ([], "has 0 entries"), (["1", "a", "2"], "has 3 entries"), (["a", "b"], "could not convert"), (["0", "a", "1", "b"], "weight 0.0")])
+@pytest.mark.parametrize(
+    "paths, message",
+    [
+        ([], "has 0 entries"),
+        (["1", "a", "2"], "has 3 entries"),
+        (["a", "b"], "could not convert"),
+        (["0", "a", "1", "b"], "weight 0.0"),
+    ],
+)
 def test_malformed_paths_are_an_error(paths, message):
     with pytest.raises(ValueError, match=rf"data\.paths.*{message}"):
         parse_paths(paths)
     assert parse_paths([".3", "a", 0.7, "b"]) == (["a", "b"], [0.3, 0.7]) and parse_paths(["a"]) == (["a"], None)
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(split="0,1,0"), r"data\.split=0,1,0 leaves none of the 41 sequences of .*d to train on; enlarge its first share"),
-    (dict(split="1,0,1"), r"data\.split=1,0,1 leaves none .* to validate on; enlarge its second share"),
-    (dict(seq_len=2000), r"hold 660 tokens, fewer than one sample of train\.seq_len=2000 \+ 1"),
-    (dict(train_samples=0), "0 training samples were asked for; set train.steps"),
-    (dict(source="web"), r"data\.source=web is none of corpus, indexed, mock"),
-    (dict(source="corpus", tokenizer="bytes"), r"data\.tokenizer=bytes cannot read data\.source=corpus"),
-    (dict(vocab_size=256), r"d\.bin holds token id 256, but model\.vocab_size=256 allows 0 to 255; set model\.vocab_size"),
-    (dict(tokenizer="bytes", vocab_size=256), "model.vocab_size=256 is smaller than the 257 ids of the tokenizer"),
-    (dict(paths=["absent"]), r"absent\.idx: no such file"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            dict(split="0,1,0"),
+            r"data\.split=0,1,0 leaves none of the 41 sequences of .*d to train on; enlarge its first share",
+        ),
+        (dict(split="1,0,1"), r"data\.split=1,0,1 leaves none .* to validate on; enlarge its second share"),
+        (dict(seq_len=2000), r"hold 660 tokens, fewer than one sample of train\.seq_len=2000 \+ 1"),
+        (dict(train_samples=0), "0 training samples were asked for; set train.steps"),
+        (dict(source="web"), r"data\.source=web is none of corpus, indexed, mock"),
+        (dict(source="corpus", tokenizer="bytes"), r"data\.tokenizer=bytes cannot read data\.source=corpus"),
+        (
+            dict(vocab_size=256),
+            r"d\.bin holds token id 256, but model\.vocab_size=256 allows 0 to 255; set model\.vocab_size",
+        ),
+        (dict(tokenizer="bytes", vocab_size=256), "model.vocab_size=256 is smaller than the 257 ids of the tokenizer"),
+        (dict(paths=["absent"]), r"absent\.idx: no such file"),
+    ],
+)
 def test_what_cannot_be_trained_on_is_refused(tmp_path, changes, message):
     write(tmp_path / "d")
     with pytest.raises(ValueError, match=message):
@@ -102,12 +130,14 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path, changes, message):
 def test_the_tokenizer_must_be_the_one_that_made_the_data(tmp_path):
     write(tmp_path / "d", sidecar=BYTES)
     assert build(tmp_path, tokenizer="bytes").tokenizer.vocab_size == 257
-    with pytest.raises(ValueError, match=r"data\.tokenizer=corpus did not make .*json says bytes with fingerprint .*; set"):
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer=corpus did not make .*json says bytes with fingerprint .*; set"
+    ):
         build(tmp_path)
     write(tmp_path / "d", sidecar=BYTES | {"tokenizer": "gpt2:somewhere", "fingerprint": "0" * 16})
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes did not make .*gpt2:somewhere with fingerprint 0000"):
         build(tmp_path, tokenizer="bytes")
-    write(tmp_path / "d")       # a foreign dataset says nothing, so any tokenizer is taken at its word
+    write(tmp_path / "d")  # a foreign dataset says nothing, so any tokenizer is taken at its word
     assert build(tmp_path, tokenizer="bytes").tokenizer.vocab_size == 257
 
 
@@ -123,8 +153,12 @@ def test_mock_items_depend_on_seed_and_index_alone(tmp_path):
     assert tokens_of(built.train, 5) == tokens_of(again, 5) != tokens_of(MockDataset(300, 8, 5, 4), 5)
     assert tokens_of(built.train, 5) != tokens_of(built.valid, 5) and len(built.valid) == 10 and built.tokenizer is None
     samples = [MockDataset(50, 1000, 20, 0, 10)[i] for i in range(20)]
-    assert all(sample.tokens.shape == (1001,) and 0 <= sample.tokens.min() <= sample.tokens.max() < 50 for sample in samples)
-    assert all((np.diff(sample.starts) > 0).all() and 1 <= sample.starts[0] and sample.starts[-1] <= 1000 for sample in samples)
+    assert all(
+        sample.tokens.shape == (1001,) and 0 <= sample.tokens.min() <= sample.tokens.max() < 50 for sample in samples
+    )
+    assert all(
+        (np.diff(sample.starts) > 0).all() and 1 <= sample.starts[0] and sample.starts[-1] <= 1000 for sample in samples
+    )
     # 20,000 coins of 1/10: the mean is within 4 standard deviations, sqrt(.09 / 20000), of it
     assert abs(np.mean([len(sample.starts) / 1000 for sample in samples]) - 0.1) < 4 * np.sqrt(0.09 / 20000)
     assert all(len(MockDataset(50, 9, 3, 0)[i].starts) == 0 for i in range(3))

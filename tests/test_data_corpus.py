@@ -1,6 +1,7 @@
 """The corpus: lossless, recorded, and built once however many ask for it."""
 
 import json
+import os
 import math
 import platform
 import random
@@ -21,8 +22,12 @@ from minitron.data.indexed import IndexedDataset
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 400
 WORDS = ["".join(random.Random(i).choices("abcdefgh_", k=1 + i % 9)) for i in range(300)]
-SOURCES = {f"package/module_{i}.py": "".join(
-    f"def {WORDS[k]}({WORDS[-k]}):\n    return {WORDS[-k]} + {k}\n\n" for k in range(20 * i, 20 * i + 20)) for i in range(12)}
+SOURCES = {
+    f"package/module_{i}.py": "".join(
+        f"def {WORDS[k]}({WORDS[-k]}):\n    return {WORDS[-k]} + {k}\n\n" for k in range(20 * i, 20 * i + 20)
+    )
+    for i in range(12)
+}
 
 
 def make_library(root, sources=SOURCES):
@@ -35,9 +40,17 @@ def make_library(root, sources=SOURCES):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    library = make_library(folder / "lib", SOURCES | {
-        "latin.py": "# caf\u00e9\n".encode("latin-1"), "package/__init__.py": "", "notes.txt": "not Python",
-        "test/test_x.py": "left = 'out'\n", "site-packages/x.py": "left = 'out'\n"})
+    library = make_library(
+        folder / "lib",
+        SOURCES
+        | {
+            "latin.py": "# caf\u00e9\n".encode("latin-1"),
+            "package/__init__.py": "",
+            "notes.txt": "not Python",
+            "test/test_x.py": "left = 'out'\n",
+            "site-packages/x.py": "left = 'out'\n",
+        },
+    )
     return build_corpus(folder / "cache", VOCAB, library)
 
 
@@ -59,14 +72,18 @@ def test_meta_says_what_the_corpus_is(small):
     assert small.meta["python"] == platform.python_version() and small.meta["skipped"] == ["latin.py"]
     assert small.meta["files"] == len(SOURCES) and small.meta["bytes"] == sum(len(text) for text in SOURCES.values())
     assert small.meta["tokens"] == total and small.meta["vocab_size"] == VOCAB
-    assert small.meta["unigram_entropy"] == pytest.approx(entropy, rel=1e-12)      # both sum in float64
+    assert small.meta["unigram_entropy"] == pytest.approx(entropy, rel=1e-12)  # both sum in float64
     folder = Path(small.prefix).parent.name
     assert folder == f"corpus-{platform.python_version()}-{small.meta['fingerprint']}-v{VOCAB}"
     assert json.loads((Path(small.prefix).parent / "meta.json").read_text()) == small.meta
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \t\r\n\u2581\x00def")), max_size=40))
+@given(
+    text=st.text(
+        st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \t\r\n\u2581\x00def")), max_size=40
+    )
+)
 @example(text="  leading, trailing  \r\n\r\n\t\n")
 @example(text="\u2581 \u2581\u2581")
 @example(text="<unk></s><0x41>")
@@ -81,12 +98,15 @@ def test_a_changed_source_is_another_corpus(small, tmp_path):
     assert build_corpus(tmp_path, VOCAB, changed).meta["fingerprint"] != small.meta["fingerprint"]
 
 
-@pytest.mark.parametrize("sources, message", [
-    ({"notes.txt": "no Python"}, r"no \.py sources in .*lib.*data\.source=indexed"),
-    ({"empty.py": ""}, r"no \.py sources in"),
-    ({"latin.py": b"\xe9"}, "none of 1 sources is UTF-8 text"),
-    ({"tiny.py": "x = 1\n"}, r"6 characters of source do not give model\.vocab_size=400 pieces"),
-])
+@pytest.mark.parametrize(
+    "sources, message",
+    [
+        ({"notes.txt": "no Python"}, r"no \.py sources in .*lib.*data\.source=indexed"),
+        ({"empty.py": ""}, r"no \.py sources in"),
+        ({"latin.py": b"\xe9"}, "none of 1 sources is UTF-8 text"),
+        ({"tiny.py": "x = 1\n"}, r"6 characters of source do not give model\.vocab_size=400 pieces"),
+    ],
+)
 def test_an_empty_corpus_is_an_error_and_leaves_nothing(tmp_path, sources, message):
     library = make_library(tmp_path / "lib", sources)
     with pytest.raises(ValueError, match=message):
@@ -112,8 +132,16 @@ print(corpus.build_corpus(f"{folder}/cache", 400, f"{folder}/lib").meta)
 
 def test_processes_at_once_build_once_and_agree(tmp_path):
     make_library(tmp_path / "lib")
-    ranks = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], env={"PYTHONPATH": str(ROOT)}, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(4)
+    ]
     assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 4
     for rank in ranks:
         rank.stdin.write("\n")
@@ -125,9 +153,19 @@ def test_processes_at_once_build_once_and_agree(tmp_path):
 
 def test_the_standard_library_is_a_corpus_within_40_seconds(tmp_path):
     begin = time.process_time()
-    built = build_datasets(source="corpus", paths=[], split="969,30,1", tokenizer="corpus", cache_dir=tmp_path, vocab_size=4096,
-                           seq_len=256, seed=1, train_samples=1000, valid_samples=10)
-    assert time.process_time() - begin < 40     # of one core, also on a busy machine
+    built = build_datasets(
+        source="corpus",
+        paths=[],
+        split="969,30,1",
+        tokenizer="corpus",
+        cache_dir=tmp_path,
+        vocab_size=4096,
+        seq_len=256,
+        seed=1,
+        train_samples=1000,
+        valid_samples=10,
+    )
+    assert time.process_time() - begin < 40  # of one core, also on a busy machine
     assert 4 < built.info["unigram_entropy"] < math.log(4096) and built.info["python"] == platform.python_version()
     text = built.tokenizer.decode([i for n in range(50) for i in built.train[n].tokens.tolist()])
     assert "def " in text and "\n    " in text

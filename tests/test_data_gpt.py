@@ -1,6 +1,7 @@
 """The order of samples against a plain-Python twin of Megatron's rule, the cache, and the size it has to bear."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def plain_samples(documents, sequences, num_samples, s, seed):
         order = shuffled(list(sequences) * epochs)
         index = shuffled(range(total))
     stream = [(token, place == 0) for i in order for place, token in enumerate(documents[i])]
-    cuts = [stream[k * s:(k + 1) * s + 1] for k in index]
+    cuts = [stream[k * s : (k + 1) * s + 1] for k in index]
     return [([token for token, _ in cut], [i for i, (_, begins) in enumerate(cut) if begins and i]) for cut in cuts]
 
 
@@ -52,8 +53,14 @@ def write(prefix, documents):
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=14), ends=st.tuples(st.integers(0, 14), st.integers(0, 14)),
-       num_samples=st.integers(1, 60), s=st.integers(1, 9), seed=st.integers(0, 2**32 - 1), block=st.sampled_from([1, 3, 1 << 20]))
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=14),
+    ends=st.tuples(st.integers(0, 14), st.integers(0, 14)),
+    num_samples=st.integers(1, 60),
+    s=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+    block=st.sampled_from([1, 3, 1 << 20]),
+)
 def test_samples_equal_the_plain_rule(tmp_path_factory, lengths, ends, num_samples, s, seed, block):
     folder = tmp_path_factory.mktemp("samples")
     tokens = iter(range(10**6))
@@ -90,7 +97,9 @@ def test_rows_of_the_example_in_the_docstring():
 def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
     indexed = write(tmp_path / "d", [[1, 2, 3, 99, 5]])
     dataset = GPTDataset(indexed, range(1), 1, 4, 0, tmp_path, 99)
-    with pytest.raises(ValueError, match=r"d\.bin: sample 0 holds token id 99, but model\.vocab_size=99 allows 0 to 98; set"):
+    with pytest.raises(
+        ValueError, match=r"d\.bin: sample 0 holds token id 99, but model\.vocab_size=99 allows 0 to 98; set"
+    ):
         dataset[0]
     assert GPTDataset(indexed, range(1), 1, 4, 0, tmp_path, 100)[0].tokens.max() == 99
     with pytest.raises(ValueError, match="token id -3"):
@@ -101,14 +110,22 @@ def test_the_cache_is_reused_and_keyed_by_everything(tmp_path, monkeypatch):
     built = []
     save = gpt._save_index
     monkeypatch.setattr(gpt, "_save_index", lambda folder, *rest: (built.append(folder), save(folder, *rest)))
-    data = {name: write(tmp_path / name, documents) for name, documents in
-            (("a", [[1, 2, 3, 4]] * 5), ("b", [[1, 2, 3, 4]] * 5), ("c", [[1, 2, 3, 4]] * 6))}
+    data = {
+        name: write(tmp_path / name, documents)
+        for name, documents in (("a", [[1, 2, 3, 4]] * 5), ("b", [[1, 2, 3, 4]] * 5), ("c", [[1, 2, 3, 4]] * 6))
+    }
 
     def fingerprint(name="a", sequences=range(5), num_samples=7, s=3, seed=1):
         return GPTDataset(data[name], sequences, num_samples, s, seed, tmp_path / "cache", 9).fingerprint
 
     assert fingerprint() == fingerprint() == fingerprint("b") and len(built) == 1
-    others = [fingerprint("c"), fingerprint(sequences=range(4)), fingerprint(num_samples=8), fingerprint(s=2), fingerprint(seed=2)]
+    others = [
+        fingerprint("c"),
+        fingerprint(sequences=range(4)),
+        fingerprint(num_samples=8),
+        fingerprint(s=2),
+        fingerprint(seed=2),
+    ]
     assert len({fingerprint(), *others}) == 6 and len(built) == 6
     assert not list((tmp_path / "cache").glob("*.partial"))
 
@@ -118,7 +135,7 @@ def test_a_killed_build_is_built_again(tmp_path):
     first = GPTDataset(indexed, range(5), 7, 3, 1, tmp_path / "cache", 9)
     samples = [first[i].tokens.tolist() for i in range(7)]
     folder = tmp_path / "cache" / f"gpt-{first.fingerprint}"
-    folder.rename(f"{folder}.partial")          # as a SIGKILL before the rename leaves it
+    folder.rename(f"{folder}.partial")  # as a SIGKILL before the rename leaves it
     (tmp_path / "cache" / f"gpt-{first.fingerprint}.partial" / "sample.npy").write_bytes(b"half")
     again = GPTDataset(indexed, range(5), 7, 3, 1, tmp_path / "cache", 9)
     assert [again[i].tokens.tolist() for i in range(7)] == samples
@@ -151,8 +168,17 @@ print([dataset[i].tokens.tolist() for i in range(40)])
 
 def test_processes_at_once_build_once_and_agree(tmp_path):
     write(tmp_path / "d", [[i, i + 1, i + 2, i + 3, i + 4] for i in range(50)])
-    ranks = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path), "go"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)},
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path), "go"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
     assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 4
     for rank in ranks:
         rank.stdin.write("\n")
@@ -179,7 +205,13 @@ print(json.dumps({"seconds": time.process_time() - begin, "samples": len(dataset
 @pytest.mark.parametrize("documents", [1_000_000, pytest.param(100_000_000, marks=pytest.mark.slow)])
 def test_many_documents_take_under_a_minute_and_8_gib(tmp_path, documents):
     """The limits are those promised for 100 million documents, on one core."""
-    run = subprocess.run([sys.executable, "-c", MANY, str(documents), str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
-                         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", MANY, str(documents), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
     measured = json.loads(run.stdout)
     assert measured["seconds"] < 60 and measured["gib"] < 8 and measured["samples"] > documents / 4, measured

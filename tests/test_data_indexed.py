@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minitron.data.indexed import DTYPES, IndexedDataset, IndexedWriter, best_dtype, read_sidecar
 
-DOCUMENTS = [[[7, 8, 9]], [[4, 5], [6]], [], [[1]]]       # documents of sequences of ids; the third has no sequence
+DOCUMENTS = [[[7, 8, 9]], [[4, 5], [6]], [], [[1]]]  # documents of sequences of ids; the third has no sequence
 
 
 def index_bytes(documents, code, itemsize, modes=None):
@@ -36,7 +36,9 @@ def write(prefix, documents=DOCUMENTS, dtype=np.uint16, sidecar=None):
     return prefix
 
 
-@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")])
+@pytest.mark.parametrize(
+    "code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")]
+)
 def test_bytes_of_every_dtype(tmp_path, code, letter):
     write(tmp_path / "d", dtype=DTYPES[code])
     assert (tmp_path / "d.idx").read_bytes() == index_bytes(DOCUMENTS, code, struct.calcsize(letter))
@@ -46,8 +48,11 @@ def test_bytes_of_every_dtype(tmp_path, code, letter):
 
 
 @settings(max_examples=60, deadline=None)
-@given(documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=8),
-       split=st.integers(0, 8), data=st.data())
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=8),
+    split=st.integers(0, 8),
+    data=st.data(),
+)
 def test_round_trip_and_merge(tmp_path_factory, documents, split, data):
     folder = tmp_path_factory.mktemp("round_trip")
     write(folder / "a", documents[:split])
@@ -65,7 +70,7 @@ def test_round_trip_and_merge(tmp_path_factory, documents, split, data):
         i = data.draw(st.integers(0, len(sequences) - 1))
         offset = data.draw(st.integers(0, len(sequences[i])))
         length = data.draw(st.integers(0, len(sequences[i]) - offset))
-        assert dataset.get(i, offset, length).tolist() == sequences[i][offset:offset + length]
+        assert dataset.get(i, offset, length).tolist() == sequences[i][offset : offset + length]
         with pytest.raises(ValueError, match="stay within the sequence"):
             dataset.get(i, offset, len(sequences[i]) - offset + 1)
 
@@ -73,8 +78,8 @@ def test_round_trip_and_merge(tmp_path_factory, documents, split, data):
 def test_merge_of_a_dataset_whose_sequences_lie_in_another_order(tmp_path):
     write(tmp_path / "d", [[[1, 2]], [[3]]])
     index = bytearray((tmp_path / "d.idx").read_bytes())
-    index[34:34 + 8] = struct.pack("<2i", 1, 2)         # lengths 1 2 at bytes 4 0: the second sequence comes first
-    index[42:42 + 16] = struct.pack("<2q", 4, 0)
+    index[34 : 34 + 8] = struct.pack("<2i", 1, 2)  # lengths 1 2 at bytes 4 0: the second sequence comes first
+    index[42 : 42 + 16] = struct.pack("<2q", 4, 0)
     (tmp_path / "d.idx").write_bytes(index)
     with IndexedWriter(tmp_path / "merged", np.uint16) as writer:
         writer.add_dataset(IndexedDataset(tmp_path / "d"))
@@ -96,23 +101,28 @@ def test_dtype_rule_of_the_vocabulary():
 
 
 def test_fingerprint_follows_the_content_not_the_path(tmp_path):
-    one, same, other = (IndexedDataset(write(tmp_path / name, documents)).fingerprint
-                        for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS), ("c", [[[7, 8, 9]], [[4, 5], [6]], [], [[2]]])))
+    one, same, other = (
+        IndexedDataset(write(tmp_path / name, documents)).fingerprint
+        for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS), ("c", [[[7, 8, 9]], [[4, 5], [6]], [], [[2]]]))
+    )
     assert one == same != other
 
 
-@pytest.mark.parametrize("file, change, message", [
-    ("idx", None, r"d\.idx: no such file; give the prefix"),
-    ("bin", None, r"d\.bin: no such file, but .*d\.idx is there"),
-    ("idx", lambda c: b"PK\x03\x04" + c[4:], r"d\.idx: begins with .*PK.* no Megatron index"),
-    ("idx", lambda c: c[:20], r"d\.idx: 20 bytes, shorter than its header says; it is truncated"),
-    ("idx", lambda c: c[:-1], r"d\.idx: \d+ bytes, shorter than its header says; it is truncated"),
-    ("idx", lambda c: c + b"\0\0", r"d\.idx: 2 bytes more than its header says"),
-    ("idx", lambda c: c[:9] + struct.pack("<Q", 2) + c[17:], r"d\.idx: version 2, only version 1"),
-    ("idx", lambda c: c[:17] + b"\x09" + c[18:], r"d\.idx: dtype code 9 is none of 1 to 8"),
-    ("bin", lambda c: c[:-1], r"d\.bin: 13 bytes, but .*d\.idx needs 14; the file is truncated"),
-    ("bin", lambda c: b"", r"d\.bin: 0 bytes, but"),
-])
+@pytest.mark.parametrize(
+    "file, change, message",
+    [
+        ("idx", None, r"d\.idx: no such file; give the prefix"),
+        ("bin", None, r"d\.bin: no such file, but .*d\.idx is there"),
+        ("idx", lambda c: b"PK\x03\x04" + c[4:], r"d\.idx: begins with .*PK.* no Megatron index"),
+        ("idx", lambda c: c[:20], r"d\.idx: 20 bytes, shorter than its header says; it is truncated"),
+        ("idx", lambda c: c[:-1], r"d\.idx: \d+ bytes, shorter than its header says; it is truncated"),
+        ("idx", lambda c: c + b"\0\0", r"d\.idx: 2 bytes more than its header says"),
+        ("idx", lambda c: c[:9] + struct.pack("<Q", 2) + c[17:], r"d\.idx: version 2, only version 1"),
+        ("idx", lambda c: c[:17] + b"\x09" + c[18:], r"d\.idx: dtype code 9 is none of 1 to 8"),
+        ("bin", lambda c: c[:-1], r"d\.bin: 13 bytes, but .*d\.idx needs 14; the file is truncated"),
+        ("bin", lambda c: b"", r"d\.bin: 0 bytes, but"),
+    ],
+)
 def test_wrong_files_are_one_clear_error(tmp_path, file, change, message):
     write(tmp_path / "d")
     path = tmp_path / f"d.{file}"
@@ -145,12 +155,21 @@ def test_errors_of_the_writer(tmp_path):
         with pytest.raises(ValueError, match="a document is a 1-D array"):
             writer.add_document([1, 2, 3])
     write(tmp_path / "wide", dtype=np.int32)
-    with pytest.raises(ValueError, match="dtype int32 differs from uint16"), IndexedWriter(tmp_path / "m", np.uint16) as writer:
+    with (
+        pytest.raises(ValueError, match="dtype int32 differs from uint16"),
+        IndexedWriter(tmp_path / "m", np.uint16) as writer,
+    ):
         writer.add_dataset(IndexedDataset(tmp_path / "wide"))
 
 
-@pytest.mark.parametrize("text, message", [("{", "not JSON"), ("[]", "no fingerprint, tokenizer, vocab_size in it"),
-                                           ('{"tokenizer": "bytes"}', "no fingerprint, vocab_size in it")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "not JSON"),
+        ("[]", "no fingerprint, tokenizer, vocab_size in it"),
+        ('{"tokenizer": "bytes"}', "no fingerprint, vocab_size in it"),
+    ],
+)
 def test_a_wrong_sidecar_is_an_error(tmp_path, text, message):
     (tmp_path / "d.json").write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ import minitron
 LAYERS = [
     ("pretrain", "finetune"),
     ("train",),
+    ("meter",),
     ("checkpoint",),
     ("optim",),
     ("pipeline.executor",),

@@ -19,7 +19,7 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
 from minitron.data.tokenizers import ByteTokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TEXTS = ["hello", "", "caf\u00e9 \U0001f600", "line\nbreak", " ", "x" * 3000] * 3
 
 
@@ -34,12 +34,28 @@ preprocess_data, check_data = module("preprocess_data"), module("check_data")
 
 
 def tool(name, *arguments):
-    return subprocess.run([sys.executable, ROOT / "tools" / name, *map(str, arguments)], env=ENVIRONMENT, capture_output=True,
-                          text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / name, *map(str, arguments)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def preprocess(*inputs, prefix, workers=1, more=("--append-eod",)):
-    return tool("preprocess_data.py", "--input", *inputs, "--output-prefix", prefix, "--tokenizer", "bytes", "--workers", workers, *more)
+    return tool(
+        "preprocess_data.py",
+        "--input",
+        *inputs,
+        "--output-prefix",
+        prefix,
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        workers,
+        *more,
+    )
 
 
 def lines_of(texts):
@@ -49,7 +65,10 @@ def lines_of(texts):
 def documents_of(prefix):
     dataset = IndexedDataset(prefix)
     ends = dataset.document_indices.tolist()
-    return [[i for sequence in range(begin, end) for i in dataset.get(sequence).tolist()] for begin, end in zip(ends, ends[1:])]
+    return [
+        [i for sequence in range(begin, end) for i in dataset.get(sequence).tolist()]
+        for begin, end in zip(ends, ends[1:])
+    ]
 
 
 def one_line_error(run):
@@ -64,28 +83,42 @@ def test_every_compression_and_worker_count_give_the_same_dataset(tmp_path, monk
     content = lines_of(TEXTS)
     half = len(lines_of(TEXTS[:9]))
     frames = zstandard.ZstdCompressor()
-    files = {"plain.jsonl": content, "a.jsonl.gz": gzip.compress(content), "b.jsonl.xz": lzma.compress(content),
-             "c.jsonl.zst": frames.compress(content[:half]) + frames.compress(content[half:])}
+    files = {
+        "plain.jsonl": content,
+        "a.jsonl.gz": gzip.compress(content),
+        "b.jsonl.xz": lzma.compress(content),
+        "c.jsonl.zst": frames.compress(content[:half]) + frames.compress(content[half:]),
+    }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    one = preprocess(*[tmp_path / name for name in files], prefix=tmp_path / "one", more=["--append-eod", "--json-keys", "text", "title"])
+    one = preprocess(
+        *[tmp_path / name for name in files],
+        prefix=tmp_path / "one",
+        more=["--append-eod", "--json-keys", "text", "title"],
+    )
     assert one.returncode == 0, one.stderr
     assert "B/s]" in one.stderr, "the bar shows a rate"
     three = preprocess(*[tmp_path / name for name in files], prefix=tmp_path / "three", workers=3)
     assert three.returncode == 0, three.stderr
     for kind in ("bin", "idx", "json"):
-        assert (tmp_path / f"one_text_document.{kind}").read_bytes() == (tmp_path / f"three_text_document.{kind}").read_bytes()
+        assert (tmp_path / f"one_text_document.{kind}").read_bytes() == (
+            tmp_path / f"three_text_document.{kind}"
+        ).read_bytes()
     eod = ByteTokenizer.eod
     for key, cut in (("text", None), ("title", 3)):
         expected = [list(text[:cut].encode()) + [eod] if text else [] for text in TEXTS] * 4
         assert documents_of(tmp_path / f"one_{key}_document") == expected
     assert read_sidecar(tmp_path / "one_text_document") == {
-        "tokenizer": "bytes", "fingerprint": load_tokenizer("bytes").fingerprint, "vocab_size": 257, "append_eod": True}
+        "tokenizer": "bytes",
+        "fingerprint": load_tokenizer("bytes").fingerprint,
+        "vocab_size": 257,
+        "append_eod": True,
+    }
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_many_batches_keep_their_order(tmp_path):
-    texts = [f"{i} " + "y" * 40_000 for i in range(120)]         # 4.8 MB: five batches for two workers
+    texts = [f"{i} " + "y" * 40_000 for i in range(120)]  # 4.8 MB: five batches for two workers
     (tmp_path / "in.jsonl").write_bytes(lines_of(texts) + b"\n  \n")
     run = preprocess(tmp_path / "in.jsonl", prefix=tmp_path / "out", workers=2, more=[])
     assert run.returncode == 0, run.stderr
@@ -95,19 +128,30 @@ def test_many_batches_keep_their_order(tmp_path):
 GOOD = b'{"text": "fine"}\n'
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("in.jsonl", GOOD * 2 + b'{"text": \n', r"in.jsonl: line 3 is not JSON"),
-    ("in.jsonl", GOOD + b"\xff\xfe\n", r"in.jsonl: line 2 is not JSON"),
-    ("in.jsonl", GOOD + b'{"body": "x"}\n', "in.jsonl: line 2 has no text under the key 'text'; correct the line or --json-keys"),
-    ("in.jsonl", b'{"text": 3}\n', "in.jsonl: line 1 has no text under the key 'text'"),
-    ("in.jsonl", b"[1]\n", "in.jsonl: line 1 has no text under the key 'text'"),
-    ("in.jsonl", b'{"text": "\\ud800"}\n', "in.jsonl: line 1: 'text' is no Unicode text"),
-    ("in.jsonl.gz", gzip.compress(GOOD * 9)[:-12], "in.jsonl.gz: cannot be read after line"),
-    ("in.jsonl.xz", lzma.compress(GOOD * 9)[:-30], "in.jsonl.xz: cannot be read after line"),
-    ("in.jsonl.zst", zstandard.compress(GOOD * 9)[:-5], "in.jsonl.zst: cannot be read after line 0 (it ends inside a frame)"),
-    ("in.jsonl.zst", GOOD, "in.jsonl.zst: cannot be read after line 0"),
-    ("in.jsonl.gz", GOOD, "in.jsonl.gz: cannot be read after line 0"),
-])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("in.jsonl", GOOD * 2 + b'{"text": \n', r"in.jsonl: line 3 is not JSON"),
+        ("in.jsonl", GOOD + b"\xff\xfe\n", r"in.jsonl: line 2 is not JSON"),
+        (
+            "in.jsonl",
+            GOOD + b'{"body": "x"}\n',
+            "in.jsonl: line 2 has no text under the key 'text'; correct the line or --json-keys",
+        ),
+        ("in.jsonl", b'{"text": 3}\n', "in.jsonl: line 1 has no text under the key 'text'"),
+        ("in.jsonl", b"[1]\n", "in.jsonl: line 1 has no text under the key 'text'"),
+        ("in.jsonl", b'{"text": "\\ud800"}\n', "in.jsonl: line 1: 'text' is no Unicode text"),
+        ("in.jsonl.gz", gzip.compress(GOOD * 9)[:-12], "in.jsonl.gz: cannot be read after line"),
+        ("in.jsonl.xz", lzma.compress(GOOD * 9)[:-30], "in.jsonl.xz: cannot be read after line"),
+        (
+            "in.jsonl.zst",
+            zstandard.compress(GOOD * 9)[:-5],
+            "in.jsonl.zst: cannot be read after line 0 (it ends inside a frame)",
+        ),
+        ("in.jsonl.zst", GOOD, "in.jsonl.zst: cannot be read after line 0"),
+        ("in.jsonl.gz", GOOD, "in.jsonl.gz: cannot be read after line 0"),
+    ],
+)
 def test_every_bad_input_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     job = preprocess_data.Job("bytes", ("text",), False)
@@ -123,12 +167,15 @@ def test_an_error_in_a_worker_is_one_line_and_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"--input": "absent"}, "absent: no such input file; correct --input"),
-    ({"--workers": "0"}, "--workers 0: at least one process"),
-    ({"--tokenizer": "gpt9:x"}, "data.tokenizer='gpt9:x' is none of"),
-    ({"--output-prefix": "old"}, "old_text_document.idx exists already; delete it or choose another"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"--input": "absent"}, "absent: no such input file; correct --input"),
+        ({"--workers": "0"}, "--workers 0: at least one process"),
+        ({"--tokenizer": "gpt9:x"}, "data.tokenizer='gpt9:x' is none of"),
+        ({"--output-prefix": "old"}, "old_text_document.idx exists already; delete it or choose another"),
+    ],
+)
 def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_bytes(GOOD)
@@ -165,9 +212,22 @@ def wait_until(condition, seconds=60):
 def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
     """The input is large enough to be still under way when the victim is killed."""
     (tmp_path / "in.jsonl").write_bytes(lines_of(["z" * 100_000] * 100))
-    arguments = ["--input", *[tmp_path / "in.jsonl"] * 80, "--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", "2"]
-    process = subprocess.Popen([sys.executable, ROOT / "tools" / "preprocess_data.py", *map(str, arguments)], env=ENVIRONMENT,
-                               stderr=subprocess.PIPE, text=True)
+    arguments = [
+        "--input",
+        *[tmp_path / "in.jsonl"] * 80,
+        "--output-prefix",
+        tmp_path / "out",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "tools" / "preprocess_data.py", *map(str, arguments)],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("out_text_document.bin.*.partial")))
     workers = [pid for pid in children_of(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
@@ -192,36 +252,66 @@ def test_check_data_describes_a_dataset(tmp_path, capsys):
     check_data.main([str(tmp_path / "d"), "--vocab-size", "300", "--samples", "2", "--tokenizer", "bytes"])
     shown = capsys.readouterr().out
     fingerprint = IndexedDataset(tmp_path / "d").fingerprint
-    for part in ("documents 3   sequences 3   tokens 14", f"dtype uint16   largest id {max(b'hello world bye')}", fingerprint,
-                 "0% 0", "50% 3", "100% 11", "tokenizer unknown", "sequence 0: 'hello world'"):
+    for part in (
+        "documents 3   sequences 3   tokens 14",
+        f"dtype uint16   largest id {max(b'hello world bye')}",
+        fingerprint,
+        "0% 0",
+        "50% 3",
+        "100% 11",
+        "tokenizer unknown",
+        "sequence 0: 'hello world'",
+    ):
         assert part in shown, shown
     write(tmp_path / "empty", [], sidecar={"tokenizer": "bytes", "fingerprint": "f", "vocab_size": 257})
     run = tool("check_data.py", tmp_path / "d", tmp_path / "empty")
-    assert run.returncode == 0 and "documents 0   sequences 0   tokens 0" in run.stdout and "tokenizer bytes of 257 ids" in run.stdout
+    assert (
+        run.returncode == 0
+        and "documents 0   sequences 0   tokens 0" in run.stdout
+        and "tokenizer bytes of 257 ids" in run.stdout
+    )
 
 
 def poke(path, offset, content):
     data = bytearray(path.read_bytes())
-    data[offset:offset + len(content)] = content
+    data[offset : offset + len(content)] = content
     path.write_bytes(data)
 
 
-LENGTHS = 34            # bytes of the header; then 3 lengths of 4, 3 pointers of 8, 4 document indices of 8
+LENGTHS = 34  # bytes of the header; then 3 lengths of 4, 3 pointers of 8, 4 document indices of 8
 POINTERS = LENGTHS + 3 * 4
 INDICES = POINTERS + 3 * 8
 
 
-@pytest.mark.parametrize("damage, arguments, message", [
-    (lambda d: (d / "d.idx").unlink(), [], "d.idx: no such file"),
-    (lambda d: poke(d / "d.idx", LENGTHS, b"\xff\xff\xff\xff"), [], "sequence 0 has -1 tokens; the index is damaged"),
-    (lambda d: poke(d / "d.idx", POINTERS + 8, b"\x02"), [], "pointers are not the running sum of its lengths"),
-    (lambda d: poke(d / "d.idx", INDICES + 8, b"\x09"), [], "document indices do not rise from 0 to 3"),
-    (lambda d: (d / "d.bin").write_bytes((d / "d.bin").read_bytes() + b"\0\0"), [], "d.bin: 20 bytes, but the index needs 18"),
-    (lambda d: None, ["--vocab-size", "9"], "d.bin: tokens 0 to 9 holds token id 9, but model.vocab_size=9"),
-    (lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 5}'), [], "holds token id 9"),
-    (lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 50}'), ["--tokenizer", "bytes"],
-     "d.json says tokenizer x with fingerprint f, but --tokenizer has"),
-])
+@pytest.mark.parametrize(
+    "damage, arguments, message",
+    [
+        (lambda d: (d / "d.idx").unlink(), [], "d.idx: no such file"),
+        (
+            lambda d: poke(d / "d.idx", LENGTHS, b"\xff\xff\xff\xff"),
+            [],
+            "sequence 0 has -1 tokens; the index is damaged",
+        ),
+        (lambda d: poke(d / "d.idx", POINTERS + 8, b"\x02"), [], "pointers are not the running sum of its lengths"),
+        (lambda d: poke(d / "d.idx", INDICES + 8, b"\x09"), [], "document indices do not rise from 0 to 3"),
+        (
+            lambda d: (d / "d.bin").write_bytes((d / "d.bin").read_bytes() + b"\0\0"),
+            [],
+            "d.bin: 20 bytes, but the index needs 18",
+        ),
+        (lambda d: None, ["--vocab-size", "9"], "d.bin: tokens 0 to 9 holds token id 9, but model.vocab_size=9"),
+        (
+            lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 5}'),
+            [],
+            "holds token id 9",
+        ),
+        (
+            lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 50}'),
+            ["--tokenizer", "bytes"],
+            "d.json says tokenizer x with fingerprint f, but --tokenizer has",
+        ),
+    ],
+)
 def test_check_data_finds_every_defect(tmp_path, damage, arguments, message):
     write(tmp_path / "d", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     damage(tmp_path)

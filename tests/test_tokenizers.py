@@ -15,15 +15,35 @@ from hypothesis import strategies as st
 from minitron.data import tokenizers
 from minitron.data.tokenizers import GPT2_SPLIT, LLAMA3_SPLIT, load_tokenizer
 
-TEXT = ("The quick brown fox isn't lazy; the dog's name is Ol\u00e9!\n\n    def f(x):\n        return x + 12345\r\n"
-        "\u4eca\u65e5\u306f \u4e16\u754c \U0001f600\U0001f600 the the THE They'll we've\t\ttabs  ") * 3
-SAMPLES = ["", " ", "  ", "hello world", TEXT, "\n\n\n x", "a  b   c", "it's IT'S I'LL", "1234567", "\u00e9\u0301\u0000\u2028", "\U0001f469\u200d\U0001f4bb ok",
-           "<|endoftext|>", "x<|end_of_text|>y", "trailing   ", "\r\n\t mixed \r", "\u00a0nbsp\u3000wide"]
-any_text = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \t\r\n'stheTHE019")), max_size=60)
+TEXT = (
+    "The quick brown fox isn't lazy; the dog's name is Ol\u00e9!\n\n    def f(x):\n        return x + 12345\r\n"
+    "\u4eca\u65e5\u306f \u4e16\u754c \U0001f600\U0001f600 the the THE They'll we've\t\ttabs  "
+) * 3
+SAMPLES = [
+    "",
+    " ",
+    "  ",
+    "hello world",
+    TEXT,
+    "\n\n\n x",
+    "a  b   c",
+    "it's IT'S I'LL",
+    "1234567",
+    "\u00e9\u0301\u0000\u2028",
+    "\U0001f469\u200d\U0001f4bb ok",
+    "<|endoftext|>",
+    "x<|end_of_text|>y",
+    "trailing   ",
+    "\r\n\t mixed \r",
+    "\u00a0nbsp\u3000wide",
+]
+any_text = st.text(
+    st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \t\r\n'stheTHE019")), max_size=60
+)
 
 
 def train_bpe(merges: int) -> list[bytes]:
-    """Tokens of a small byte-pair vocabulary in order of rank: GPT-2's 256 bytes, then the most frequent pairs of TEXT."""
+    """A small byte-pair vocabulary in order of rank: GPT-2's 256 bytes, then the most frequent pairs of TEXT."""
     words = Counter(tuple(bytes([b]) for b in word.encode()) for word in regex.findall(GPT2_SPLIT, TEXT))
     tokens = [bytes([b]) for b in sorted(range(256), key=lambda b: (not chr(b).isprintable() or b == 32, b))]
     for _ in range(merges):
@@ -42,7 +62,7 @@ def train_bpe(merges: int) -> list[bytes]:
 def join(word, pair):
     out, i = [], 0
     while i < len(word):
-        paired = tuple(word[i:i + 2]) == pair
+        paired = tuple(word[i : i + 2]) == pair
         out.append(word[i] + word[i + 1] if paired else word[i])
         i += 1 + paired
     return tuple(out)
@@ -66,7 +86,7 @@ def plain_encode(text: str, split: str) -> list[int]:
             if not ranks or min(ranks) == len(rank):
                 break
             i = ranks.index(min(ranks))
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
         ids += [rank[part] for part in parts]
     return ids
 
@@ -83,7 +103,9 @@ def gpt2_folder(tmp_path_factory):
 
     encoder = {show(token): i for i, token in enumerate(tokens)} | {"<|endoftext|>": len(tokens)}
     (folder / "encoder.json").write_text(json.dumps(encoder))
-    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{show(left)} {show(right)}\n" for left, right in merges), "utf-8")
+    (folder / "vocab.bpe").write_text(
+        "#version: 0.2\n" + "".join(f"{show(left)} {show(right)}\n" for left, right in merges), "utf-8"
+    )
     return folder
 
 
@@ -97,8 +119,14 @@ def llama3_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama2_file(tmp_path_factory):
     path, model = tmp_path_factory.mktemp("llama2") / "tokenizer.model", io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=350,
-                                             model_type="bpe", byte_fallback=True, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=model,
+        vocab_size=350,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
     path.write_bytes(model.getvalue())
     return path
 
@@ -127,7 +155,7 @@ def test_gpt2_equals_transformers(gpt2_folder):
     theirs = transformers.GPT2Tokenizer(vocab=encoder, merges=merges)
     ours = load_tokenizer(f"gpt2:{gpt2_folder}")
     for text in SAMPLES:
-        if "<|endoftext|>" not in text:         # theirs takes it for the special token, ours for text
+        if "<|endoftext|>" not in text:  # theirs takes it for the special token, ours for text
             assert ours.encode(text) == theirs(text)["input_ids"], repr(text)
     assert ours.eod == theirs.eos_token_id and ours.vocab_size == len(theirs)
     assert ours.eod not in ours.encode("<|endoftext|>") and ours.decode([ours.eod]) == "<|endoftext|>"
@@ -144,20 +172,32 @@ def test_llama3_has_256_special_tokens(llama3_file):
     assert tokenizer.vocab_size == n + 256 and tokenizer.eod == n + 1
     names = [tokenizer.decode([n + i]) for i in range(256)]
     assert len(set(names)) == 256 and names[:2] == ["<|begin_of_text|>", "<|end_of_text|>"]
-    assert (names[9], names[11], names[255]) == ("<|eot_id|>", "<|reserved_special_token_3|>", "<|reserved_special_token_247|>")
+    assert (names[9], names[11], names[255]) == (
+        "<|eot_id|>",
+        "<|reserved_special_token_3|>",
+        "<|reserved_special_token_247|>",
+    )
 
 
 def test_llama2_equals_sentencepiece(llama2_file):
-    ours, theirs = load_tokenizer(f"llama2:{llama2_file}"), sentencepiece.SentencePieceProcessor(model_file=str(llama2_file))
+    ours, theirs = (
+        load_tokenizer(f"llama2:{llama2_file}"),
+        sentencepiece.SentencePieceProcessor(model_file=str(llama2_file)),
+    )
     for text in SAMPLES:
-        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == theirs.decode(
+            theirs.encode(text)
+        )
     assert ours.eod == theirs.eos_id() and ours.vocab_size == theirs.vocab_size() == 350
 
 
 @given(text=any_text)
 def test_bytes(text):
     tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(tokenizer.encode(text) + [tokenizer.eod]) == text
+    assert (
+        tokenizer.encode(text) == list(text.encode())
+        and tokenizer.decode(tokenizer.encode(text) + [tokenizer.eod]) == text
+    )
     assert tokenizer.vocab_size == 257 and tokenizer.eod == 256
 
 
@@ -194,14 +234,23 @@ def test_a_missing_file_is_an_error(kind, tmp_path):
         load_tokenizer(f"{kind}:{tmp_path / 'absent'}")
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda encoder, merges: ("[1, 2]", merges), r"encoder\.json: no GPT-2 vocabulary"),
-    (lambda encoder, merges: ("{", merges), r"encoder\.json: no GPT-2 vocabulary"),
-    (lambda encoder, merges: (encoder.replace("<|endoftext|>", "ab"), merges), r"encoder\.json: no GPT-2 vocabulary"),
-    (lambda encoder, merges: (encoder, merges[:-10]), r"vocab\.bpe: its merges are not those of"),
-    (lambda encoder, merges: (encoder, merges + "lonely\n"), r"vocab\.bpe: its merges are not those of"),
-    (lambda encoder, merges: (encoder.replace('"!": 0', '"!": 7'), merges), r"encoder\.json: ids must count from 0"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda encoder, merges: ("[1, 2]", merges), r"encoder\.json: no GPT-2 vocabulary"),
+        (lambda encoder, merges: ("{", merges), r"encoder\.json: no GPT-2 vocabulary"),
+        (
+            lambda encoder, merges: (encoder.replace("<|endoftext|>", "ab"), merges),
+            r"encoder\.json: no GPT-2 vocabulary",
+        ),
+        (lambda encoder, merges: (encoder, merges[:-10]), r"vocab\.bpe: its merges are not those of"),
+        (lambda encoder, merges: (encoder, merges + "lonely\n"), r"vocab\.bpe: its merges are not those of"),
+        (
+            lambda encoder, merges: (encoder.replace('"!": 0', '"!": 7'), merges),
+            r"encoder\.json: ids must count from 0",
+        ),
+    ],
+)
 def test_malformed_gpt2_files_are_an_error(gpt2_folder, tmp_path, change, message):
     texts = change((gpt2_folder / "encoder.json").read_text(), (gpt2_folder / "vocab.bpe").read_text("utf-8"))
     for name, text in zip(("encoder.json", "vocab.bpe"), texts):
@@ -210,13 +259,16 @@ def test_malformed_gpt2_files_are_an_error(gpt2_folder, tmp_path, change, messag
         load_tokenizer(f"gpt2:{tmp_path}")
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda lines: [b"\x0a\x0e\x0a\x05<unk>"], "line 1 is not 'base64 rank'.*llama2:FILE"),
-    (lambda lines: lines[:5] + [b"YWI= x"], "line 6 is not 'base64 rank'"),
-    (lambda lines: lines[:5] + [b"Y*I= 5"], "line 6 is not 'base64 rank'"),
-    (lambda lines: lines[1:], "ids must count from 0"),
-    (lambda lines: [], "ids must count from 0"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda lines: [b"\x0a\x0e\x0a\x05<unk>"], "line 1 is not 'base64 rank'.*llama2:FILE"),
+        (lambda lines: lines[:5] + [b"YWI= x"], "line 6 is not 'base64 rank'"),
+        (lambda lines: lines[:5] + [b"Y*I= 5"], "line 6 is not 'base64 rank'"),
+        (lambda lines: lines[1:], "ids must count from 0"),
+        (lambda lines: [], "ids must count from 0"),
+    ],
+)
 def test_malformed_llama3_files_are_an_error(llama3_file, tmp_path, change, message):
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(change(llama3_file.read_bytes().splitlines())))
     with pytest.raises(ValueError, match=message):
@@ -232,8 +284,15 @@ def test_malformed_llama2_files_are_an_error(tmp_path, content):
 
 def test_a_sentencepiece_model_without_an_end_is_an_error(tmp_path):
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=350,
-                                             model_type="bpe", byte_fallback=True, eos_id=-1, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=model,
+        vocab_size=350,
+        model_type="bpe",
+        byte_fallback=True,
+        eos_id=-1,
+        minloglevel=2,
+    )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     with pytest.raises(ValueError, match="has no end-of-sentence piece"):
         load_tokenizer(f"llama2:{tmp_path / 'tokenizer.model'}")

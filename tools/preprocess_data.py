@@ -4,10 +4,10 @@
         --tokenizer gpt2:tokenizers/gpt2 --workers 8 --append-eod
     -> data/web_text_document.bin, .idx, .json
 
-The main process reads lines in batches and writes tokens; worker processes parse and encode in between.  Batches come back
-in order and only a few are under way at a time, so the output is the same for any number of workers and memory stays
-bounded.  A worker that dies is an error, not a hang, and workers whose parent dies end by themselves.  Until all is
-written the files have temporary names: a crash leaves no dataset.
+The main process reads lines in batches and writes tokens; worker processes parse and encode in between.  Batches come
+back in order and only a few are under way at a time, so the output is the same for any number of workers and memory
+stays bounded.  A worker that dies is an error, not a hang, and workers whose parent dies end by themselves.  Until all
+is written the files have temporary names: a crash leaves no dataset.
 
 Left out: splitting documents into sentences (for BERT), several output shards (run it once a shard and blend them).
 """
@@ -43,7 +43,7 @@ BATCHES_PER_WORKER = 3          # one at work, one waiting for it, one on the wa
 
 
 class Batch(NamedTuple):
-    """Some lines of one file; first_line: the number of lines[0], from 1.  read_bytes: of the file, since the last batch."""
+    """Lines of one file; first_line: number of lines[0], from 1; read_bytes: of the file, since the batch before."""
     path: str
     first_line: int
     lines: list[bytes]
@@ -62,19 +62,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .zst")
     parser.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--tokenizer", required=True, help="bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: all cores)")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to encode (default: text)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (all cores)")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to encode (text)")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     options = parser.parse_args(arguments)
     try:
-        preprocess(options.input, options.output_prefix, Job(options.tokenizer, tuple(options.json_keys), options.append_eod),
-                   options.workers)
+        job = Job(options.tokenizer, tuple(options.json_keys), options.append_eod)
+        preprocess(options.input, options.output_prefix, job, options.workers)
     except ValueError as error:
         sys.exit(f"error: {error}")
 
 
 def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) -> None:
-    """Encode all inputs, in order, into OUTPUT_PREFIX_KEY_document.  Raises ValueError for whatever is wrong with them."""
+    """Encode all inputs, in order, into OUTPUT_PREFIX_KEY_document.  Raises ValueError for any defect of them."""
     prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
     check_files(inputs, prefixes)
     if workers < 1:
@@ -84,9 +84,11 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) ->
                "append_eod": job.append_eod}
     total_bytes = sum(os.path.getsize(path) for path in inputs)
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, best_dtype(tokenizer.vocab_size), sidecar)) for prefix in prefixes]
+        dtype = best_dtype(tokenizer.vocab_size)
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype, sidecar)) for prefix in prefixes]
         # After the writers on the stack: it is shut down before they finalize or discard.
-        pool = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _exit_with_parent))
+        spawn = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, _exit_with_parent))
         bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding"))
         try:
             for batch, encoded in _in_order(pool, job, read_batches(inputs), workers * BATCHES_PER_WORKER):
@@ -94,7 +96,8 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) ->
                     _write(writer, tokens, lengths)
                 bar.update(batch.read_bytes)
         except BrokenProcessPool as error:
-            raise ValueError(f"an encoding process was killed ({error}); it may have run out of memory: use fewer --workers") from error
+            raise ValueError(f"an encoding process was killed ({error}); it may have run out of memory: use fewer "
+                             "--workers") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -123,7 +126,8 @@ def read_batches(inputs: list[str]) -> Iterator[Batch]:
                         yield Batch(path, first, lines, position - reported)
                         reported, first, lines, size = position, number + 1, [], 0
             except (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
-                raise ValueError(f"{path}: cannot be read after line {number} ({error}); the file is damaged: copy it again") from error
+                raise ValueError(f"{path}: cannot be read after line {number} ({error}); the file is damaged: copy it "
+                                 "again") from error
             yield Batch(path, first, lines, raw.tell() - reported)
 
 
@@ -156,7 +160,8 @@ def _parse(line: bytes, keys: tuple[str, ...], where: str) -> dict:
         try:
             document[key].encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {key!r} is no Unicode text ({error}); write surrogate pairs or the characters") from error
+            raise ValueError(f"{where}: {key!r} is no Unicode text ({error}); write surrogate pairs or the characters"
+                             ) from error
     return document
 
 
@@ -168,7 +173,8 @@ def _write(writer: IndexedWriter, tokens: bytes, lengths: list[int]) -> None:
         begin += length
 
 
-def _in_order(pool: ProcessPoolExecutor, job: Job, batches: Iterator[Batch], limit: int) -> Iterator[tuple[Batch, list]]:
+def _in_order(pool: ProcessPoolExecutor, job: Job, batches: Iterator[Batch],
+              limit: int) -> Iterator[tuple[Batch, list]]:
     """Encode batches in the pool, at most `limit` under way; yields (batch, result) in the order of the batches."""
     under_way = deque()
     for batch in batches:

@@ -31,16 +31,17 @@ MAX_CHUNKS = 4096
 
 
 class BlendedDataset:
-    """`num_samples` samples drawn from `parts` by the greedy rule; part i must hold `part_samples(num_samples, w_i)`."""
+    """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`."""
 
-    def __init__(self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache_dir: str | os.PathLike):
+    def __init__(self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int,
+                 cache_dir: str | os.PathLike):
         shares = normalize(weights)
         assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
         self.parts = list(parts)
         key = f"{shares.tolist()} {num_samples}"
-        self.fingerprint = hashlib.sha256(" ".join([key, *(part.fingerprint for part in parts)]).encode()).hexdigest()[:16]
+        self.fingerprint = _hash(" ".join([key, *(part.fingerprint for part in parts)]))
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = build_once(Path(cache_dir) / f"blend-{hashlib.sha256(key.encode()).hexdigest()[:16]}",
+        folder = build_once(Path(cache_dir) / f"blend-{_hash(key)}",
                             lambda folder: _save_blend(folder, shares, num_samples))
         self._part, self._sample = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
                                     for name in ("part", "sample"))
@@ -56,10 +57,11 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
     """float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"data.paths: blend weight {weight} is not a positive number; leave that dataset out or give it "
-                             "a weight above 0")
+            raise ValueError(f"data.paths: blend weight {weight} is not a positive number; leave that dataset out or "
+                             "give it a weight above 0")
     if len(weights) > np.iinfo(np.int16).max:
-        raise ValueError(f"data.paths: {len(weights)} datasets, at most {np.iinfo(np.int16).max} can be blended; merge some")
+        raise ValueError(f"data.paths: {len(weights)} datasets, at most {np.iinfo(np.int16).max} can be blended; "
+                         "merge some")
     shares = np.array(weights, np.float64)
     return shares / np.sum(shares)
 
@@ -81,15 +83,18 @@ def greedy_order(shares: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.n
     part, sample = np.empty((steps, chunks), np.int16), np.empty((steps, chunks), np.int64)
     pending = np.arange(chunks)
     while len(pending):
-        part[:, pending], sample[:, pending], end[:, pending] = _run_chunks(shares, first[pending], begin[:, pending], steps)
+        part[:, pending], sample[:, pending], end[:, pending] = _run_chunks(
+            shares, first[pending], begin[:, pending], steps)
         pending = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
         begin[:, pending] = end[:, pending - 1]
     return part.T.reshape(-1)[:num_samples], sample.T.reshape(-1)[:num_samples]
 
 
 def _run_chunks(shares: np.ndarray, first: np.ndarray, counts: np.ndarray, steps: int) -> tuple[np.ndarray, ...]:
-    """Run the greedy loop in every chunk at once.  first [chunks], counts [parts, chunks] -> part, sample [steps, chunks],
-    final counts [parts, chunks]."""
+    """Run the greedy loop in every chunk at once.
+
+    first [chunks], counts [parts, chunks] -> part, sample [steps, chunks], final counts [parts, chunks].
+    """
     part, sample = np.empty((steps, len(first)), np.int16), np.empty((steps, len(first)), np.int64)
     counts, column = counts.copy(), np.arange(len(first))
     for step in range(steps):
@@ -101,11 +106,15 @@ def _run_chunks(shares: np.ndarray, first: np.ndarray, counts: np.ndarray, steps
 
 
 def _rounded_shares(shares: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """A guess of the counts before each step: shares rounded down, the rest to those cut most.  [parts, steps], float64."""
+    """A guess of the counts before each step, float64 [parts, steps]: rounded down, the rest to those cut most."""
     exact = shares[:, None] * step
     counts = np.floor(exact)
     rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
     return counts + (rank < step - counts.sum(axis=0))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _save_blend(folder: Path, shares: np.ndarray, num_samples: int) -> None:

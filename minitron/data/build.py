@@ -1,21 +1,22 @@
 """From the keys of `data` to a training and a validation set: the one door to this layer.
 
-    source    made of                                                                 tokenizer
-    corpus    the Python standard library (corpus.py)                                 its own
-    indexed   .bin/.idx files, one or a weighted blend (indexed.py, blend.py)         data.tokenizer, checked against PREFIX.json
-    mock      random ids (mock.py)                                                    none
+    source    made of                                                        tokenizer
+    corpus    the Python standard library (corpus.py)                        its own
+    indexed   .bin/.idx files, one or a weighted blend (indexed.py)          data.tokenizer, checked with PREFIX.json
+    mock      random ids (mock.py)                                           none
 
-Every rank calls `build_datasets` with the same arguments; what has to be built is built by one of them (cache.py).  A split
-"969,30,1" cuts the sequences, in file order, at the cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
+Every rank calls `build_datasets` with the same arguments; what has to be built is built by one of them (cache.py).  A
+split cuts the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
 503 to 718 for validation and the rest for tests.
 
-Everything that can be wrong with data is said here, before a model exists: a missing or foreign file, a split that leaves
-nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary (in the first million tokens; the
-others are checked as they are drawn).
+Everything that can be wrong with data is said here, before a model exists: a missing or foreign file, a split that
+leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary (in the first million
+tokens; the others are checked as they are drawn).
 
 Left out: separate files for validation; the test split is only set aside.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,9 +38,13 @@ Dataset = GPTDataset | BlendedDataset | MockDataset
 
 
 class Datasets(NamedTuple):
-    """train and valid (None when no validation samples are asked for): `len()` and `[i] -> gpt.Sample`.  tokenizer: None
-    for mock data and for foreign files without one.  info: a JSON-able record of what was built; `train` and `valid` in it
-    identify the order of samples, and `unigram_entropy` (nats per token) is there for the corpus."""
+    """What `build_datasets` returns.
+
+    train, valid: `len()` and `[i] -> gpt.Sample`; valid is None when no validation samples are asked for.
+    tokenizer: None for mock data, and for files of others when data.tokenizer is left at "corpus".
+    info: a JSON-able record of what was built; its `train` and `valid` identify the order of samples, and the corpus
+    adds `unigram_entropy`, in nats per token.
+    """
     train: Dataset
     valid: Dataset | None
     tokenizer: Tokenizer | None
@@ -51,20 +56,19 @@ def build_datasets(*, source: str, paths: Sequence[str], split: str, tokenizer: 
     """Build or find the datasets; safe to call on every rank at once.
 
     train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
-    depends on them.  vocab_size: ids must lie below it.  Raises ValueError for everything that the module docstring lists.
+    depends on them.  vocab_size: ids must lie below it.
+    Raises ValueError for everything that the module docstring lists.
     """
     if train_samples < 1:
         raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
     if source == "mock":
-        valid = MockDataset(vocab_size, seq_len, valid_samples, seed + 1, seq_len / 4) if valid_samples else None
-        name = {part: f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}" for part in ("train", "valid")}
-        return Datasets(MockDataset(vocab_size, seq_len, train_samples, seed, seq_len / 4), valid, None, {"source": source} | name)
+        return _mock(vocab_size, seq_len, seed, train_samples, valid_samples)
     cache_dir = Path(cache_dir).expanduser()
     info = {"source": source, "split": split, "seq_len": seq_len, "seed": seed}
     if source == "corpus":
         if tokenizer != "corpus":
-            raise ValueError(f"data.tokenizer={tokenizer} cannot read data.source=corpus, which has a tokenizer of its own; "
-                             "set data.tokenizer=corpus, or preprocess your own text and set data.source=indexed")
+            raise ValueError(f"data.tokenizer={tokenizer} cannot read data.source=corpus, which has a tokenizer of its "
+                             "own; set data.tokenizer=corpus, or preprocess your own text and set data.source=indexed")
         corpus = build_corpus(cache_dir, vocab_size)
         paths, loaded = [corpus.prefix], corpus.tokenizer
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
@@ -81,10 +85,20 @@ def build_datasets(*, source: str, paths: Sequence[str], split: str, tokenizer: 
 
     train = _blend(files, weights, TRAIN, train_samples, cache_dir, part)
     valid = _blend(files, weights, VALID, valid_samples, cache_dir, part) if valid_samples else None
-    info |= {"weights": weights, "data": [file.fingerprint for file in files], "tokens": [file.num_tokens for file in files],
+    info |= {"weights": weights, "data": [file.fingerprint for file in files],
+             "tokens": [file.num_tokens for file in files],
              "train_samples": train_samples, "valid_samples": valid_samples,
              "train": train.fingerprint, "valid": valid.fingerprint if valid else None}
     return Datasets(train, valid, loaded, info)
+
+
+def _mock(vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int) -> Datasets:
+    """Training and validation differ in the seed; documents of a quarter sample give separate_documents work."""
+    document_length = max(1, seq_len / 4)
+    train, valid = (MockDataset(vocab_size, seq_len, samples, part_seed, document_length) if samples else None
+                    for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1)))
+    order = f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}"
+    return Datasets(train, valid, None, {"source": "mock", "train": order, "valid": order})
 
 
 def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -92,7 +106,7 @@ def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     paths = [str(path) for path in paths]
     if len(paths) == 1:
         return paths, None
-    rule = "give one prefix, or weight and prefix in turn, as in [0.7, /data/web_text_document, 0.3, /data/code_text_document]"
+    rule = "give one prefix, or weight and prefix in turn, as in [0.7, web_text_document, 0.3, code_text_document]"
     if not paths or len(paths) % 2:
         raise ValueError(f"data.paths={paths} has {len(paths)} entries; {rule}")
     try:
@@ -104,7 +118,7 @@ def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 
 def split_ranges(split: str, num_sequences: int) -> list[range]:
-    """Sequences of the training, validation and test parts of "969,30,1": cut at round(cumulative share * sequences)."""
+    """Sequences of the training, validation and test parts of a split such as "969,30,1"."""
     try:
         parts = [float(part) for part in split.split(",")]
     except ValueError:
@@ -116,7 +130,7 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     for share in (shares / np.sum(shares)).tolist():
         total += share          # in Megatron's order: round() must see the same last bit
         ends.append(round(total * float(num_sequences)))
-    return [range(begin, end) for begin, end in zip(ends, ends[1:])]
+    return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
 def _sequences(file: IndexedDataset, split: str, which: int) -> range:
@@ -133,24 +147,25 @@ def _blend(files: list[IndexedDataset], weights: list[float] | None, which: int,
     """One file as it is, or the blend of all; `part(file, which, num_samples)` makes the dataset of one file."""
     if weights is None:
         return part(files[0], which, num_samples)
-    parts = [part(file, which, part_samples(num_samples, share)) for file, share in zip(files, normalize(weights), strict=True)]
+    parts = [part(file, which, part_samples(num_samples, share))
+             for file, share in zip(files, normalize(weights), strict=True)]
     return BlendedDataset(parts, weights, num_samples, cache_dir)
 
 
 def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) -> IndexedDataset:
-    """Open a dataset and check that its tokens fit the vocabulary and were made by the tokenizer, where PREFIX.json says so."""
+    """Open a dataset; check that its ids fit the vocabulary and, by PREFIX.json, that the tokenizer made them."""
     file = IndexedDataset(prefix)
     if file.dtype.kind not in "iu":
         raise ValueError(f"{prefix}.idx: {file.dtype} values are no token ids; give a dataset of an integer dtype")
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
-        same = sidecar["tokenizer"] == "corpus" if tokenizer is None else sidecar["fingerprint"] == tokenizer.fingerprint
-        if not same:
-            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {prefix}.json says {sidecar['tokenizer']} with "
-                             f"fingerprint {sidecar['fingerprint']}; set data.tokenizer to that")
+        made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
+        if made_by != "corpus" if tokenizer is None else fingerprint != tokenizer.fingerprint:
+            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {prefix}.json says {made_by} with "
+                             f"fingerprint {fingerprint}; set data.tokenizer to that")
     needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
     if needed > vocab_size:
-        raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of the tokenizer of {prefix}; "
-                         f"set model.vocab_size={needed}")
+        raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of the tokenizer of "
+                         f"{prefix}; set model.vocab_size={needed}")
     check_ids(file.tokens(0, min(file.num_tokens, PEEK_TOKENS)), vocab_size, f"{prefix}.bin")
     return file

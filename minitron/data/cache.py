@@ -33,7 +33,8 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
         if not os.access(final.parent, os.W_OK):
             raise PermissionError(f"{final.parent} is not writable")
     except OSError as error:
-        raise ValueError(f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write") from error
+        raise ValueError(f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write") \
+            from error
     with FileLock(f"{final}.lock"):
         if not final.is_dir():
             partial = final.with_name(final.name + ".partial")

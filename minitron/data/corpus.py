@@ -10,8 +10,9 @@ The files are ordered by the hash of their names, so the validation split is no 
 file moves no other.  The tokenizer loses nothing: decode(encode(text)) == text, white space and line ends included
 (identity normalization, no dummy prefix, unknown characters as their bytes).
 
-`meta.json` holds the Python version, the fingerprint of the sources, counts, and the unigram entropy -sum p ln p in nats
-per token: the loss of a model that knows how often each token occurs, and nothing of context.  Below it begins learning.
+`meta.json` holds the Python version, the fingerprint of the sources, counts, and the unigram entropy -sum p ln p in
+nats per token: the loss of a model that knows how often each token occurs, and nothing of context.  Below it begins
+learning.
 
 Left out: site-packages, and test directories, which many distributions do not install: machines should agree.
 """
@@ -37,8 +38,8 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 TRAINING_PIECE = 1000           # characters a training sentence; SentencePiece drops sentences beyond 4192 bytes
 SPACE_MARK = "\u2581"           # SentencePiece's own sign for a space
 TRAINER = dict(model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-               add_dummy_prefix=False, allow_whitespace_only_pieces=True, split_digits=True, unk_id=0, eos_id=1, bos_id=-1,
-               pad_id=-1, num_threads=1)
+               add_dummy_prefix=False, allow_whitespace_only_pieces=True, split_digits=True, num_threads=1,
+               unk_id=0, eos_id=1, bos_id=-1, pad_id=-1)
 
 
 class Corpus(NamedTuple):
@@ -89,8 +90,8 @@ def _read_sources(root: Path) -> list[tuple[str, bytes]]:
     sources = [(name, (root / name).read_bytes()) for name in names]
     sources = [(name, content) for name, content in sources if content]
     if not sources:
-        raise ValueError(f"data.source=corpus: no .py sources in {root} (this Python was installed without them); use another "
-                         "Python, or data.source=indexed with your own data")
+        raise ValueError(f"data.source=corpus: no .py sources in {root} (this Python was installed without them); use "
+                         "another Python, or data.source=indexed with your own data")
     return sources
 
 
@@ -123,12 +124,12 @@ def _train(texts: list[str], vocab_size: int) -> bytes:
     """Train the BPE on all texts, cut into pieces; returns the model file's bytes."""
     model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=_pieces(texts), model_writer=model, vocab_size=vocab_size,
-                                                 minloglevel=2, **TRAINER)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=_pieces(texts), model_writer=model,
+                                                 vocab_size=vocab_size, minloglevel=2, **TRAINER)
     except RuntimeError as error:
-        raise ValueError(f"data.source=corpus: {sum(map(len, texts))} characters of source do not give model.vocab_size="
-                         f"{vocab_size} pieces ({' '.join(str(error).split())}); model.vocab_size=4096 suits the whole "
-                         "library") from error
+        raise ValueError(f"data.source=corpus: {sum(map(len, texts))} characters of source do not give "
+                         f"model.vocab_size={vocab_size} pieces ({' '.join(str(error).split())}); "
+                         "model.vocab_size=4096 suits the whole library") from error
     return model.getvalue()
 
 

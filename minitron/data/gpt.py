@@ -1,6 +1,6 @@
 """Samples of s + 1 tokens from a token file, in the order of Megatron's GPTDataset.
 
-Documents are shuffled, laid end to end, and cut every s tokens; the cuts are shuffled again.  Three index arrays say so:
+Documents are shuffled, laid end to end, and cut every s tokens; the cuts are shuffled again.  Three arrays say so:
 
     document index   int32 [epochs * documents]   a shuffled list of sequences, every epoch's copy in it
     sample index     [samples + 1, 2]             where each cut falls: (position in the document index, token offset)
@@ -38,9 +38,13 @@ BLOCK_DOCUMENTS = 1 << 20       # a block's arrays stay in the cache hierarchy; 
 
 
 class Sample(NamedTuple):
-    """tokens: int64 [s + 1].  starts: int32, ascending offsets in `tokens` at which a new document begins, without 0
-    (from the index, not from end-of-document tokens; s itself is possible: then only the last label is of the new one).
-    mask: float32 [s] loss weights of the labels, or None for all ones."""
+    """One sample of s inputs and their labels.
+
+    tokens: int64 [s + 1].
+    starts: int32, ascending offsets in `tokens` at which a new document begins, without 0; from the index, not from
+        end-of-document tokens.  s itself is possible: then only the last label is of the new document.
+    mask: float32 [s] loss weights of the labels, or None for all ones.
+    """
     tokens: np.ndarray
     starts: np.ndarray
     mask: np.ndarray | None = None
@@ -63,8 +67,8 @@ class GPTDataset:
 
     sequences: the range of sequences (a split) to draw from.  cache_dir: where the index arrays are kept.
     vocab_size: drawing a sample with an id outside 0 .. vocab_size - 1 raises ValueError.
-    Raises ValueError when the range holds fewer than seq_len + 1 tokens (Megatron would repeat them inside a sample, and
-    loop for ever on none).
+    Raises ValueError when the range holds fewer than seq_len + 1 tokens (Megatron would repeat them inside a sample,
+    and loop for ever on none).
     """
 
     def __init__(self, indexed: IndexedDataset, sequences: range, num_samples: int, seq_len: int, seed: int,
@@ -75,8 +79,8 @@ class GPTDataset:
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         arrays = build_once(Path(cache_dir) / f"gpt-{self.fingerprint}",
                             lambda folder: _save_index(folder, key, indexed, sequences))
-        self._documents, self._cuts, self._shuffle = (
-            np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("document", "sample", "shuffle"))
+        self._documents, self._cuts, self._shuffle = (np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                                                      for name in ("document", "sample", "shuffle"))
 
     def __len__(self) -> int:
         return len(self._shuffle)
@@ -100,7 +104,8 @@ def check_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
     """Raise ValueError, naming the place and the id, unless all ids lie in 0 .. vocab_size - 1."""
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"{where} holds token id {low if low < 0 else high}, but model.vocab_size={vocab_size} allows 0 to "
+        bad = low if low < 0 else high
+        raise ValueError(f"{where} holds token id {bad}, but model.vocab_size={vocab_size} allows 0 to "
                          f"{vocab_size - 1}; set model.vocab_size to the vocabulary the data were made with")
 
 
@@ -160,8 +165,9 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
     """Build the three arrays of `key` and write them into `folder`, with the key beside them for the curious."""
     tokens = int(indexed.lengths[sequences.start:sequences.stop].sum(dtype=np.int64))
     if tokens < key["seq_len"] + 1:
-        raise ValueError(f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, fewer than "
-                         f"one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change data.split")
+        raise ValueError(f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, "
+                         f"fewer than one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change "
+                         "data.split")
     plan = plan_epochs(tokens, key["samples"], key["seq_len"])
     rng = np.random.RandomState(key["seed"])
     documents = build_document_index(sequences, plan, rng)

@@ -197,13 +197,13 @@ class IndexedWriter:
 
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1:
-            raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D array "
-                             "or a list of 1-D arrays")
+            raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D "
+                             "array or a list of 1-D arrays")
         if tokens.dtype != self.dtype and tokens.size and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
-                raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype} of {self.prefix}; "
-                                 "choose the dtype with best_dtype(vocab_size)")
+                raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype} of {self.prefix};"
+                                 " choose the dtype with best_dtype(vocab_size)")
         return tokens.astype(self.dtype, copy=False)
 
 

@@ -15,7 +15,8 @@ class MockDataset:
     """`num_samples` samples of seq_len + 1 uniform token ids; document_length: mean tokens a document, None for one
     document a sample."""
 
-    def __init__(self, vocab_size: int, seq_len: int, num_samples: int, seed: int, document_length: float | None = None):
+    def __init__(self, vocab_size: int, seq_len: int, num_samples: int, seed: int,
+                 document_length: float | None = None):
         if document_length is not None and document_length < 1:
             raise ValueError(f"document_length={document_length}: a document has at least one token; use 1 or more")
         self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples

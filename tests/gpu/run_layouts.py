@@ -18,8 +18,9 @@ from minitron.data.mock import MockDataset
 from minitron.mesh import Mesh
 from minitron.train import build
 
-# Heads of 64 channels, so that the fused kernels are used; everything else is tiny.
-BIG = dict(hidden_size=512, ffn_hidden_size=768, vocab_size=1000, vocab_multiple=128, max_positions=256, num_layers=8)
+# Heads of 64 channels, so that the fused kernels are used; weights of 1/sqrt(h), so that activations keep their size.
+BIG = dict(hidden_size=512, ffn_hidden_size=768, vocab_size=1000, vocab_multiple=128, max_positions=256, num_layers=8,
+           init_std=512**-0.5)
 LAYOUTS = [
     (1, {}), (1, dict(recompute="selective")), (1, dict(recompute="full")), (1, dict(separate=True)),
     (2, {}), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=False)), (2, dict(tp=2, recompute="full")), (2, dict(pp=2)),
