@@ -130,3 +130,34 @@ def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
 @pytest.mark.parametrize("world,layout", [(3, "pp=3 vp=2"), (3, "pp=3"), (6, "pp=3 vp=2 tp=2"), (4, "pp=4 vp=2")])
 def test_microbatches_that_are_no_multiple_of_the_stages(ranks, world, layout):
     check(ranks, world, LLAMA, {"train": {"global_batch_size": 7}}, axes(layout))
+
+
+HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@pytest.mark.parametrize("world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_half_precision_is_as_near_to_float32_in_every_layout(ranks, base, world, layout, dtype):
+    """The distance to the float32 gradients is that of one process in the same format, but for chance: at most 1.5 times it."""
+    _, exact = twin(base, NONE)
+    _, single = twin(base, {"precision": {"dtype": dtype}})
+    results = ranks(world, train_steps, config(base, axes(layout), {"precision": {"dtype": dtype}}), timeout=120)
+    actual = join_gradients([parts for _, parts in results])
+
+    def off(gradients):
+        return sum(float((gradients[n] - g).norm() / g.norm()) for n, g in exact.items()) / len(exact)
+
+    assert HALF[dtype] < off(single) < 0.1, "the comparison would prove nothing"
+    assert off(actual) <= 1.5 * off(single)
+
+
+@pytest.mark.parametrize("world,layout", [(1, "pp=1"), (4, "tp=2 pp=2")])
+def test_fp16_overflow_skips_the_step_and_lowers_the_scale(ranks, world, layout):
+    """The first two scales overflow: nothing is updated, so the third step has the loss that an untrained model has there."""
+    overflowing = {"precision": {"dtype": "fp16", "loss_scale": 2.0**32, "loss_scale_hysteresis": 1}}
+    figures = ranks(world, train_steps, config(LLAMA, axes(layout), overflowing))[0][0]
+    assert [f["skipped"] for f in figures[:3]] == [1, 1, 1]
+    untrained = ranks(1, train_steps, config(LLAMA, {"optimizer": {"lr": 0.0}}))[0][0]
+    for mine, expected in zip(figures, untrained, strict=True):
+        assert mine["loss"] == pytest.approx(expected["loss"], rel=2e-3)  # fp16 against float32

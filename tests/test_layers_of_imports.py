@@ -20,7 +20,7 @@ LAYERS = [
     ("data",),
     ("model",),
     ("parallel",),
-    ("attention", "precision"),
+    ("attention", "precision", "kernels"),
     ("collectives",),
     ("mesh", "rng", "log", "profiling", "testing"),
     ("planner",),

@@ -26,7 +26,7 @@ from minitron.attention import Backend
 from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
 from minitron.mesh import Mesh
-from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, rotate, swiglu
+from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads, swiglu, swiglu_forward
 from minitron.parallel import context
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       parameter, vocab_parallel_cross_entropy)
@@ -79,9 +79,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
         qkv = self.qkv(x, remake).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 2)  # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
-        if mb.rope is not None:
-            q, k = rotate(q, *mb.rope), rotate(k, *mb.rope)
+        # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
+        q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope)
         dropped = None
         if self.dropout and self.training:
             dropped = attention_mask(self.dropout, mb.keys, self.layer, self.first_head, self.heads)
@@ -99,11 +98,12 @@ class MLP(nn.Module):
         f = m.ffn_hidden_size
         self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
-        self.activation, self.keep_activation = swiglu if gated else gelu, keep_activation
+        self.activation, self.remake = (swiglu, swiglu_forward) if gated else (gelu, gelu)
+        self.keep_activation = keep_activation
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
         inner = self.up(x, remake)
-        again = None if self.keep_activation else partial(self.activation, inner.detach())
+        again = None if self.keep_activation else partial(self.remake, inner.detach())
         return self.down(self.activation(inner), again)
 
 

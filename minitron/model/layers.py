@@ -1,7 +1,7 @@
 """The pointwise parts of a transformer block: norms, rotary positions, activations.
 
-These are the plain versions: a few lines of torch each, in the notation of their papers. They work on any device, and they are what
-a fused version has to equal.
+The plain versions are a few lines of torch each, in the notation of their papers. On CUDA the same functions run the fused
+kernels of minitron/kernels.py, which have to equal them.
 """
 
 from __future__ import annotations
@@ -68,21 +68,62 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
+def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """Heads side by side -> q, k, v, with q and k rotated: qkv [s, b, n + 2g, d], sizes (n, g, g).
+
+    qkv is used up: on CUDA it is rotated in place.
+    """
+    if rope is None:
+        return qkv.split(sizes, 2)
+    if qkv.is_cuda and qkv.shape[-1] & (qkv.shape[-1] - 1) == 0:
+        return _SplitHeads.apply(qkv, sizes, rope)
+    q, k, v = qkv.split(sizes, 2)
+    return rotate(q, *rope), rotate(k, *rope), v
+
+
+class _SplitHeads(torch.autograd.Function):
+    """split_heads in one pass over memory each way."""
+
+    @staticmethod
+    def forward(ctx, qkv, sizes, rope):
+        from minitron import kernels
+        ctx.rope, heads = rope, qkv.detach()
+        kernels.rotate_forward(heads[:, :, :sizes[0] + sizes[1]], rope)
+        return heads.split(sizes, 2)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        from minitron import kernels
+        return kernels.rotate_backward((dq, dk, dv), ctx.rope), None, None
+
+
 class _SwiGLU(torch.autograd.Function):
     """Keeps its input alone: autograd's own version of the two operations would keep silu(gate) as well."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return swiglu_forward(x)
 
     @staticmethod
     def backward(ctx, dy):
-        gate, up = ctx.saved_tensors[0].chunk(2, -1)
+        x, = ctx.saved_tensors
+        if x.is_cuda:
+            from minitron import kernels
+            return kernels.swiglu_backward(dy, x)
+        gate, up = x.chunk(2, -1)
         sigmoid = gate.sigmoid()
         silu = gate * sigmoid
         return torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
+
+
+def swiglu_forward(x: Tensor) -> Tensor:
+    """As swiglu, without autograd: what selective recomputation calls in the backward pass."""
+    if x.is_cuda:
+        from minitron import kernels
+        return kernels.swiglu_forward(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ One step, with no value read by the host:
                               rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
 
 In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters.
-Left out: writing master and bf16 parameter in one kernel (the cast is a second pass here) and a choice of optimizers.
+On CUDA the update and
+the cast are one kernel. Left out: a choice of optimizers.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Zero1Optimizer:
 
         loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of
         tokens; zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with
-        before its backward (the fp16 loss scale), a number or a 0-d tensor. Afterwards the buckets' grad_slice hold
-        the gradient as used: divided and clipped.
+        before its backward (the fp16 loss scale), a number or a 0-d tensor. Afterwards the gradients are used up: whoever
+        needs them reads them before.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
@@ -98,9 +99,12 @@ class Zero1Optimizer:
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """AdamW with gradient / divisor on every slice, unless found_inf is 1; then parameters from masters."""
-        buckets = self.gradients.buckets
+        """AdamW on every slice with gradient / divisor, unless found_inf is 1; then the parameters from the masters."""
         self.steps += 1 - found_inf
+        if self.steps.is_cuda:
+            self._update_fused(lr, divisor, found_inf)
+            return
+        buckets = self.gradients.buckets
         for decay, members in self.groups:
             if members:
                 torch._fused_adamw_(
@@ -111,6 +115,16 @@ class Zero1Optimizer:
                     found_inf=found_inf)
         if self.cast:
             torch._foreach_copy_([buckets[i].data_slice for i in self.cast], [self.masters[i] for i in self.cast])
+
+    def _update_fused(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
+        """The same in one pass over memory for each bucket."""
+        from minitron import kernels
+        betas, steps = self.cfg.betas, self.steps.double()
+        corrections = torch.stack([1 - beta**steps for beta in betas]).float()
+        for i, bucket in enumerate(self.gradients.buckets):
+            kernels.adamw_(self.masters[i], bucket.grad_slice, self.exp_avg[i], self.exp_avg_sq[i], bucket.data_slice,
+                           corrections=corrections, divisor=divisor, found_inf=found_inf, lr=lr, betas=betas,
+                           eps=self.cfg.eps, decay=self.cfg.weight_decay if bucket.kind.decay else 0.0)
 
     def state_slices(self) -> Iterator[tuple[OwnedPart, dict[str, Tensor]]]:
         """This rank's state by parameter: where each part lies, and 1-d float32 views into the state itself."""

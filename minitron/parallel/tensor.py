@@ -175,32 +175,62 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The fused kernels of minitron/kernels.py on CUDA, their plain twins below elsewhere."""
+
     @staticmethod
     def forward(ctx, logits, labels, axis):
-        x = logits.float()
-        top = x.amax(-1)
-        all_reduce_(top, axis, op=torch.distributed.ReduceOp.MAX)
-        local = labels - axis.rank * logits.shape[-1]
-        inside = (local >= 0) & (local < logits.shape[-1])
-        local = local.masked_fill(~inside, 0)
-        sums = torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1),
-                            x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside])
+        first = axis.rank * logits.shape[-1]
+        top, total, picked = _kernels(logits).softmax_sums(logits, labels, first)
+        highest = top.clone()
+        all_reduce_(highest, axis, op=torch.distributed.ReduceOp.MAX)
+        sums = torch.stack([total * (top - highest).exp(), picked])
         all_reduce_(sums, axis)
-        lse = sums[0].log() + top
-        ctx.save_for_backward(logits, lse, local, inside)
+        lse = sums[0].log() + highest
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.first = first
         return lse - sums[1]
 
     @staticmethod
     def backward(ctx, dloss):
-        logits, lse, local, inside = ctx.saved_tensors
-        grad = (logits.float() - lse.unsqueeze(-1)).exp_()  # this rank's columns of the softmax
+        logits, labels, lse = ctx.saved_tensors
+        return _kernels(logits).softmax_gradient_(logits, labels, ctx.first, lse, dloss), None, None
+
+
+class _Plain:
+    """Plain twins of the fused cross-entropy kernels, with the same contract."""
+
+    @staticmethod
+    def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, (local, inside) = logits.float(), _Plain.local(logits, labels, first)
+        top = x.amax(-1)
+        total = (x - top.unsqueeze(-1)).exp_().sum(-1)
+        return top, total, x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside
+
+    @staticmethod
+    def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
+        local, inside = _Plain.local(logits, labels, first)
+        grad = (logits.float() - lse.unsqueeze(-1)).exp_()
         grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())
-        return grad.mul_(dloss.unsqueeze(-1)).to(logits.dtype), None, None
+        return logits.copy_(grad.mul_(dloss.unsqueeze(-1)))
+
+    @staticmethod
+    def local(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        local = labels - first
+        inside = (local >= 0) & (local < logits.shape[-1])
+        return local.masked_fill(~inside, 0), inside
+
+
+def _kernels(x: Tensor):
+    if not x.is_cuda:
+        return _Plain
+    from minitron import kernels
+    return kernels
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
     """Per-token loss from logits split over the vocabulary, in float32 and without gathering them.
 
-    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`.
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. The backward pass
+    uses the logits up: their memory becomes their gradient.
     """
     return _CrossEntropy.apply(logits, labels, axis)

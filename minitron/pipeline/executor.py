@@ -47,7 +47,7 @@ class Executor:
 
         Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last stage.
         """
-        seed = torch.as_tensor(seed, dtype=torch.float32, device=self.device)
+        seed = torch.ones((), device=self.device) * seed
         return self._run(self.make(self.pp.size, len(self.chunks), len(batches)), batches, seed)
 
     @torch.no_grad()

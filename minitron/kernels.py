@@ -1,0 +1,189 @@
+"""Triton kernels for what lies between the GEMMs, each the equal of a plain torch function named beside it.
+
+Problem: on a GPU these operations cost nothing but memory traffic, and written as several torch operations each
+intermediate makes a round trip to memory. At Llama-3 8B sizes that doubles the time outside of GEMMs and attention. The
+idea: one pass per operation, everything in registers, arithmetic in float32 whatever the format in memory.
+
+    kernel            reads and writes, per element of its input          plain twin
+    swiglu            2 read, 1 written; backward 3 read, 2 written       model/layers.py: swiglu
+    rotate            in place; backward also undoes the q, k, v split    model/layers.py: split_heads
+    cross_entropy     1 read; backward in place over the logits           parallel/tensor.py: vocab_parallel_cross_entropy
+    adamw             4 read, 3 written, and the bf16 parameter           torch._fused_adamw_, then a cast
+
+Imported on CUDA devices only, where torch brings Triton. Left out: norms (torch's are one pass already) and dropout.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# ---- SwiGLU -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < f
+    gate = tl.load(x + row * 2 * f + columns, inside).to(tl.float32)
+    up = tl.load(x + row * 2 * f + f + columns, inside).to(tl.float32)
+    tl.store(y + row * f + columns, gate * tl.sigmoid(gate) * up, inside)
+
+
+@triton.jit
+def _swiglu_backward(dy, x, dx, f, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < f
+    gate = tl.load(x + row * 2 * f + columns, inside).to(tl.float32)
+    up = tl.load(x + row * 2 * f + f + columns, inside).to(tl.float32)
+    grad = tl.load(dy + row * f + columns, inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(dx + row * 2 * f + columns, grad * up * (sigmoid + silu * (1 - sigmoid)), inside)
+    tl.store(dx + row * 2 * f + f + columns, grad * silu, inside)
+
+
+def swiglu_forward(x: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2f] -> [..., f]."""
+    x, f = x.contiguous(), x.shape[-1] // 2
+    y = x.new_empty(*x.shape[:-1], f)
+    _swiglu_forward[(y.numel() // f, triton.cdiv(f, 2048))](x, y, f, BLOCK=2048, num_warps=8)
+    return y
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dx [..., 2f] from dy [..., f] and the input x."""
+    dy, x, f = dy.contiguous(), x.contiguous(), dy.shape[-1]
+    dx = torch.empty_like(x)
+    _swiglu_backward[(dy.numel() // f, triton.cdiv(f, 2048))](dy, x, dx, f, BLOCK=2048, num_warps=8)
+    return dx
+
+
+# ---- rotary positions ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate(x, y, cos, sin, batch, heads, x_row, x_sample, x_head, y_row, y_sample, y_head, rope_batch, SIGN: tl.constexpr,
+            HALF: tl.constexpr, HEADS: tl.constexpr):
+    """Channels i and i + HALF of every head of one token turned by SIGN * angle; SIGN 0 copies."""
+    token = tl.program_id(0)
+    row, sample = (token // batch).to(tl.int64), token % batch
+    head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = head < heads
+    source = x + row * x_row + sample * x_sample + head * x_head + channel
+    target = y + row * y_row + sample * y_sample + head * y_head + channel
+    first, second = tl.load(source, inside), tl.load(source + HALF, inside)
+    if SIGN != 0:
+        angle = (row * rope_batch + sample % rope_batch) * HALF + channel
+        c, s = tl.load(cos + angle), tl.load(sin + angle) * SIGN
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
+    tl.store(target, first, inside)
+    tl.store(target + HALF, second, inside)
+
+
+def _turn(x: Tensor, y: Tensor, rope: tuple[Tensor, Tensor] | None, sign: int) -> None:
+    """x, y [s, b, n, d] with unit last stride; rope: cos and sin [s, b or 1, 1, d/2]."""
+    s, b, n, d = x.shape
+    assert x.stride(-1) == y.stride(-1) == 1 and d & (d - 1) == 0
+    cos, sin = rope if rope is not None else (x, x)
+    _rotate[(s * b,)](x, y, cos, sin, b, n, *x.stride()[:3], *y.stride()[:3], cos.shape[1], SIGN=sign, HALF=d // 2,
+                      HEADS=triton.next_power_of_2(n), num_warps=4)
+
+
+def rotate_forward(qk: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+    """Turn the heads of qk [s, b, n, d] in place. d is a power of 2."""
+    _turn(qk, qk, rope, 1)
+
+
+def rotate_backward(grads: tuple[Tensor, Tensor, Tensor], rope: tuple[Tensor, Tensor]) -> Tensor:
+    """dq, dk, dv [s, b, n, d] -> the gradient of the heads side by side before the rotation, [s, b, n + 2g, d]."""
+    s, b, _, d = grads[0].shape
+    out = grads[0].new_empty(s, b, sum(g.shape[2] for g in grads), d)
+    for grad, part, sign in zip(grads, out.split([g.shape[2] for g in grads], 2), (-1, -1, 0)):
+        _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), part, rope if sign else None, sign)
+    return out
+
+
+# ---- cross-entropy ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _softmax_sums(logits, labels, top, total, picked, vocab, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row) - first
+    best, summed = float("-inf"), 0.0
+    for start in range(0, vocab, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocab + columns, columns < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(best, tl.max(x))
+        summed = summed * tl.exp(best - higher) + tl.sum(tl.exp(x - higher))
+        best = higher
+    inside = (label >= 0) & (label < vocab)
+    tl.store(top + row, best)
+    tl.store(total + row, summed)
+    tl.store(picked + row, tl.load(logits + row * vocab + label, inside, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _softmax_gradient(logits, labels, lse, dloss, vocab, first, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    label = tl.load(labels + row) - first
+    x = tl.load(logits + row * vocab + columns, inside).to(tl.float32)
+    p = tl.exp(x - tl.load(lse + row)) - tl.where(columns == label, 1.0, 0.0)
+    tl.store(logits + row * vocab + columns, p * tl.load(dloss + row), inside)
+
+
+def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits [..., v]: its maximum, the sum of exp(x - maximum), and the label's logit (0 if elsewhere).
+
+    labels are global ids, `first` is the id of column 0. Three float32 tensors [...].
+    """
+    vocab = logits.shape[-1]
+    top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, first, BLOCK=8192, num_warps=16)
+    return top, total, picked
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
+    """The logits become their gradient, (softmax - onehot(label)) * dloss, in place."""
+    vocab = logits.shape[-1]
+    grid = labels.numel(), triton.cdiv(vocab, 4096)
+    _softmax_gradient[grid](logits, labels, lse, dloss.contiguous(), vocab, first, BLOCK=4096, num_warps=8)
+    return logits
+
+
+# ---- AdamW --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _adamw(master, grad, average, square, param, corrections, divisor, found_inf, lr, beta1, beta2, eps, decay, n,
+           CAST: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.load(found_inf) == 0.0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < n
+        correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
+        g = tl.load(grad + i, inside) / tl.load(divisor)
+        p = tl.load(master + i, inside) * (1 - lr * decay)
+        m = tl.load(average + i, inside) * beta1 + g * (1 - beta1)
+        v = tl.load(square + i, inside) * beta2 + g * g * (1 - beta2)
+        p -= lr / correction1 * m / (tl.sqrt(v / correction2) + eps)
+        tl.store(master + i, p, inside)
+        tl.store(average + i, m, inside)
+        tl.store(square + i, v, inside)
+        if CAST:
+            tl.store(param + i, p, inside)
+
+
+def adamw_(master: Tensor, grad: Tensor, average: Tensor, square: Tensor, param: Tensor, *, corrections: Tensor,
+           divisor: Tensor, found_inf: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
+    """One AdamW step on flat tensors with grad / divisor, unless found_inf; `param` becomes the master in its own dtype.
+
+    corrections: [2], 1 - beta ** step; divisor, found_inf: 0-d. All float32 on the device.
+    """
+    n = master.numel()
+    _adamw[(triton.cdiv(n, 4096),)](master, grad, average, square, param, corrections, divisor, found_inf, lr, *betas, eps,
+                                    decay, n, CAST=param.dtype != torch.float32, BLOCK=4096, num_warps=8)

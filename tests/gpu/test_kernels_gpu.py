@@ -1,0 +1,104 @@
+"""Each Triton kernel equals its plain twin: in float32 closely, in bf16 up to the rounding of its output."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitron.testing import assert_close_rel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# float32: exp and division differ in the last bits. bf16: one rounding of the result, 2^-9 of it on average.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("f", [48, 2048, 3000])
+def test_swiglu(dtype, f):
+    from minitron.model.layers import swiglu
+    x, dy = randn(5, 3, 2 * f, dtype=dtype).requires_grad_(), randn(5, 3, f, dtype=dtype, seed=1)
+    y = swiglu(x)
+    y.backward(dy)
+    plain = x.detach().float().requires_grad_()
+    gate, up = plain.chunk(2, -1)
+    expected = F.silu(gate) * up
+    expected.backward(dy.float())
+    assert_close_rel(y.float(), expected, TOLERANCE[dtype], "y")
+    assert_close_rel(x.grad.float(), plain.grad, TOLERANCE[dtype], "dx")
+
+
+@dtypes
+@pytest.mark.parametrize("sizes", [(8, 2, 2), (5, 5, 5)])
+@pytest.mark.parametrize("rope_batch", [1, 3])
+def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
+    from minitron.model.layers import rope_frequencies, rope_tables, rotate, split_heads
+    qkv = randn(17, 3, sum(sizes), 64, dtype=dtype)
+    positions = torch.randint(0, 100, (17, rope_batch), device="cuda")
+    rope = rope_tables(positions, rope_frequencies(64, 100.0, None).cuda())
+    plain = qkv.float().requires_grad_()
+    q, k, v = plain.split(sizes, 2)
+    expected = rotate(q, *rope), rotate(k, *rope), v
+    # attention hands gradients back as [b, n, s, d] in another order of memory
+    grads = [randn(3, n, 17, 64, dtype=dtype, seed=n).permute(2, 0, 1, 3) for n in sizes]
+    torch.autograd.backward(expected, [g.float() for g in grads])
+    leaf = qkv.clone().requires_grad_()
+    actual = split_heads(leaf * 1, sizes, rope)
+    torch.autograd.backward(actual, grads)
+    for mine, other in zip(actual, expected):
+        assert_close_rel(mine.float(), other, TOLERANCE[dtype])
+    assert_close_rel(leaf.grad.float(), plain.grad, TOLERANCE[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("vocab", [96, 8192, 20000])
+def test_cross_entropy(dtype, vocab):
+    from minitron.mesh import Axis
+    from minitron.parallel.tensor import vocab_parallel_cross_entropy
+    leaf = (3 * randn(7, 2, vocab)).to(dtype).requires_grad_()
+    labels, dloss = torch.randint(0, vocab, (7, 2), device="cuda"), randn(7, 2)
+    loss = vocab_parallel_cross_entropy(leaf * 1, labels, Axis.single())
+    loss.backward(dloss)
+    plain = leaf.detach().float().requires_grad_()
+    expected = F.cross_entropy(plain.flatten(0, 1), labels.flatten(), reduction="none").view(7, 2)
+    expected.backward(dloss)
+    assert_close_rel(loss, expected, 2e-6, "loss")
+    assert_close_rel(leaf.grad.float(), plain.grad, TOLERANCE[dtype], "dlogits")
+
+
+def test_cross_entropy_of_labels_on_other_ranks():
+    from minitron import kernels
+    from minitron.parallel.tensor import _Plain
+    logits, labels = randn(40, 100), torch.arange(40, device="cuda") * 10
+    for mine, twin in zip(kernels.softmax_sums(logits, labels, 100), _Plain.softmax_sums(logits, labels, 100), strict=True):
+        assert_close_rel(mine, twin, 2e-6)
+    lse, dloss = randn(40, seed=1) + 5, randn(40, seed=2)
+    expected = _Plain.softmax_gradient_(logits.clone(), labels, 100, lse, dloss)
+    assert_close_rel(kernels.softmax_gradient_(logits, labels, 100, lse, dloss), expected, 2e-6)
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+def test_adamw_equals_torchs_and_skips(param_dtype):
+    from minitron import kernels
+    n, lr, betas, eps, decay = 10_000, 1e-2, (0.9, 0.999), 1e-8, 0.1
+    master, grad = randn(n), randn(n, seed=1)
+    reference = torch.nn.Parameter(master.clone())
+    twin = torch.optim.AdamW([reference], lr=lr, betas=betas, eps=eps, weight_decay=decay)
+    average, square, param = torch.zeros_like(master), torch.zeros_like(master), master.to(param_dtype)
+    divisor, finite, infinite = (torch.tensor(x, device="cuda") for x in (2.0, 0.0, 1.0))
+    for step in range(1, 5):
+        corrections = torch.tensor([1 - b**step for b in betas], device="cuda")
+        args = dict(corrections=corrections, divisor=divisor, lr=lr, betas=betas, eps=eps, decay=decay)
+        kernels.adamw_(master, grad * step, average, square, param, found_inf=finite, **args)
+        before = [x.clone() for x in (master, average, square, param)]
+        kernels.adamw_(master, grad, average, square, param, found_inf=infinite, **args)
+        assert all(torch.equal(a, b) for a, b in zip(before, (master, average, square, param)))
+        reference.grad = grad * step / 2
+        twin.step()
+        assert_close_rel(master, reference, 1e-6, f"master after {step}")
+    if param_dtype == torch.bfloat16:
+        assert torch.equal(param, master.bfloat16())

@@ -1,0 +1,70 @@
+"""The entry point as users run it: what a run leaves behind, and that mistakes are one line and exit status 1."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minitron import cli
+
+ROOT = Path(__file__).parents[1]
+TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=4", "model.num_kv_heads=2",
+        "model.vocab_size=300", "train.seq_len=32", "train.global_batch_size=8", "train.micro_batch_size=2",
+        "data.source=mock", "precision.dtype=fp32"]
+
+
+def pretrain(*argv, ranks=None):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *launcher, "-m", "minitron.pretrain", *TINY, *argv], capture_output=True, text=True,
+                          env=environment, timeout=300)
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
+    options = ["train.steps=4", "train.eval_every=2", "train.eval_steps=1", "data.separate_documents=true",
+               f"data.cache_dir={tmp_path / 'cache'}"]
+    done = pretrain(*options, f"log.dir={tmp_path / 'a'}", "parallel.tp=2", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| consumed samples:") == 4 and done.stdout.count("validation loss at iteration") == 2
+    assert {p.name for p in (tmp_path / "a").iterdir()} == {"config.yaml", "metrics.jsonl", "rank-0.log", "rank-1.log"}
+    steps = records(tmp_path / "a", "step")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4] and [r["step"] for r in records(tmp_path / "a", "eval")] == [2, 4]
+    again = pretrain(str(tmp_path / "a" / "config.yaml"), f"log.dir={tmp_path / 'b'}", "parallel.tp=1")
+    assert again.returncode == 0, again.stderr
+    for mine, other in zip(steps, records(tmp_path / "b", "step"), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        # kept apart, documents have fewer attention scores than whole samples: both counts are the world's
+        assert mine["tflops"]["full"] * mine["step_seconds"] * 2 == pytest.approx(other["tflops"]["full"] * other["step_seconds"])
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["train.stepz=3"], "did you mean"), (["data.separate_documents=3"], "data.separate_documents=3"),
+    (["parallel.tp=2"], "needs 2 ranks, but there are 1"), (["train.seq_len=8192"], "max_positions"),
+    (["model.attention=cudnn"], "model.attention=cudnn"), (["data.source=indexed", "data.paths=[/no/such/file]"], "/no/such/file"),
+    (["log.dir=/proc/nowhere"], "log.dir=/proc/nowhere"), (["missing.yaml"], "missing.yaml"),
+])
+def test_mistakes_are_one_line(argv, message):
+    done = pretrain(*argv)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_mistakes_under_torchrun_are_said_once():
+    done = pretrain("parallel.tp=3", ranks=3)
+    assert done.returncode == 1
+    assert done.stderr.count("error: parallel.tp=3 does not divide") == 1
+
+
+def test_printed_config_loads_back(tmp_path):
+    done = pretrain("model.rope_scaling.factor=4", "--print-config")
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    assert cli.load([str(tmp_path / "printed.yaml")]) == cli.load([*TINY, "model.rope_scaling.factor=4"])
