@@ -13,8 +13,9 @@ and asks a `Gemm` object for the number format. What is gathered is the quantize
 faster way to run one of these lines (a fused gather-GEMM, another FP8 library) replaces that line here and no layer changes.
 
 Gradients of weights do not pass through autograd's `.grad`: a parameter with a `main_grad` (float32, a view into the
-optimizer's flat buffer) has its gradient added there, and `grad_ready()` is called on it so that its bucket can
-be reduced. A parameter without one gets an ordinary `.grad`, so layers can be tested alone.
+optimizer's flat buffer) has its gradient added there, or written if `grad_stale` says that the buffer still holds
+the last step's; then `grad_ready()` is called on it, so that its bucket can be reduced. A parameter without one gets an
+ordinary `.grad`, so layers can be tested alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def accumulate(param: Tensor, grad: Tensor) -> Tensor | None:
     """Add `grad` to param.main_grad and report it; without a main_grad hand it back to autograd."""
     if not hasattr(param, "main_grad"):
         return grad.to(param.dtype)
-    param.main_grad.add_(grad)
+    if param.grad_stale:
+        param.main_grad.copy_(grad)
+        param.grad_stale = False
+    else:
+        param.main_grad.add_(grad)
     param.grad_ready()
     return None
 
@@ -46,13 +51,14 @@ def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """weight.main_grad += dy^T x.  dy [m, n], x [m, k] -> [n, k], accumulated in float32."""
     if not hasattr(weight, "main_grad"):
         return dy.t() @ x
-    main = weight.main_grad
-    if dy.dtype == torch.float32:
-        main.addmm_(dy.t(), x)
-    elif dy.is_cuda:
-        torch.ops.aten.addmm.dtype_out(main, dy.t(), x, torch.float32, out=main)
+    main, dy = weight.main_grad, dy.t()
+    beta, weight.grad_stale = (0 if weight.grad_stale else 1), False  # beta 0 reads nothing, not even a NaN
+    if dy.dtype == torch.float32 or not dy.is_cuda:
+        main.addmm_(dy.float(), x.float(), beta=beta)
+    elif beta:
+        torch.ops.aten.addmm.dtype_out(main, dy, x, torch.float32, out=main)
     else:
-        main.addmm_(dy.t().float(), x.float())
+        torch.ops.aten.mm.dtype_out(dy, x, torch.float32, out=main)
     weight.grad_ready()
     return None
 

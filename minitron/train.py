@@ -47,7 +47,7 @@ class Trainer:
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
-        self.gradients.zero()
+        self.gradients.begin_step()
         scale = self.backward_scale(len(batches))
         loss_sum = self.executor.train(batches, scale)
         self.gradients.finish()

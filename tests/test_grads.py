@@ -20,6 +20,7 @@ from minitron.collectives import Done, all_reduce_
 from minitron.mesh import Mesh
 from minitron.optim.grads import ALIGNMENT, Gradients, Kind, plan_buckets
 from minitron.parallel.tensor import Shard
+from minitron.precision import accumulate
 from minitron.testing import assert_close_rel
 
 SAMPLES, PARTS = 4, 4  # of a global batch, of a sequence
@@ -102,8 +103,8 @@ class Unit(nn.Module):
     def backward(self, step, sample, parts, scale):
         for use, (spec, param) in reversed(self.uses.items()):
             mine = range(PARTS) if param.shard is not None else parts
-            param.main_grad += scale * gradient(spec, self.seen[use], use, step, [sample], mine, param.shard)
-            param.grad_ready()
+            grad = scale * gradient(spec, self.seen[use], use, step, [sample], mine, param.shard)
+            assert accumulate(param, grad) is None
 
 
 class Chunk(nn.Module):
@@ -141,8 +142,10 @@ class Toy:
 
     def accumulate(self, step, scale=1.0, poison=0.0):
         """Every microbatch's forward and backward. `poison` is added to one gradient of this rank."""
-        self.gradients.zero()
-        next(self.chunks[0].parameters()).main_grad.view(-1)[0] = poison
+        self.gradients.begin_step()
+        poisoned = next(self.chunks[0].parameters())
+        poisoned.main_grad.zero_().view(-1)[0] = poison
+        poisoned.grad_stale = False
         for sample in self.samples:
             for chunk in self.chunks:
                 for unit in chunk.units():

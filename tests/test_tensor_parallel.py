@@ -44,7 +44,8 @@ def two_layers(tp, sequence_parallel, overlap, dtype, main_grad, remake):
     reports = []
     if main_grad:
         for name, p in params.items():
-            p.main_grad, p.grad_ready = torch.zeros(p.shape), lambda name=name: reports.append(name)
+            p.main_grad, p.grad_stale = torch.full(p.shape, float("nan")), True  # what the step before left
+            p.grad_ready = lambda name=name: reports.append(name)
     x = _part(_full("x", S, B, H, dtype=dtype), mesh, sequence_parallel).requires_grad_()
     inner = column(x)
     y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None)
@@ -110,7 +111,8 @@ def embedding_and_loss(tp, sequence_parallel, main_grad):
     words = VocabParallelEmbedding(V, H, layout, std=0.1)
     _set(words.weight, _full("words", V, H))
     if main_grad:
-        words.weight.main_grad, words.weight.grad_ready = torch.zeros(words.weight.shape), lambda: None
+        words.weight.main_grad, words.weight.grad_ready = torch.ones(words.weight.shape), lambda: None
+        words.weight.grad_stale = True
     ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
     x = words(ids)
     x.backward(_part(_full("dx", S, B, H), mesh, sequence_parallel))
@@ -159,7 +161,8 @@ def fp8_column(tp):
     layout = Layout(mesh.tp, True, True, torch.bfloat16)
     layer = ColumnParallelLinear(64, (64,), layout, std=0.1, bias=False, gemm=Fp8Gemm(torch.bfloat16))
     _set(layer.weight, _full("w", 64, 64, dtype=torch.bfloat16))
-    layer.weight.main_grad, layer.weight.grad_ready = torch.zeros(layer.weight.shape), lambda: None
+    layer.weight.main_grad, layer.weight.grad_ready = torch.ones(layer.weight.shape), lambda: None
+    layer.weight.grad_stale = True
     x = _part(_full("x", 32, 2, 64, dtype=torch.bfloat16), mesh, True).requires_grad_()
     y = layer(x)
     y.backward(_full("dy", 32, 2, 64, dtype=torch.bfloat16).chunk(tp, -1)[mesh.tp.rank])

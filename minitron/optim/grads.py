@@ -120,7 +120,7 @@ class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
 
     data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of
-    `grad` is the sum over data ranks only between `Gradients.finish` and the next `zero`.
+    `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
     """
 
     def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], axis: Axis, device: torch.device,
@@ -142,7 +142,7 @@ class Bucket:
         view.copy_(param.detach())
         param.data = view
         param.main_grad = self.grad[place].view(param.shape)
-        param.grad_ready = partial(self.report, span.name)
+        param.grad_ready, param.grad_stale = partial(self.report, span.name), True
 
     def expect(self) -> None:
         """The chunk's last backward begins."""
@@ -192,7 +192,7 @@ class OwnedPart(NamedTuple):
 class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
-    A training step: zero(); for every chunk begin_last_backward(i) before its last backward; finish(); the optimizer
+    A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the optimizer
     writes the buckets' data_slice; gather_parameters(). Parameters bring `global_name` (unique on this rank), `shard`
     (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run over
     mesh.dp_cp, tp and embedding.
@@ -219,9 +219,14 @@ class Gradients:
 
     # ---- gradients
 
-    def zero(self) -> None:
-        """Every gradient becomes 0; the buffers are filled by the microbatches that follow."""
-        torch._foreach_zero_([bucket.grad for bucket in self.buckets])
+    def begin_step(self) -> None:
+        """Forget the last step's gradients: the first gradient of a parameter will overwrite them.
+
+        To zero the buffers instead would write all of them once more, and the first microbatch would read the zeros back.
+        """
+        for bucket in self.buckets:
+            for param in bucket.params.values():
+                param.grad_stale = True
 
     def begin_last_backward(self, chunk: int) -> None:
         """From here on `grad_ready` counts: the next backward of this chunk is the step's last."""
@@ -289,7 +294,7 @@ class Gradients:
         return result
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """{name: float32 gradient of the local parameter}, between finish() and zero(). Collective over dp_cp."""
+        """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
         return self.assemble([bucket.grad_slice for bucket in self.buckets])
 
 

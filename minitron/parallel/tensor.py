@@ -154,6 +154,9 @@ class _Lookup(torch.autograd.Function):
         dy = (dy * inside.unsqueeze(-1)).flatten(0, -2)
         if not hasattr(table, "main_grad"):
             return None, torch.zeros_like(table).index_add_(0, local.flatten(), dy), None
+        if table.grad_stale:
+            table.main_grad.zero_()
+            table.grad_stale = False
         table.main_grad.index_add_(0, local.flatten(), dy.to(table.main_grad.dtype))
         table.grad_ready()
         return None, None, None

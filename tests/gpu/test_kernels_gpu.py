@@ -40,7 +40,7 @@ def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
     qkv = randn(17, 3, sum(sizes), 64, dtype=dtype)
     positions = torch.randint(0, 100, (17, rope_batch), device="cuda")
     rope = rope_tables(positions, rope_frequencies(64, 100.0, None).cuda())
-    plain = qkv.float().requires_grad_()
+    plain = qkv.float().clone().requires_grad_()
     q, k, v = plain.split(sizes, 2)
     expected = rotate(q, *rope), rotate(k, *rope), v
     # attention hands gradients back as [b, n, s, d] in another order of memory
