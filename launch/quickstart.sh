@@ -40,5 +40,5 @@ echo "Training on $ranks $kind rank(s); logs, configuration and curve go to $run
 export OMP_NUM_THREADS=1 # one core a rank; more threads than cores would fight
 export TORCH_CPP_LOG_LEVEL=ERROR
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m minitron.pretrain \
-    configs/quickstart.yaml log.dir="$run_dir" "$@" || fail "the training failed, see above and $run_dir"
+    configs/quickstart.yaml log.every=10 log.dir="$run_dir" "$@" || fail "the training failed, see above and $run_dir"
 "$python" tools/plot_run.py "$run_dir"

@@ -108,7 +108,7 @@ def slice_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Slice `split_dim` into P parts, send part i to rank i, concatenate what arrives along `concat_dim`; no autograd."""
+    """Cut `split_dim` into P parts, send part i to rank i, concatenate along `concat_dim` what arrives; no autograd."""
     if axis.size == 1:
         return x
     _check_divisible(x, split_dim, axis)
@@ -207,7 +207,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The ranks' x concatenated along `dim`, used by every rank for another part of the work. Adjoint: reduce_scatter."""
+    """The ranks' x concatenated along `dim`, used by every rank for other work. Adjoint: reduce_scatter."""
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
 
 
@@ -222,5 +222,5 @@ def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Give up a slice of `split_dim` to each rank, gain theirs along `concat_dim`. Adjoint: the same, dims exchanged."""
+    """Give each rank a slice of `split_dim`, gain theirs along `concat_dim`. Adjoint: the same, dims exchanged."""
     return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim)

@@ -11,8 +11,8 @@ waits here. Which FLOPs a rate counts is part of its name, see `minitron.flops`:
 TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
 
 A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
-the mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last was
-skipped it has no gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
+the mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last
+was skipped it has no gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Log:
         self._record("run", world=self.world, **facts)
 
     def iteration(self, it: Iteration) -> None:
-        """Record a step; every log.every steps also print the line. On every rank."""
+        """Record a step; every log.every steps, and after the last, also print the line. On every rank."""
         self._skipped_total += int(it.skipped)
         self._nan_total += int(it.nan)
         self._since_line.append(it)
         self._record_step(it)
-        if it.step % self.cfg.log.every == 0:
+        if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
             self._print_from(self.world - 1, self._line())
             self._since_line = []
 

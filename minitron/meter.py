@@ -1,8 +1,9 @@
 """Figures of a step, read while the next one runs.
 
-Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when step n has been
-queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and log it. The wait also keeps the
-host from running further ahead than one step. A step's time is taken on the device, between the copies of two steps.
+Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when
+step n has been queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and
+log it. The wait also keeps the host from running further ahead than one step. A step's time is taken on the device,
+between the copies of two steps.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Meter:
     def step(self, values: Tensor, documents: list[np.ndarray] | None, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. documents: boundaries of this data
-        rank's samples, None where a sample is one document. known: the other fields of `log.Iteration` that the host has.
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. documents:
+        boundaries of this data rank's samples, None where a sample is one document. known: the other fields of
+        `log.Iteration` that the host has.
         """
         extra = torch.zeros(2, dtype=values.dtype, device=values.device)
         if documents is not None:

@@ -1,4 +1,4 @@
-"""Train a GPT-3 or Llama model from scratch: `[torchrun ...] -m minitron.pretrain [CONFIG.yaml ...] [section.key=value ...]`.
+"""Train a GPT-3 or Llama model from scratch.
 
 Without torchrun this is a world of one process; without a configuration it trains the quickstart model on the corpus.
 """
@@ -20,19 +20,19 @@ from minitron.train import build, choose_attention, train
 
 
 def main(argv: list[str] | None = None) -> None:
-    rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
-                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    with cli.user_errors(quiet=local_rank > 0):  # its neighbours on the node find the same mistake and need not repeat it
+    rank, world, local_rank, ranks_here = (int(os.environ.get(name, default)) for name, default in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
         cfg = cli.configure(__doc__, argv)
-        device, name, capability = choose_device(local_rank)
+        device, name, capability = choose_device(local_rank, ranks_here)
         cfg.check(world, capability)
+        if cfg.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+            torch.use_deterministic_algorithms(True)
         choose_attention(cfg, device)
         data = build_data(cfg)
         log = Log(cfg, rank, world, name)
-    if cfg.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it before it promises the same sums
-        torch.use_deterministic_algorithms(True)
-    with log:
+    with log, cli.user_errors():  # what is still found now, only this rank may have met: an id in its own samples
         mesh = make_mesh(cfg, world, device)
         trainer = build(cfg, mesh)
         log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
@@ -43,13 +43,14 @@ def main(argv: list[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
-def choose_device(local_rank: int) -> tuple[torch.device, str, tuple[int, int] | None]:
-    """This rank's device, its name and CUDA capability. Raises ValueError if the node has fewer GPUs than ranks."""
+def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, tuple[int, int] | None]:
+    """This rank's device, its name and CUDA capability. Raises ValueError if this node has fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "cpu", None
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"this node runs more ranks than its {torch.cuda.device_count()} GPUs; give each rank one: torchrun "
-                         f"--nproc-per-node {torch.cuda.device_count()}")
+    gpus = torch.cuda.device_count()
+    if ranks_here > gpus:
+        raise ValueError(f"--nproc-per-node={ranks_here} ranks need a GPU each, and this node has {gpus}; use "
+                         f"--nproc-per-node {gpus}")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 

@@ -94,7 +94,7 @@ def _drop(x: Tensor, p: float, keys: Tensor, layer: int, site: int) -> Tensor:
     token_words = _mix(keys ^ _hash(_PLACE, layer, site, device=keys.device))
     channel_words = _hash(_CHANNEL, torch.arange(x.shape[2], device=keys.device), device=keys.device)
     keep = _mix(token_words[:, :, None] ^ channel_words) >= _threshold(p)
-    return torch.where(keep, x * (1 / (1 - p)), 0.0)
+    return (x * (1 / (1 - p))).masked_fill(~keep, 0.0)  # torch.where would copy its 0.0 to the device, and wait
 
 
 def _threshold(p: float) -> int:

@@ -2,8 +2,9 @@
 
     config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log)
 
-`build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout. `train` is the loop
-around it. Nothing in a step waits for the device: the figures of step n are copied while it runs and logged while n + 1 does.
+`build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout.
+`train` is the loop around it. Nothing in a step waits for the device: the figures of step n are copied while it runs
+and logged while n + 1 does.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ class Trainer:
         """One line: the model, the layout, the kernels."""
         m, mesh = self.cfg.model, self.mesh
         here = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-        return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, {here / 1e6:.2f} M parameters on rank {mesh.rank} | "
-                f"tp {mesh.tp.size} pp {mesh.pp.size} vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | "
-                f"{self.cfg.precision.dtype}, attention: {self.backend}")
+        return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
+                f"{here / 1e6:.2f} M parameters on rank {mesh.rank} | tp {mesh.tp.size} pp {mesh.pp.size} "
+                f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
+                f"attention: {self.backend}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
         """What a microbatch's loss sum is multiplied with before its backward.
 
-        fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there it is scaled as a mean; the
-        optimizer divides by the same number.
+        fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there it is scaled as a mean;
+        the optimizer divides by the same number.
         """
         if self.scaler is None:
             return 1.0
@@ -89,7 +91,7 @@ class Trainer:
         return torch.ones(1, dtype=torch.float64, device=self.mesh.device) * (self.scaler.scale if self.scaler else 1.0)
 
     def contribution(self, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """What this rank adds to the world's sums of losses and tokens: only one tensor-parallel rank of the last stage does."""
+        """What this rank adds to the world's sums of losses and tokens: nothing but on tp rank 0 of the last stage."""
         counts = self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
         count = torch.full((), sum(b.count for b in batches) * counts, dtype=torch.float64, device=self.mesh.device)
         return loss_sum * counts, count
@@ -103,7 +105,7 @@ def choose_attention(cfg: Config, device: torch.device) -> attention.Backend:
 
 
 def build(cfg: Config, mesh: Mesh) -> Trainer:
-    """The model of `cfg` on this rank of the mesh, initialised, with everything that trains it. Collective over the world."""
+    """This rank's part of the model, initialised, with everything that trains it. Collective over the world."""
     m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
     dtype = DTYPES[cfg.precision.dtype]
     backend = choose_attention(cfg, mesh.device)
@@ -111,7 +113,8 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     mine = range(pp.rank, pp.size * vp, pp.size)
     chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
     initialise(chunks, cfg.train.seed)
-    gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel, overlap=cfg.parallel.overlap_grads)
+    gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
+                          overlap=cfg.parallel.overlap_grads)
     optimizer = Zero1Optimizer(gradients, cfg.optimizer)
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
@@ -141,8 +144,9 @@ def train(trainer: Trainer, data: Datasets, log: Log) -> None:
 
 
 def evaluate(trainer: Trainer, data: Datasets) -> float:
-    """Mean loss per token over train.eval_steps global batches: the same ones each time, so that two evaluations compare."""
+    """Mean loss per token over train.eval_steps global batches, the same ones each time: evaluations compare."""
     t, loader = trainer.cfg.train, Loader(data.valid, trainer.cfg, trainer.mesh)
-    loss_sum, count = sum(trainer.evaluate(loader.step(i * t.global_batch_size, step=0)) for i in range(t.eval_steps)).tolist()
+    batches = (loader.step(i * t.global_batch_size, step=0) for i in range(t.eval_steps))
+    loss_sum, count = sum(map(trainer.evaluate, batches)).tolist()
     loader.close()
     return loss_sum / count

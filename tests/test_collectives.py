@@ -1,4 +1,4 @@
-"""Every collective against its plain twin on whole tensors, and every backward against the transpose it claims to be."""
+"""Every collective against its plain twin on whole tensors, and every backward against the transpose."""
 
 import pytest
 import torch
@@ -30,7 +30,9 @@ FORWARD = {
     "all_gather": lambda xs, r, dim=0: torch.cat(xs, dim),
     "reduce_scatter": lambda xs, r, dim=0: sum(xs).chunk(len(xs), dim)[r],
     "split": lambda xs, r, dim=0: xs[r].chunk(len(xs), dim)[r],
-    "all_to_all": lambda xs, r, split_dim, concat_dim: torch.cat([x.chunk(len(xs), split_dim)[r] for x in xs], concat_dim),
+    "all_to_all": lambda xs, r, split_dim, concat_dim: torch.cat(
+        [x.chunk(len(xs), split_dim)[r] for x in xs], concat_dim
+    ),
 }
 CASES = [("copy", {}), ("all_reduce", {})]
 CASES += [(name, {"dim": dim}) for name in ("all_gather", "reduce_scatter", "split") for dim in (0, 2)]
@@ -38,7 +40,9 @@ CASES += [("all_to_all", {"split_dim": 2, "concat_dim": 0}), ("all_to_all", {"sp
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name,kwargs", CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    "name,kwargs", CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
 def test_forward_and_adjoint(ranks, size, name, kwargs):
     results = ranks(size, run_collective, name, kwargs, (8, 4, 12))
     xs, ys, dys, dxs = zip(*results)

@@ -243,6 +243,15 @@ FP8 = ["precision.fp8=current"]
      ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"]),
     ([*FP8, "train.micro_batch_size=1", "train.seq_len=40"], 1,
      ["train.seq_len*micro_batch_size/cp=40 is no multiple of 16"]),
+    (["precision.fp8=block", "model.ffn_hidden_size=400"], 1,
+     ["model.ffn_hidden_size/tp=400 is no multiple of 128, which blocks of FP8 values need"]),
+    (["precision.fp8=block", "model.num_kv_heads=8", "model.hidden_size=512", "model.ffn_hidden_size=512",
+      "train.micro_batch_size=1", "parallel.tp=4"], 4,
+     ["train.seq_len*micro_batch_size/cp/tp=64 is no multiple of 128"]),
+    ([*FP8, "precision.fp8_bf16_layers=2"], 1,
+     ["precision.fp8_bf16_layers=2 at both ends leave none of model.num_layers=4 in FP8; use at most 1"]),
+    (["precision.fp8_bf16_layers=1"], 1, ["precision.fp8_bf16_layers=1 has no effect with precision.fp8=none"]),
+    (["precision.fp8_backend=torch"], 1, ["precision.fp8_backend=torch has no effect with precision.fp8=none"]),
     (["optimizer.warmup_samples=10"], 1,
      ["warmup_steps=20 and optimizer.warmup_samples=10", "set optimizer.warmup_steps=0"]),
     (["optimizer.decay_steps=50", "optimizer.decay_samples=999"], 1, ["twice", "set optimizer.decay_steps=null"]),
@@ -267,6 +276,8 @@ def test_broken_rule(argv, world, parts):
 
 @pytest.mark.parametrize("argv, capability, parts", [
     (FP8, (8, 0), ["precision.fp8=current needs a GPU of sm_89", "this one is sm_80", "use precision.fp8=none"]),
+    (["precision.fp8=block"], (8, 9), ["fp8=block needs a GPU of sm_90 (Hopper", "use precision.fp8=current"]),
+    (["precision.fp8=block"], (8, 0), ["fp8=block needs a GPU of sm_90 (Hopper", "use precision.fp8=none"]),
     ([], (7, 5), ["precision.dtype=bf16 needs a GPU of sm_80", "this one is sm_75", "fp16"]),
 ])
 def test_gpu_too_old(argv, capability, parts):
@@ -276,7 +287,11 @@ def test_gpu_too_old(argv, capability, parts):
 
 
 @pytest.mark.parametrize("argv, world, capability", [
-    (FP8, 1, (8, 9)), (FP8, 1, (9, 0)), (FP8, 1, (10, 0)), (FP8, 1, None), (["precision.dtype=fp16"], 1, (7, 0)),
+    (FP8, 1, (8, 9)), (FP8, 1, (9, 0)), (FP8, 1, (10, 0)), (FP8, 1, None), (["precision.fp8=block"], 1, (9, 0)),
+    (["precision.fp8=delayed", "precision.fp8_backend=torch", "precision.fp8_bf16_layers=1"], 1, None),
+    (["precision.fp8=block", "model.hidden_size=512", "model.num_kv_heads=8", "model.ffn_hidden_size=512",
+      "parallel.tp=4", "parallel.sequence_parallel=false", "train.micro_batch_size=1"], 4, None),
+    (["precision.dtype=fp16"], 1, (7, 0)),
     (["train.steps=5"], 2, None),                           # shorter than its warm-up: never leaves it
     (["optimizer.warmup_steps=0", "optimizer.warmup_samples=216320"], 1, None),
     (["optimizer.constant_steps=100", "train.steps=115"], 1, None),

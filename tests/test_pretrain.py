@@ -11,16 +11,31 @@ import pytest
 from minitron import cli
 
 ROOT = Path(__file__).parents[1]
-TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=4", "model.num_kv_heads=2",
-        "model.vocab_size=300", "train.seq_len=32", "train.global_batch_size=8", "train.micro_batch_size=2",
-        "data.source=mock", "precision.dtype=fp32"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.vocab_size=300",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "data.source=mock",
+    "precision.dtype=fp32",
+]
 
 
 def pretrain(*argv, ranks=None):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *launcher, "-m", "minitron.pretrain", *TINY, *argv], capture_output=True, text=True,
-                          env=environment, timeout=300)
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "minitron.pretrain", *TINY, *argv],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -29,8 +44,13 @@ def records(folder: Path, kind: str) -> list[dict]:
 
 
 def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
-    options = ["train.steps=4", "train.eval_every=2", "train.eval_steps=1", "data.separate_documents=true",
-               f"data.cache_dir={tmp_path / 'cache'}"]
+    options = [
+        "train.steps=4",
+        "train.eval_every=2",
+        "train.eval_steps=1",
+        "data.separate_documents=true",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
     done = pretrain(*options, f"log.dir={tmp_path / 'a'}", "parallel.tp=2", ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| consumed samples:") == 4 and done.stdout.count("validation loss at iteration") == 2
@@ -43,15 +63,24 @@ def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
         # kept apart, documents have fewer attention scores than whole samples: both counts are the world's
-        assert mine["tflops"]["full"] * mine["step_seconds"] * 2 == pytest.approx(other["tflops"]["full"] * other["step_seconds"])
+        assert mine["tflops"]["full"] * mine["step_seconds"] * 2 == pytest.approx(
+            other["tflops"]["full"] * other["step_seconds"]
+        )
 
 
-@pytest.mark.parametrize("argv,message", [
-    (["train.stepz=3"], "did you mean"), (["data.separate_documents=3"], "data.separate_documents=3"),
-    (["parallel.tp=2"], "needs 2 ranks, but there are 1"), (["train.seq_len=8192"], "max_positions"),
-    (["model.attention=cudnn"], "model.attention=cudnn"), (["data.source=indexed", "data.paths=[/no/such/file]"], "/no/such/file"),
-    (["log.dir=/proc/nowhere"], "log.dir=/proc/nowhere"), (["missing.yaml"], "missing.yaml"),
-])
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["train.stepz=3"], "did you mean"),
+        (["data.separate_documents=3"], "data.separate_documents=3"),
+        (["parallel.tp=2"], "needs 2 ranks, but there are 1"),
+        (["train.seq_len=8192"], "max_positions"),
+        (["model.attention=cudnn"], "model.attention=cudnn"),
+        (["data.source=indexed", "data.paths=[/no/such/file]"], "/no/such/file"),
+        (["log.dir=/proc/nowhere"], "log.dir=/proc/nowhere"),
+        (["missing.yaml"], "missing.yaml"),
+    ],
+)
 def test_mistakes_are_one_line(argv, message):
     done = pretrain(*argv)
     assert done.returncode == 1 and done.stdout == ""

@@ -3,10 +3,12 @@
 The order is a function of the number of samples consumed so far and of nothing else. A step takes the next
 global_batch_size samples; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
 
-    mbs 2, dp 2, 8 samples a step     microbatch 0: rank 0 [0 1]  rank 1 [2 3]     microbatch 1: rank 0 [4 5]  rank 1 [6 7]
+    mbs 2, dp 2, 8 samples a step     microbatch 0: rank 0 [0 1]  rank 1 [2 3]     microbatch 1: rank 0 [4 5]  rank 1
+    [6 7]
 
-so another dp size reads the same samples in the same step. Ranks of one tensor-, context- or pipeline-parallel group read the
-same samples; each context rank keeps its part of the sequence. The next step's samples are read while the current one trains.
+so another dp size reads the same samples in the same step. Ranks of one tensor-, context- or pipeline-parallel group
+read the same samples; each context rank keeps its part of the sequence. The next step's samples are read while the
+current one trains.
 """
 
 from __future__ import annotations

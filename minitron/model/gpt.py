@@ -7,8 +7,8 @@ blocks. Activations are [s, b, h], sequence first, so that a slice of the sequen
 
     tokens [s/cp, b] -> embedding [s/cp/tp, b, h] -> blocks -> final norm -> logits [s/cp, b, v/tp] -> loss sum
 
-A pipeline chunk is a `GPT` that holds only its blocks: the first also the embedding, the last also the head. It is called with a
-batch and the hidden states of the stage before, and returns hidden states or the loss.
+A pipeline chunk is a `GPT` that holds only its blocks: the first also the embedding, the last also the head. It is
+called with a batch and the hidden states of the stage before, and returns hidden states or the loss.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from minitron.attention import Backend
 from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
+from minitron.fp8 import Formats
 from minitron.mesh import Mesh
-from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads, swiglu, swiglu_forward
+from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads, swiglu
 from minitron.parallel import context
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      parameter, vocab_parallel_cross_entropy)
-from minitron.precision import DTYPES, Fp8Gemm, Gemm, Traffic, linear, use
+                                      choose_ops, parameter, vocab_parallel_cross_entropy)
+from minitron.precision import DTYPES, Gemm, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
 
@@ -38,8 +39,9 @@ from minitron.rng import attention_mask, dropout, token_keys
 class Batch:
     """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
 
-    `order` are the places of the s/cp tokens in the full sequence; `positions` count from the start of each document when documents
-    are kept apart, else they equal `order`. `documents` are each sample's boundaries [0, ..., s], on the host.
+    `order` are the places of the s/cp tokens in the full sequence; `positions` count from the start of each document
+    when documents are kept apart, else they equal `order`. `documents` are each sample's boundaries [0, ..., s], on
+    the host.
     """
 
     tokens: Tensor                      # [s/cp, b]
@@ -69,7 +71,8 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend, gemm):
         super().__init__()
         m, tp = cfg.model, mesh.tp.size
-        self.layer, self.backend, self.cp, self.style = layer, backend, mesh.cp, cfg.parallel.cp_style
+        self.layer, self.backend, self.ops = layer, backend, layout.ops
+        self.cp, self.style = mesh.cp, cfg.parallel.cp_style
         self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
         self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
         width, kv_width, bias = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.family == "gpt"
@@ -80,40 +83,40 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
         qkv = self.qkv(x, remake).unflatten(-1, (-1, self.head_dim))
         # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
-        q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope)
+        q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         dropped = None
         if self.dropout and self.training:
-            dropped = attention_mask(self.dropout, mb.keys, self.layer, self.first_head, self.heads)
+            dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
                               dropout_mask=dropped)
         return self.out(y.flatten(2))
 
 
 class MLP(nn.Module):
-    """Two linear layers around an activation: x [s/cp/tp, b, h] -> [s/cp/tp, b, h]; f/tp inner channels on this rank."""
+    """Two linear layers around an activation: x [s/cp/tp, b, h] -> the same; f/tp inner channels on this rank."""
 
     def __init__(self, cfg: Config, layout: Layout, gemm, keep_activation: bool):
         super().__init__()
         m, gated, bias = cfg.model, cfg.model.family == "llama", cfg.model.family == "gpt"
         f = m.ffn_hidden_size
-        self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm())
+        self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias,
+                                       gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
-        self.activation, self.remake = (swiglu, swiglu_forward) if gated else (gelu, gelu)
-        self.keep_activation = keep_activation
+        self.activation, self.ops, self.keep_activation = swiglu if gated else gelu, layout.ops, keep_activation
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
         inner = self.up(x, remake)
-        again = None if self.keep_activation else partial(self.remake, inner.detach())
-        return self.down(self.activation(inner), again)
+        again = None if self.keep_activation else partial(self.activation, inner.detach(), self.ops)
+        return self.down(self.activation(inner, self.ops), again)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream x is [s/cp/tp, b, h]."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend):
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend, formats: Formats):
         super().__init__()
         m = cfg.model
-        gemm = Gemm if cfg.precision.fp8 == "none" else partial(Fp8Gemm, layout.dtype)
+        gemm = partial(formats.gemm, layer)
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, backend, gemm)
         self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm, keep_activation=cfg.train.recompute != "selective")
@@ -167,7 +170,8 @@ class Head(nn.Module):
         self.weight = tied if tied is not None else parameter(
             shape, shard=Shard(0, layout.axis, shape[:1]), std=m.init_std, dtype=layout.dtype, device=layout.device)
         self.gemm = Gemm()
-        self.traffic = Traffic(layout.axis, before="gather" if layout.sequence_parallel else "copy", overlap=layout.overlap)
+        self.traffic = Traffic(layout.axis, before="gather" if layout.sequence_parallel else "copy",
+                               overlap=layout.overlap)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.norm(x), self.weight, self.gemm, self.traffic)
@@ -176,7 +180,8 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """A pipeline chunk: blocks `layers` of the model, with the embedding if `first` and the head if `last`.
 
-    Parameters carry `global_name`, their name in the whole model: the tied weight on the last stage has the embedding's.
+    Parameters carry `global_name`, their name in the whole model: the tied weight on the last stage has the
+    embedding's.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, backend: Backend, layers: range, *, first: bool, last: bool):
@@ -184,9 +189,10 @@ class GPT(nn.Module):
         m = cfg.model
         self.cfg, self.mesh = m, mesh
         self.layout = Layout(mesh.tp, cfg.parallel.sequence_parallel and mesh.tp.size > 1, cfg.parallel.overlap_tp,
-                             DTYPES[cfg.precision.dtype], mesh.device)
+                             DTYPES[cfg.precision.dtype], mesh.device, choose_ops(mesh.device))
         self.embedding = Embedding(cfg, self.layout) if first else None
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend) for i in layers})
+        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh)
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend, self.formats) for i in layers})
         shared = self.embedding.words.weight if first and m.tie_embeddings else None
         self.head = Head(cfg, self.layout, shared) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
@@ -199,21 +205,19 @@ class GPT(nn.Module):
             weight = self.embedding.words.weight if first else self.head.weight
             weight.global_name, weight.tied, weight.uses = "embedding.words.weight", True, 2 if first and last else 1
 
-        self.gemms = [module.gemm for module in self.modules() if hasattr(module, "gemm")]
-
     def units(self) -> Iterator[nn.Module]:
         """The chunk's parts in the order in which a forward pass reaches them."""
         yield from filter(None, (self.embedding, *self.blocks.values(), self.head))
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """hidden [s/cp/tp, b, h] from the stage before (None on the first) -> hidden, or on the last the loss sum (0-d)."""
+        """hidden [s/cp/tp, b, h] of the stage before, None on the first -> hidden; on the last the loss sum (0-d)."""
         mb = self._prepare(batch)
         x = hidden if self.embedding is None else self.embedding(batch, mb)
         for block in self.blocks.values():
             x = block(x, mb)
         if self.head is None:
             return x
-        losses = vocab_parallel_cross_entropy(self.head(x), batch.labels, self.mesh.tp)
+        losses = vocab_parallel_cross_entropy(self.head(x), batch.labels, self.mesh.tp, self.layout.ops)
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:
@@ -226,8 +230,7 @@ class GPT(nn.Module):
 
     def on_weights_updated(self) -> None:
         """After an optimizer step: number formats that keep casts of weights make them again."""
-        for gemm in self.gemms:
-            gemm.on_weights_updated()
+        self.formats.on_weights_updated()
 
     def _prepare(self, batch: Batch) -> Microbatch:
         rope = None if self.frequencies is None else rope_tables(batch.positions, self.frequencies)

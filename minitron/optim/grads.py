@@ -192,10 +192,10 @@ class OwnedPart(NamedTuple):
 class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
-    A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the optimizer
-    writes the buckets' data_slice; gather_parameters(). Parameters bring `global_name` (unique on this rank), `shard`
-    (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run over
-    mesh.dp_cp, tp and embedding.
+    A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
+    optimizer writes the buckets' data_slice; gather_parameters(). Parameters bring `global_name` (unique on this
+    rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run
+    over mesh.dp_cp, tp and embedding.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, *, sequence_parallel: bool, overlap: bool,
@@ -222,7 +222,8 @@ class Gradients:
     def begin_step(self) -> None:
         """Forget the last step's gradients: the first gradient of a parameter will overwrite them.
 
-        To zero the buffers instead would write all of them once more, and the first microbatch would read the zeros back.
+        To zero the buffers instead would write all of them once more, and the first microbatch would read the zeros
+        back.
         """
         for bucket in self.buckets:
             for param in bucket.params.values():

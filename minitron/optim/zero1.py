@@ -15,9 +15,8 @@ One step, with no value read by the host:
     Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
                               rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
 
-In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters.
-On CUDA the update and
-the cast are one kernel. Left out: a choice of optimizers.
+In float32 the master is the parameter slice itself. The update works on whole buckets, never on single parameters. On
+CUDA the update and the cast are one kernel. Left out: a choice of optimizers.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from torch import Tensor
 from minitron.collectives import all_reduce_
 from minitron.config import OptimizerConfig
 from minitron.optim.grads import Gradients, OwnedPart
+from minitron.parallel.tensor import choose_ops
+from minitron.plain import AdamHyper, AdamState
 
 # Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
 CLIP_EPS = 1e-6
@@ -71,9 +72,10 @@ class Zero1Optimizer:
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
-        self.cast = [i for i, bucket in enumerate(buckets) if bucket.kind.dtype != torch.float32]
-        self.groups = [(cfg.weight_decay, [i for i, bucket in enumerate(buckets) if bucket.kind.decay]),
-                       (0.0, [i for i, bucket in enumerate(buckets) if not bucket.kind.decay])]
+        self.ops = choose_ops(gradients.mesh.device)
+        self.states = [AdamState(master, bucket.grad_slice, average, square, bucket.data_slice,
+                                 cfg.weight_decay if bucket.kind.decay else 0.0)
+                       for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)]
 
     @torch.no_grad()
     def step(self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0) -> Stats:
@@ -81,8 +83,8 @@ class Zero1Optimizer:
 
         loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of
         tokens; zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with
-        before its backward (the fp16 loss scale), a number or a 0-d tensor. Afterwards the gradients are used up: whoever
-        needs them reads them before.
+        before its backward (the fp16 loss scale), a number or a 0-d tensor. Afterwards the gradients are used up:
+        whoever needs them reads them before.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
@@ -101,30 +103,7 @@ class Zero1Optimizer:
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """AdamW on every slice with gradient / divisor, unless found_inf is 1; then the parameters from the masters."""
         self.steps += 1 - found_inf
-        if self.steps.is_cuda:
-            self._update_fused(lr, divisor, found_inf)
-            return
-        buckets = self.gradients.buckets
-        for decay, members in self.groups:
-            if members:
-                torch._fused_adamw_(
-                    [self.masters[i] for i in members], [buckets[i].grad_slice for i in members],
-                    [self.exp_avg[i] for i in members], [self.exp_avg_sq[i] for i in members], [],
-                    [self.steps] * len(members), lr=lr, beta1=self.cfg.betas[0], beta2=self.cfg.betas[1],
-                    weight_decay=decay, eps=self.cfg.eps, amsgrad=False, maximize=False, grad_scale=divisor,
-                    found_inf=found_inf)
-        if self.cast:
-            torch._foreach_copy_([buckets[i].data_slice for i in self.cast], [self.masters[i] for i in self.cast])
-
-    def _update_fused(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """The same in one pass over memory for each bucket."""
-        from minitron import kernels
-        betas, steps = self.cfg.betas, self.steps.double()
-        corrections = torch.stack([1 - beta**steps for beta in betas]).float()
-        for i, bucket in enumerate(self.gradients.buckets):
-            kernels.adamw_(self.masters[i], bucket.grad_slice, self.exp_avg[i], self.exp_avg_sq[i], bucket.data_slice,
-                           corrections=corrections, divisor=divisor, found_inf=found_inf, lr=lr, betas=betas,
-                           eps=self.cfg.eps, decay=self.cfg.weight_decay if bucket.kind.decay else 0.0)
+        self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps))
 
     def state_slices(self) -> Iterator[tuple[OwnedPart, dict[str, Tensor]]]:
         """This rank's state by parameter: where each part lies, and 1-d float32 views into the state itself."""

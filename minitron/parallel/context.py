@@ -62,13 +62,14 @@ def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarra
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
-              documents: Documents | None = None, dropout_mask: Tensor | None = None) -> Tensor:
+              documents: Documents | None = None, dropout_mask: Callable[[], Tensor] | None = None) -> Tensor:
     """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
 
     The rank holds the positions that `local_positions` says. `documents` gives, for every sample of the batch, the
-    boundaries of its documents over the whole sequence, the same on every rank: queries see keys of their own document
-    only. dropout_mask [b, n, s, s] multiplies the probabilities (cp = 1 and the reference backend only). Communicates
-    along `axis`, in the forward and in the backward pass. Raises ValueError for what these styles cannot do.
+    boundaries of its documents over the whole sequence, the same on every rank: queries see keys of their own
+    document only. dropout_mask makes the [b, n, s, s] that multiplies the probabilities (cp = 1 and the reference
+    backend only); it is called in both passes, so that nothing of that size is kept. Communicates along `axis`, in
+    the forward and in the backward pass. Raises ValueError for what these styles cannot do.
     """
     _check(q, k, axis, style, documents, dropout_mask)
     if axis.size == 1:
@@ -169,17 +170,19 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, backend, dropout_mask):
-        options = dict(causal=True, scale=q.shape[-1] ** -0.5, dropout_mask=dropout_mask)
-        out, lse, ctx.kernel_saved = backend.forward(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), **options)
+        options = dict(causal=True, scale=q.shape[-1] ** -0.5)
+        out, lse, ctx.kernel_saved = backend.forward(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), **options,
+                                                     dropout_mask=dropout_mask and dropout_mask())
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.backend, ctx.options = backend, options
+        ctx.backend, ctx.options, ctx.dropout_mask = backend, options, dropout_mask
         return out.permute(2, 0, 1, 3)
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         dout, q, k, v = (x.permute(1, 2, 0, 3) for x in (dout.contiguous(), q, k, v))
-        grads = ctx.backend.backward(dout, q, k, v, out, lse, ctx.kernel_saved, **ctx.options)
+        grads = ctx.backend.backward(dout, q, k, v, out, lse, ctx.kernel_saved, **ctx.options,
+                                     dropout_mask=ctx.dropout_mask and ctx.dropout_mask())
         return *(dx.permute(2, 0, 1, 3) for dx in grads), None, None
 
 
@@ -191,7 +194,7 @@ class _Kernel:
     """The backend, applied to a block of q, dout, out [s/cp, b, n, d], lse [b, n, s/cp] and k, v [any, b, g, d]."""
 
     backend: Backend
-    dropout_mask: Tensor | None = None
+    dropout_mask: Callable[[], Tensor] | None = None
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor):
         q, k, v = _run(q, block, block.queries), _run(k, block, block.keys), _run(v, block, block.keys)
@@ -205,7 +208,7 @@ class _Kernel:
 
     def _options(self, block: Block, q: Tensor) -> dict:
         mask = self.dropout_mask
-        mask = None if mask is None else mask[block.samples, :, block.queries, block.keys]
+        mask = None if mask is None else mask()[block.samples, :, block.queries, block.keys]
         return dict(causal=block.causal, scale=q.shape[-1] ** -0.5, dropout_mask=mask)
 
 

@@ -18,11 +18,12 @@ the sum over sequence-parallel ranks all read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from minitron import collectives
+from minitron import collectives, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.precision import Gemm, Traffic, accumulate, linear, use
@@ -76,8 +77,8 @@ def parameter(shape: tuple[int, ...], *, shard: Shard | None, std: float | None,
               device: torch.device, fill: float = 0.0) -> nn.Parameter:
     """An uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tensor-parallel rank).
 
-    std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. `uses` counts the gradients that
-    one backward pass adds; `tied` marks the embedding weight that the head shares.
+    std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. `uses` counts the
+    gradients that one backward pass adds; `tied` marks the embedding weight that the head shares.
     """
     shape = list(shape)
     if shard is not None:
@@ -89,24 +90,36 @@ def parameter(shape: tuple[int, ...], *, shard: Shard | None, std: float | None,
     return param
 
 
+def choose_ops(device: torch.device) -> ModuleType:
+    """The pointwise kernels of a device: minitron.fused on CUDA, minitron.plain elsewhere."""
+    if device.type != "cuda":
+        return plain
+    from minitron import fused
+    return fused
+
+
 @dataclass(frozen=True)
 class Layout:
-    """What every parallel layer needs to know: where it is, and in which format its parameters are."""
+    """What every layer needs to know: where it is, the format of its parameters, and its pointwise kernels."""
 
     axis: Axis
     sequence_parallel: bool = True
     overlap: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    ops: ModuleType = plain
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp] (x [s, b, h] without sequence parallelism).
+    """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
+
+    Without sequence parallelism x is [s, b, h].
 
     chunks: sizes of the outputs fused in one weight, each split over tp by itself.
     """
 
-    def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool, gemm: Gemm):
+    def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool,
+                 gemm: Gemm):
         super().__init__()
         axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
         shard = Shard(0, axis, chunks)
@@ -121,7 +134,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + bias, split by input features: x [s, b, in/tp] -> [s/tp, b, h] ([s, b, h] without sequence parallelism)."""
+    """y = x W^T + bias, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
+
+    Without sequence parallelism y is [s, b, h].
+    """
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
         super().__init__()
@@ -163,7 +179,10 @@ class _Lookup(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding split over the vocabulary: ids [s, b] -> [s/tp, b, h] ([s, b, h] without sequence parallelism)."""
+    """Token embedding split over the vocabulary: ids [s, b] -> [s/tp, b, h].
+
+    Without sequence parallelism the result is [s, b, h].
+    """
 
     def __init__(self, vocab: int, hidden: int, layout: Layout, *, std: float):
         super().__init__()
@@ -178,62 +197,29 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The fused kernels of minitron/kernels.py on CUDA, their plain twins below elsewhere."""
-
     @staticmethod
-    def forward(ctx, logits, labels, axis):
+    def forward(ctx, logits, labels, axis, ops):
         first = axis.rank * logits.shape[-1]
-        top, total, picked = _kernels(logits).softmax_sums(logits, labels, first)
+        top, total, picked = ops.softmax_sums(logits, labels, first)
         highest = top.clone()
         all_reduce_(highest, axis, op=torch.distributed.ReduceOp.MAX)
         sums = torch.stack([total * (top - highest).exp(), picked])
         all_reduce_(sums, axis)
         lse = sums[0].log() + highest
         ctx.save_for_backward(logits, labels, lse)
-        ctx.first = first
+        ctx.first, ctx.ops = first, ops
         return lse - sums[1]
 
     @staticmethod
     def backward(ctx, dloss):
         logits, labels, lse = ctx.saved_tensors
-        return _kernels(logits).softmax_gradient_(logits, labels, ctx.first, lse, dloss), None, None
+        return ctx.ops.softmax_gradient_(logits, labels, ctx.first, lse, dloss), None, None, None
 
 
-class _Plain:
-    """Plain twins of the fused cross-entropy kernels, with the same contract."""
-
-    @staticmethod
-    def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, (local, inside) = logits.float(), _Plain.local(logits, labels, first)
-        top = x.amax(-1)
-        total = (x - top.unsqueeze(-1)).exp_().sum(-1)
-        return top, total, x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside
-
-    @staticmethod
-    def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
-        local, inside = _Plain.local(logits, labels, first)
-        grad = (logits.float() - lse.unsqueeze(-1)).exp_()
-        grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())
-        return logits.copy_(grad.mul_(dloss.unsqueeze(-1)))
-
-    @staticmethod
-    def local(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        local = labels - first
-        inside = (local >= 0) & (local < logits.shape[-1])
-        return local.masked_fill(~inside, 0), inside
-
-
-def _kernels(x: Tensor):
-    if not x.is_cuda:
-        return _Plain
-    from minitron import kernels
-    return kernels
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType = plain) -> Tensor:
     """Per-token loss from logits split over the vocabulary, in float32 and without gathering them.
 
-    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. The backward pass
-    uses the logits up: their memory becomes their gradient.
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. The
+    backward pass uses the logits up: their memory becomes their gradient.
     """
-    return _CrossEntropy.apply(logits, labels, axis)
+    return _CrossEntropy.apply(logits, labels, axis, ops)

@@ -1,10 +1,11 @@
 """Runs a schedule: point-to-point messages plus `for action in schedule`.
 
-The schedule says what this rank computes, sends and receives, and in which order (see schedule.py); nothing is decided here.
-Three small tables hold what is under way:
+The schedule says what this rank computes, sends and receives, and in which order (see schedule.py); nothing is
+decided here. Four small tables hold what is under way:
 
     received   values posted for receipt, each waited for when the operation that needs it runs
-    outbox     values made and not yet sent
+    outbox     values made and not yet posted for sending
+    flights    exchanges that were posted and whose messages may still be on their way
     saved      of each microbatch between its forward and its backward: the input, and the *edge* of the output in the
                autograd graph. The output itself is freed once it has been sent; its backward only needs the edge.
 
@@ -13,6 +14,7 @@ With one pipeline stage there are no messages, and this is plain gradient accumu
 
 from __future__ import annotations
 
+from collections import deque
 from functools import lru_cache
 from typing import Callable, Sequence
 
@@ -30,8 +32,8 @@ from minitron.pipeline.schedule import (Backward, Exchange, Forward, Schedule, T
 class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
-    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h].
-    on_last_backward(chunk): called before the chunk's last backward of a step, when gradients may be reduced as they come.
+    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. on_last_backward(chunk): called before
+    the chunk's last backward of a step, when gradients may be reduced as they come.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], pp: Axis, shape: tuple[int, ...], dtype: torch.dtype,
@@ -45,7 +47,8 @@ class Executor:
     def train(self, batches: Sequence, seed: Tensor | float) -> Tensor:
         """Forward and backward of every microbatch; the loss sums are multiplied by `seed` before the backward.
 
-        Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last stage.
+        Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last
+        stage.
         """
         seed = torch.ones((), device=self.device) * seed
         return self._run(self.make(self.pp.size, len(self.chunks), len(batches)), batches, seed)
@@ -82,7 +85,7 @@ class _Run:
         self.received: dict[Transfer, tuple[Tensor, _Flight]] = {}
         self.outbox: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.latest = _Flight()
+        self.flights: deque[_Flight] = deque()  # whose sends may not have left
 
     def forward(self, op: Forward) -> None:
         x = self._take(input_of(op, *self._place()))
@@ -108,18 +111,21 @@ class _Run:
             self.outbox[output] = x.grad
 
     def exchange(self, action: Exchange) -> None:
-        self.latest.wait()  # so at most one exchange is under way, and what it sent is freed
+        while self.flights and self.flights[0].has_landed():
+            self.flights.popleft()
         sends = [(t, self.outbox.pop(t).contiguous()) for t in action.sends]
         recvs = [(t, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
                  for t in action.recvs]
         pp = self.executor.pp
-        self.latest = _Flight([dist.P2POp(direction, value, pp.ranks[t.peer], group=pp.group)
-                               for direction, values in ((dist.isend, sends), (dist.irecv, recvs)) for t, value in values])
+        flight = _Flight([dist.P2POp(direction, value, pp.ranks[t.peer], group=pp.group)
+                          for direction, values in ((dist.isend, sends), (dist.irecv, recvs)) for t, value in values])
+        self.flights.append(flight)
         for t, value in recvs:
-            self.received[t] = value, self.latest
+            self.received[t] = value, flight
 
     def finish(self) -> Tensor:
-        self.latest.wait()
+        for flight in self.flights:
+            flight.wait()
         assert not (self.received or self.outbox or self.saved), "the schedule left values unused"
         return self.loss
 
@@ -135,12 +141,17 @@ class _Run:
 
 
 class _Flight:
-    """The messages of one exchange, waited for once: a second wait for a gloo message would wait for another message."""
+    """The messages of one exchange. Their tensors live as long as it does, or until someone has waited for it."""
 
-    def __init__(self, ops: list[dist.P2POp] = ()):
-        self.ops, self.works = ops, dist.batch_isend_irecv(ops) if ops else []  # the ops keep the values alive until they have left
+    def __init__(self, ops: list[dist.P2POp]):
+        self.ops, self.works = ops, dist.batch_isend_irecv(ops)
+
+    def has_landed(self) -> bool:
+        """Whether all messages have left and arrived; waits for nothing."""
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
+        """Only once: a second wait for a gloo message would wait for another message."""
         for work in self.works:
             work.wait()
         self.ops, self.works = [], []

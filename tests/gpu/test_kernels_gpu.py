@@ -20,9 +20,11 @@ def randn(*shape, dtype=torch.float32, seed=0):
 @dtypes
 @pytest.mark.parametrize("f", [48, 2048, 3000])
 def test_swiglu(dtype, f):
+    from minitron import fused
     from minitron.model.layers import swiglu
+
     x, dy = randn(5, 3, 2 * f, dtype=dtype).requires_grad_(), randn(5, 3, f, dtype=dtype, seed=1)
-    y = swiglu(x)
+    y = swiglu(x, fused)
     y.backward(dy)
     plain = x.detach().float().requires_grad_()
     gate, up = plain.chunk(2, -1)
@@ -36,18 +38,21 @@ def test_swiglu(dtype, f):
 @pytest.mark.parametrize("sizes", [(8, 2, 2), (5, 5, 5)])
 @pytest.mark.parametrize("rope_batch", [1, 3])
 def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
-    from minitron.model.layers import rope_frequencies, rope_tables, rotate, split_heads
+    from minitron import fused
+    from minitron.model.layers import rope_frequencies, rope_tables, split_heads
+    from minitron.plain import rotate
+
     qkv = randn(17, 3, sum(sizes), 64, dtype=dtype)
     positions = torch.randint(0, 100, (17, rope_batch), device="cuda")
     rope = rope_tables(positions, rope_frequencies(64, 100.0, None).cuda())
     plain = qkv.float().clone().requires_grad_()
     q, k, v = plain.split(sizes, 2)
-    expected = rotate(q, *rope), rotate(k, *rope), v
+    expected = rotate(q, rope), rotate(k, rope), v
     # attention hands gradients back as [b, n, s, d] in another order of memory
     grads = [randn(3, n, 17, 64, dtype=dtype, seed=n).permute(2, 0, 1, 3) for n in sizes]
     torch.autograd.backward(expected, [g.float() for g in grads])
     leaf = qkv.clone().requires_grad_()
-    actual = split_heads(leaf * 1, sizes, rope)
+    actual = split_heads(leaf * 1, sizes, rope, fused)
     torch.autograd.backward(actual, grads)
     for mine, other in zip(actual, expected):
         assert_close_rel(mine.float(), other, TOLERANCE[dtype])
@@ -57,11 +62,13 @@ def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
 @dtypes
 @pytest.mark.parametrize("vocab", [96, 8192, 20000])
 def test_cross_entropy(dtype, vocab):
+    from minitron import fused
     from minitron.mesh import Axis
     from minitron.parallel.tensor import vocab_parallel_cross_entropy
+
     leaf = (3 * randn(7, 2, vocab)).to(dtype).requires_grad_()
     labels, dloss = torch.randint(0, vocab, (7, 2), device="cuda"), randn(7, 2)
-    loss = vocab_parallel_cross_entropy(leaf * 1, labels, Axis.single())
+    loss = vocab_parallel_cross_entropy(leaf * 1, labels, Axis.single(), fused)
     loss.backward(dloss)
     plain = leaf.detach().float().requires_grad_()
     expected = F.cross_entropy(plain.flatten(0, 1), labels.flatten(), reduction="none").view(7, 2)
@@ -71,34 +78,41 @@ def test_cross_entropy(dtype, vocab):
 
 
 def test_cross_entropy_of_labels_on_other_ranks():
-    from minitron import kernels
-    from minitron.parallel.tensor import _Plain
+    from minitron import fused
+    from minitron import plain
+
     logits, labels = randn(40, 100), torch.arange(40, device="cuda") * 10
-    for mine, twin in zip(kernels.softmax_sums(logits, labels, 100), _Plain.softmax_sums(logits, labels, 100), strict=True):
+    for mine, twin in zip(
+        fused.softmax_sums(logits, labels, 100), plain.softmax_sums(logits, labels, 100), strict=True
+    ):
         assert_close_rel(mine, twin, 2e-6)
     lse, dloss = randn(40, seed=1) + 5, randn(40, seed=2)
-    expected = _Plain.softmax_gradient_(logits.clone(), labels, 100, lse, dloss)
-    assert_close_rel(kernels.softmax_gradient_(logits, labels, 100, lse, dloss), expected, 2e-6)
+    expected = plain.softmax_gradient_(logits.clone(), labels, 100, lse, dloss)
+    assert_close_rel(fused.softmax_gradient_(logits, labels, 100, lse, dloss), expected, 2e-6)
 
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 def test_adamw_equals_torchs_and_skips(param_dtype):
-    from minitron import kernels
+    from minitron import fused
+    from minitron.plain import AdamHyper, AdamState
+
     n, lr, betas, eps, decay = 10_000, 1e-2, (0.9, 0.999), 1e-8, 0.1
     master, grad = randn(n), randn(n, seed=1)
     reference = torch.nn.Parameter(master.clone())
     twin = torch.optim.AdamW([reference], lr=lr, betas=betas, eps=eps, weight_decay=decay)
-    average, square, param = torch.zeros_like(master), torch.zeros_like(master), master.to(param_dtype)
+    state = AdamState(
+        master, grad.clone(), torch.zeros_like(master), torch.zeros_like(master), master.to(param_dtype), decay
+    )
     divisor, finite, infinite = (torch.tensor(x, device="cuda") for x in (2.0, 0.0, 1.0))
     for step in range(1, 5):
-        corrections = torch.tensor([1 - b**step for b in betas], device="cuda")
-        args = dict(corrections=corrections, divisor=divisor, lr=lr, betas=betas, eps=eps, decay=decay)
-        kernels.adamw_(master, grad * step, average, square, param, found_inf=finite, **args)
-        before = [x.clone() for x in (master, average, square, param)]
-        kernels.adamw_(master, grad, average, square, param, found_inf=infinite, **args)
-        assert all(torch.equal(a, b) for a, b in zip(before, (master, average, square, param)))
+        steps = torch.tensor(float(step), device="cuda")
+        state.grad.copy_(grad * step)
+        fused.adamw_([state], steps, divisor, finite, AdamHyper(lr, betas, eps))
+        before = [x.clone() for x in state[:5]]
+        fused.adamw_([state], steps, divisor, infinite, AdamHyper(lr, betas, eps))
+        assert all(torch.equal(a, b) for a, b in zip(before, state[:5]))
         reference.grad = grad * step / 2
         twin.step()
         assert_close_rel(master, reference, 1e-6, f"master after {step}")
     if param_dtype == torch.bfloat16:
-        assert torch.equal(param, master.bfloat16())
+        assert torch.equal(state.param, master.bfloat16())

@@ -1,4 +1,4 @@
-"""Every layout that this machine's GPUs allow has the losses and gradients of one GPU, over NCCL, in float32 and bf16."""
+"""Every layout that this machine's GPUs allow has the losses and gradients of one GPU, in each number format."""
 
 import subprocess
 import sys

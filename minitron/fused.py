@@ -1,16 +1,16 @@
-"""Triton kernels for what lies between the GEMMs, each the equal of a plain torch function named beside it.
+"""Triton kernels for what lies between the GEMMs: the functions of minitron/plain.py, by the same names and contracts.
 
 Problem: on a GPU these operations cost nothing but memory traffic, and written as several torch operations each
-intermediate makes a round trip to memory. At Llama-3 8B sizes that doubles the time outside of GEMMs and attention. The
-idea: one pass per operation, everything in registers, arithmetic in float32 whatever the format in memory.
+intermediate makes a round trip to memory. At Llama-3 8B sizes that took a fifth of the step. The idea: one pass per
+operation, everything in registers, arithmetic in float32 whatever the format in memory.
 
-    kernel            reads and writes, per element of its input          plain twin
-    swiglu            2 read, 1 written; backward 3 read, 2 written       model/layers.py: swiglu
-    rotate            in place; backward also undoes the q, k, v split    model/layers.py: split_heads
-    cross_entropy     1 read; backward in place over the logits           parallel/tensor.py: vocab_parallel_cross_entropy
-    adamw             4 read, 3 written, and the bf16 parameter           torch._fused_adamw_, then a cast
+    kernel          of numbers as large as its result, it reads and writes
+    swiglu          2 and 1, backward 3 and 2
+    rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
+    cross-entropy   1 and 0, backward 1 and 1 over the logits
+    adamw           4 and 3, and the bf16 parameter
 
-Imported on CUDA devices only, where torch brings Triton. Left out: norms (torch's are one pass already) and dropout.
+Imported where the device is CUDA and torch brings Triton. Left out: norms (torch's are one pass already) and dropout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# ---- SwiGLU -----------------------------------------------------------------------------------------------------------
+from minitron.plain import AdamHyper, AdamState, Rope
+
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -61,12 +63,12 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-# ---- rotary positions ---------------------------------------------------------------------------------------------------
+# ---- rotary positions ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _rotate(x, y, cos, sin, batch, heads, x_row, x_sample, x_head, y_row, y_sample, y_head, rope_batch, SIGN: tl.constexpr,
-            HALF: tl.constexpr, HEADS: tl.constexpr):
+def _rotate(x, y, cos, sin, batch, heads, x_row, x_sample, x_head, y_row, y_sample, y_head, rope_batch,
+            SIGN: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr):
     """Channels i and i + HALF of every head of one token turned by SIGN * angle; SIGN 0 copies."""
     token = tl.program_id(0)
     row, sample = (token // batch).to(tl.int64), token % batch
@@ -84,7 +86,7 @@ def _rotate(x, y, cos, sin, batch, heads, x_row, x_sample, x_head, y_row, y_samp
     tl.store(target + HALF, second, inside)
 
 
-def _turn(x: Tensor, y: Tensor, rope: tuple[Tensor, Tensor] | None, sign: int) -> None:
+def _turn(x: Tensor, y: Tensor, rope: Rope | None, sign: int) -> None:
     """x, y [s, b, n, d] with unit last stride; rope: cos and sin [s, b or 1, 1, d/2]."""
     s, b, n, d = x.shape
     assert x.stride(-1) == y.stride(-1) == 1 and d & (d - 1) == 0
@@ -93,21 +95,24 @@ def _turn(x: Tensor, y: Tensor, rope: tuple[Tensor, Tensor] | None, sign: int) -
                       HEADS=triton.next_power_of_2(n), num_warps=4)
 
 
-def rotate_forward(qk: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-    """Turn the heads of qk [s, b, n, d] in place. d is a power of 2."""
-    _turn(qk, qk, rope, 1)
+def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
+    """qkv [s, b, n + 2g, d] -> views q, k, v of it, q and k turned in place. d is a power of 2."""
+    turned = qkv[:, :, :sizes[0] + sizes[1]]
+    _turn(turned, turned, rope, 1)
+    return qkv.split(sizes, 2)
 
 
-def rotate_backward(grads: tuple[Tensor, Tensor, Tensor], rope: tuple[Tensor, Tensor]) -> Tensor:
-    """dq, dk, dv [s, b, n, d] -> the gradient of the heads side by side before the rotation, [s, b, n + 2g, d]."""
+def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
+    """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     s, b, _, d = grads[0].shape
-    out = grads[0].new_empty(s, b, sum(g.shape[2] for g in grads), d)
-    for grad, part, sign in zip(grads, out.split([g.shape[2] for g in grads], 2), (-1, -1, 0)):
+    sizes = [g.shape[2] for g in grads]
+    out = grads[0].new_empty(s, b, sum(sizes), d)
+    for grad, part, sign in zip(grads, out.split(sizes, 2), (-1, -1, 0)):
         _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), part, rope if sign else None, sign)
     return out
 
 
-# ---- cross-entropy ------------------------------------------------------------------------------------------------------
+# ---- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -142,6 +147,7 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Te
 
     labels are global ids, `first` is the id of column 0. Three float32 tensors [...].
     """
+    assert logits.is_contiguous() and labels.is_contiguous()
     vocab = logits.shape[-1]
     top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
     _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, first, BLOCK=8192, num_warps=16)
@@ -150,27 +156,27 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Te
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
     """The logits become their gradient, (softmax - onehot(label)) * dloss, in place."""
+    assert logits.is_contiguous() and labels.is_contiguous() and lse.is_contiguous()
     vocab = logits.shape[-1]
     grid = labels.numel(), triton.cdiv(vocab, 4096)
     _softmax_gradient[grid](logits, labels, lse, dloss.contiguous(), vocab, first, BLOCK=4096, num_warps=8)
     return logits
 
 
-# ---- AdamW --------------------------------------------------------------------------------------------------------------
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _adamw(master, grad, average, square, param, corrections, divisor, found_inf, lr, beta1, beta2, eps, decay, n,
-           CAST: tl.constexpr, BLOCK: tl.constexpr):
+def _adamw(master, grad, average, square, param, corrections, divisor, found_inf, lr, beta1, beta2, rest1, rest2, eps,
+           decay, n, CAST: tl.constexpr, BLOCK: tl.constexpr):
     if tl.load(found_inf) == 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
-        correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
         g = tl.load(grad + i, inside) / tl.load(divisor)
         p = tl.load(master + i, inside) * (1 - lr * decay)
-        m = tl.load(average + i, inside) * beta1 + g * (1 - beta1)
-        v = tl.load(square + i, inside) * beta2 + g * g * (1 - beta2)
-        p -= lr / correction1 * m / (tl.sqrt(v / correction2) + eps)
+        m = tl.load(average + i, inside) * beta1 + g * rest1
+        v = tl.load(square + i, inside) * beta2 + g * g * rest2
+        p -= lr / tl.load(corrections) * m / (tl.sqrt(v / tl.load(corrections + 1)) + eps)
         tl.store(master + i, p, inside)
         tl.store(average + i, m, inside)
         tl.store(square + i, v, inside)
@@ -178,12 +184,12 @@ def _adamw(master, grad, average, square, param, corrections, divisor, found_inf
             tl.store(param + i, p, inside)
 
 
-def adamw_(master: Tensor, grad: Tensor, average: Tensor, square: Tensor, param: Tensor, *, corrections: Tensor,
-           divisor: Tensor, found_inf: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
-    """One AdamW step on flat tensors with grad / divisor, unless found_inf; `param` becomes the master in its own dtype.
-
-    corrections: [2], 1 - beta ** step; divisor, found_inf: 0-d. All float32 on the device.
-    """
-    n = master.numel()
-    _adamw[(triton.cdiv(n, 4096),)](master, grad, average, square, param, corrections, divisor, found_inf, lr, *betas, eps,
-                                    decay, n, CAST=param.dtype != torch.float32, BLOCK=4096, num_warps=8)
+def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper) -> None:
+    """One pass over memory for each state; see minitron/plain.py."""
+    corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
+    rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
+    for s in states:
+        n = s.master.numel()
+        _adamw[(triton.cdiv(n, 4096),)](
+            s.master, s.grad, s.average, s.square, s.param, corrections, divisor, found_inf, hyper.lr, *hyper.betas,
+            *rests, hyper.eps, s.decay, n, CAST=s.param.dtype != torch.float32, BLOCK=4096, num_warps=8)

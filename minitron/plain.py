@@ -1,0 +1,126 @@
+"""What lies between the GEMMs, in a few lines of torch each, for any device: the contract of minitron/fused.py.
+
+Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
+function, and so decide what is kept. One of the two modules is chosen, once, when a model is built.
+
+    swiglu                       silu(gate) * up                         Shazeer 2020
+    split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
+    softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
+    adamw_                       the update of flat optimizer states     Loshchilov & Hutter 2019
+
+A name that ends in `_` changes its arguments in place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
+
+
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+
+
+def swiglu_forward(x: Tensor) -> Tensor:
+    """silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dx [..., 2f] from dy [..., f] and the input x."""
+    gate, up = x.chunk(2, -1)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    return torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
+
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, rope: Rope, sign: int = 1) -> Tensor:
+    """Turn channel i together with channel i + d/2 (the convention of Hugging Face's Llama). x [s, b, n, d]."""
+    (first, second), (cos, sin) = x.float().chunk(2, -1), rope
+    sin = sin * sign
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
+    """Heads side by side -> q, k, v with q and k turned: qkv [s, b, n + 2g, d], sizes (n, g, g). qkv is used up."""
+    q, k, v = qkv.split(sizes, 2)
+    return rotate(q, rope), rotate(k, rope), v.contiguous()  # a copy, so that qkv can go
+
+
+def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
+    """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
+    dq, dk, dv = grads
+    return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
+
+
+# ---- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits [..., v]: its maximum, the sum of exp(x - maximum), and the label's logit (0 if elsewhere).
+
+    labels are global ids, `first` is the id of column 0. Three float32 tensors [...].
+    """
+    x, (local, inside) = logits.float(), _local(labels, first, logits.shape[-1])
+    top = x.amax(-1)
+    total = (x - top.unsqueeze(-1)).exp_().sum(-1)
+    return top, total, x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
+    """The logits become their gradient, (softmax - onehot(label)) * dloss."""
+    local, inside = _local(labels, first, logits.shape[-1])
+    grad = (logits.float() - lse.unsqueeze(-1)).exp_()
+    grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())
+    return logits.copy_(grad.mul_(dloss.unsqueeze(-1)))
+
+
+def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Labels as columns of this rank (0 if they are elsewhere), and whether they are here."""
+    local = labels - first
+    inside = (local >= 0) & (local < size)
+    return local.masked_fill(~inside, 0), inside
+
+
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
+
+
+class AdamState(NamedTuple):
+    """Flat tensors [n]: float32 all but `param`, the model's own slice, which may be the master itself."""
+
+    master: Tensor
+    grad: Tensor
+    average: Tensor
+    square: Tensor
+    param: Tensor
+    decay: float
+
+
+class AdamHyper(NamedTuple):
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+
+def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper) -> None:
+    """One step on every state with grad / divisor, unless found_inf is 1; `param` becomes the master in its own dtype.
+
+    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are used
+    up.
+    """
+    for decay in {s.decay for s in states}:
+        masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
+        torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), lr=hyper.lr,
+                            beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay, eps=hyper.eps,
+                            amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
+    for s in states:
+        if s.param.dtype != torch.float32:
+            s.param.copy_(s.master)

@@ -1,0 +1,32 @@
+"""A training step never waits for the device: one whole step under CUDA's sync detector, with everything switched on."""
+
+import pytest
+import torch
+from layouts import GPT3, LLAMA, config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_step_does_not_wait_for_the_device(base, dtype, separate):
+    from minitron.data.loader import Loader
+    from minitron.data.mock import MockDataset
+    from minitron.mesh import Mesh
+    from minitron.train import build
+
+    cfg = config(base, {"model": dict(hidden_size=512, hidden_dropout=0.1, max_positions=64), "train": {"seq_len": 64},
+                        "precision": {"dtype": dtype}, "data": {"separate_documents": separate}})
+    mesh = Mesh.offline(device="cuda")
+    trainer, loader = build(cfg, mesh), Loader(MockDataset(90, 64, 64, 0, document_length=20.0), cfg, mesh)
+    for step in range(2):
+        trainer.step(loader.step(8 * step, step), 1e-3)  # compiles kernels, allocates
+    batches = loader.step(16, 2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats = trainer.step(batches, 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loader.close()
+    assert 0 < stats.read()["loss"] < 10
