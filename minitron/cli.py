@@ -89,6 +89,8 @@ def load(argv: list[str]) -> Config:
             if not isinstance(node.get(section), dict):  # not there yet, or set to null before
                 node[section] = {}
             node = node[section]
+        if value == {}:  # of a section: all its defaults, unless it has been set before
+            value = node.get(name) or {}
         node[name] = value
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
 
@@ -155,7 +157,7 @@ def _settings(tree: dict, origin: str = "") -> list[tuple[str, str, Any]]:
             if name not in known:
                 raise ValueError(f"{origin}unknown key {key}; {_suggestion(str(name), known, prefix)}")
             section = _section(cls, name)
-            if section and isinstance(value, dict):
+            if section and isinstance(value, dict) and value:
                 walk(section, value, f"{key}.")
             else:
                 settings.append((origin, key, value))
@@ -178,7 +180,10 @@ def _suggestion(name: str, known: list[str], prefix: str) -> str:
 def _check_type(origin: str, key: str, value: Any) -> None:
     hint, field = _find(key)
     if not _fits(hint, value):
-        raise ValueError(f"{origin}{key}={_shown(value)} is not {_type_name(hint)}; {_instead(key, hint, field)}")
+        expected = _type_name(hint)
+        if re.fullmatch(r"[+-]?(inf(inity)?|nan)", str(value), re.I):
+            expected = expected.replace("a number", "a finite number")
+        raise ValueError(f"{origin}{key}={_shown(value)} is not {expected}; {_instead(key, hint, field)}")
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -186,6 +191,8 @@ def _fits(hint: Any, value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return (type(None) if value is None else bool) in (get_args(hint) or (hint,))
     bare = _without_none(hint)
+    if is_dataclass(bare):
+        return value == {}
     if get_origin(bare) is Literal:
         return value in get_args(bare)
     if get_origin(bare) is tuple:

@@ -116,7 +116,10 @@ class TrainConfig:
 @dataclass(frozen=True)
 class PrecisionConfig:
     dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "parameters and activations; optimizer state is always fp32")
-    fp8: Literal["none", "current"] = key("none", "GEMMs of the blocks in FP8 with current per-tensor scaling")
+    fp8: Literal["none", "delayed", "current", "block"] = key(
+        "none", "GEMMs of the blocks in FP8; scales from past steps, from the tensor itself, or one per 128 values")
+    fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own")
+    fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE)
     loss_scale: float = key(65536.0, "fp16: initial dynamic loss scale", POSITIVE)
     loss_scale_window: int = key(1000, "fp16: clean steps after which the scale doubles", COUNT)
     loss_scale_hysteresis: int = key(2, "fp16: overflows tolerated before the scale halves", COUNT)

@@ -16,6 +16,7 @@ Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-AI 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,16 @@ class TensorScaling:
         values, inverse = (x.float() * scale).clamp(-limit(kind), limit(kind)).to(kind), scale.reciprocal()
         both = columns and shared.size == 1
         return Payload(values, inverse, *((self.transpose(values), inverse) if both else (None, None)))
+
+    def cast_swiglu(self, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
+                    columns: bool) -> Payload:
+        """The cast of SwiGLU of inner [m, 2f]. ops: minitron.plain or minitron.fused."""
+        return self.cast(ops.swiglu_forward(inner), "x", Axis.single(), scale, amax, columns)
+
+    def cast_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
+                         columns: bool) -> Payload:
+        """The cast of its gradient [m, 2f] from dy [m, f]."""
+        return self.cast(ops.swiglu_backward(dy, inner), "dy", Axis.single(), scale, amax, columns)
 
     def transpose(self, values: Tensor) -> Tensor:
         """A contiguous transpose of cast values; float8 has no copy kernel on some devices, so its bytes are moved."""

@@ -8,9 +8,11 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     swiglu          2 and 1, backward 3 and 2
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
     cross-entropy   1 and 0, backward 1 and 1 over the logits
+    dropout         1 and 1
     adamw           4 and 3, and the bf16 parameter
 
-Imported where the device is CUDA and torch brings Triton. Left out: norms (torch's are one pass already) and dropout.
+Imported where the device is CUDA and torch brings Triton. Left out: norms, where torch's
+kernels are one pass already.
 """
 
 from __future__ import annotations
@@ -161,6 +163,35 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, d
     grid = labels.numel(), triton.cdiv(vocab, 4096)
     _softmax_gradient[grid](logits, labels, lse, dloss.contiguous(), vocab, first, BLOCK=4096, num_warps=8)
     return logits
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x):
+    """minitron.rng's mixer: in uint32 its products wrap by themselves."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _drop_elements(x, y, token_words, channel_words, threshold, factor, h, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < h
+    words = tl.load(token_words + row).to(tl.uint32) ^ tl.load(channel_words + columns, inside).to(tl.uint32)
+    value = tl.load(x + row * h + columns, inside).to(tl.float32) * factor
+    tl.store(y + row * h + columns, tl.where(_mix(words).to(tl.int64) >= threshold, value, 0.0), inside)
+
+
+def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
+    """See minitron/rng.py."""
+    x, h = x.contiguous(), x.shape[2]
+    y = torch.empty_like(x)
+    grid = x.numel() // h, triton.cdiv(h, 2048)
+    _drop_elements[grid](x, y, token_words.contiguous(), channel_words, threshold, factor, h, BLOCK=2048, num_warps=8)
+    return y
 
 
 # ---- AdamW -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ function, and so decide what is kept. One of the two modules is chosen, once, wh
     swiglu                       silu(gate) * up                         Shazeer 2020
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
+    drop_elements                dropout, given its random words         minitron/rng.py
     adamw_                       the update of flat optimizer states     Loshchilov & Hutter 2019
 
 A name that ends in `_` changes its arguments in place.
@@ -18,6 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from minitron.rng import drop_elements
+
+__all__ = ["drop_elements"]
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 

@@ -20,6 +20,7 @@ ordinary `.grad`, so layers can be tested alone.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Callable, NamedTuple
 
 import torch
@@ -83,83 +84,59 @@ def use(param: Tensor) -> Tensor:
 
 
 class Payload(NamedTuple):
-    """What a GEMM reads: values, and for FP8 the factor that they must be multiplied by (0-d float32)."""
+    """What GEMMs read of a matrix x [m, k].
 
-    data: Tensor
-    scale: Tensor | None = None
+    rows:    x. The forward product and the input gradient sum along them.
+    columns: its transpose [k, m], along which the weight gradient sums; only formats that need both layouts have it.
+    The scales are float32 factors that the values must be multiplied by: None in ordinary formats, one number for
+    the whole tensor, or one per 128 values of a row, [k/128, m], or of a column, [m/128, k].
+    """
+
+    rows: Tensor | None
+    rows_scale: Tensor | None = None
+    columns: Tensor | None = None
+    columns_scale: Tensor | None = None
+
+    def for_forward(self) -> Payload:
+        return Payload(self.rows, self.rows_scale)
+
+    def for_weight_grad(self) -> Payload:
+        """What the weight gradient needs: the columns, or rows if columns can be made from them."""
+        return self if self.columns is None else Payload(None, None, self.columns, self.columns_scale)
 
 
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32)."""
 
-    def quantize(self, x: Tensor, axis: Axis, *, gradient: bool = False) -> Payload:
-        """x [m, k] as the GEMM will read it. `axis`: the ranks whose x are gathered together, and so share one scale."""
+    def quantize(self, x: Tensor, shared: Axis, *, gradient: bool = False, columns: bool = False,
+                 record: bool = True) -> Payload:
+        """x [m, k] as GEMMs will read it.
+
+        shared: the ranks whose x are gathered together afterwards, so that they must agree on a scale.
+        gradient: x is the gradient of an output. columns: a weight gradient will read it too. record: its magnitude
+        counts for the scales of later steps; evaluation leaves no trace there.
+        """
         return Payload(x)
 
     def forward(self, x: Payload, weight: Tensor) -> Tensor:
         """y [m, n] = x [m, k] W^T, weight [n, k]."""
-        return x.data @ weight.t()
+        return x.rows @ weight.t()
 
     def input_grad(self, dy: Payload, weight: Tensor) -> Tensor:
         """dx [m, k] = dy [m, n] W."""
-        return dy.data @ weight
+        return dy.rows @ weight
 
     def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
         """weight.main_grad += dy^T x."""
-        return accumulate_product(weight, dy.data, x.data)
+        return accumulate_product(weight, dy.rows, x.rows)
 
-    def on_weights_updated(self) -> None:
-        """Called once after each optimizer step."""
+    def swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool = True) -> Payload:
+        """SwiGLU of inner [m, 2f], quantized: [m, f]. ops: minitron.plain or minitron.fused."""
+        return self.quantize(ops.swiglu_forward(inner), Axis.single(), columns=columns, record=record)
 
-
-class Fp8Gemm(Gemm):
-    """FP8 with current per-tensor scaling in plain torch: e4m3 forward, e5m2 gradients, output in the model's dtype.
-
-    One object per layer: it keeps the weight's two FP8 copies (as it is, and transposed for the input gradient) until the
-    optimizer changes the weight. `_scaled_mm` multiplies row-major by column-major only, hence the transposes.
-    Source: Micikevicius et al. 2022, "FP8 formats for deep learning".
-    """
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-        self._weight: tuple[Payload, Tensor] | None = None
-
-    def quantize(self, x: Tensor, axis: Axis, *, gradient: bool = False) -> Payload:
-        kind = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
-        amax = x.abs().amax().float()
-        all_reduce_(amax, axis, op=torch.distributed.ReduceOp.MAX)
-        scale = torch.finfo(kind).max / amax.clamp(min=1e-12)
-        return Payload((x.float() * scale).to(kind), scale.reciprocal())
-
-    def forward(self, x: Payload, weight: Tensor) -> Tensor:
-        w, _ = self._quantized(weight)
-        return self._product(x, w)
-
-    def input_grad(self, dy: Payload, weight: Tensor) -> Tensor:
-        w, transposed = self._quantized(weight)
-        return self._product(dy, Payload(transposed, w.scale))
-
-    def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
-        product = self._product(Payload(_transpose(dy.data), dy.scale), Payload(_transpose(x.data), x.scale))
-        return accumulate(weight, product)
-
-    def on_weights_updated(self) -> None:
-        self._weight = None
-
-    def _quantized(self, weight: Tensor) -> tuple[Payload, Tensor]:
-        if self._weight is None:
-            w = self.quantize(weight.detach(), Axis.single())
-            self._weight = w, _transpose(w.data)
-        return self._weight
-
-    def _product(self, a: Payload, b: Payload) -> Tensor:
-        """a [m, k] times b [n, k] transposed."""
-        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=self.dtype)
-
-
-def _transpose(x: Tensor) -> Tensor:
-    """A contiguous transpose; float8 has no copy kernel on some devices, so its bytes are moved."""
-    return x.view(torch.uint8).t().contiguous().view(x.dtype)
+    def swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
+        """SwiGLU's gradient [m, 2f] from dy [m, f], quantized."""
+        return self.quantize(ops.swiglu_backward(dy, inner), Axis.single(), gradient=True, columns=columns)
 
 
 # ---- linear: a GEMM and the collective beside it ----------------------------------------------------------------------
@@ -174,59 +151,123 @@ class Traffic(NamedTuple):
     overlap: bool = True
 
 
+class Site(NamedTuple):
+    """A linear layer as the seam sees it."""
+
+    weight: Tensor
+    gemm: Gemm
+    traffic: Traffic
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, gemm, traffic, remake):
-        local = gemm.quantize(x.reshape(-1, x.shape[-1]), traffic.axis if traffic.before == "gather" else Axis.single())
-        full, handle = _gather(local, traffic, traffic.before == "gather")
-        handle.wait()
-        y = gemm.forward(full, weight)
-        y, handle = _combine(y, traffic, traffic.after)
-        handle.wait()
-        # Not a saved tensor: recomputation hands those back as new tensors, without their main_grad.
-        ctx.weight, ctx.gemm, ctx.traffic, ctx.remake, ctx.leading = weight, gemm, traffic, remake, x.shape[1:-1]
-        if remake is None:
-            ctx.save_for_backward(*(t for t in local if t is not None))
-        return y.view(-1, *ctx.leading, y.shape[-1])
+    def forward(ctx, x, weight, site, remake, training):
+        keep = training and remake is None and ctx.needs_input_grad[1]
+        local = _quantize(x, site, columns=keep, record=training)
+        # The weight is no saved tensor: recomputation hands those back as new tensors, without their main_grad.
+        ctx.site, ctx.remake, ctx.leading = site, remake, x.shape[1:-1]
+        if keep:
+            ctx.save_for_backward(*local.for_weight_grad())
+        return _product(local, site).view(-1, *ctx.leading, weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy):
-        weight, gemm, traffic, saved = ctx.weight, ctx.gemm, ctx.traffic, ctx.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
-        scatter = traffic.after == "scatter"
-        gradient, handle = _gather(gemm.quantize(dy, traffic.axis if scatter else Axis.single(), gradient=True),
-                                   traffic, scatter)
-        handle.wait()
-        x_handle, dx_handle, dx, dw = Done(), Done(), None, None
-        if ctx.needs_input_grad[1]:
-            gather = traffic.before == "gather"
-            if ctx.remake is not None:
-                again = ctx.remake()
-                saved = gemm.quantize(again.reshape(-1, again.shape[-1]), traffic.axis if gather else Axis.single())
-            x, x_handle = _gather(Payload(*saved), traffic, gather)
-        if ctx.needs_input_grad[0]:
-            dx = gemm.input_grad(gradient, weight)
-            dx, dx_handle = _combine(dx, traffic, {"copy": "reduce", "gather": "scatter", "none": "none"}[traffic.before])
-        if ctx.needs_input_grad[1]:
-            x_handle.wait()
-            dw = gemm.weight_grad(weight, gradient, x)
-        dx_handle.wait()
+        site, saved, (need_dx, need_dw, *_) = ctx.site, ctx.saved_tensors, ctx.needs_input_grad
+        x = lambda: Payload(*saved) if ctx.remake is None else _quantize(ctx.remake(), site, columns=True)
+        dx, dw = _gradients(_quantize_grad(dy, site, columns=need_dw), x, site, need_dx, need_dw)
         return None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dw, None, None, None
 
 
-def _gather(x: Payload, traffic: Traffic, wanted: bool):
-    """Begin gathering a payload along the sequence, which is dim 0 of [s * b, k]."""
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up_weight, down_weight, up, down, ops, remake, keep_activation, training):
+        _, need_up, need_down, *_ = ctx.needs_input_grad
+        keep_x, keep_y = training and remake is None and need_up, training and keep_activation and need_down
+        local = _quantize(x, up, columns=keep_x, record=training)
+        inner = _product(local, up)
+        active = down.gemm.swiglu(inner, ops, columns=keep_y, record=training)
+        ctx.up, ctx.down, ctx.ops, ctx.remake, ctx.keep, ctx.leading = up, down, ops, remake, keep_y, x.shape[1:-1]
+        if training:
+            nothing = Payload(None)
+            ctx.save_for_backward(inner, *(local.for_weight_grad() if keep_x else nothing),
+                                  *(active.for_weight_grad() if keep_y else nothing))
+        return _product(active, down).view(-1, *ctx.leading, down_weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        up, down, (inner, *saved) = ctx.up, ctx.down, ctx.saved_tensors
+        need_dx, need_up, need_down, *_ = ctx.needs_input_grad
+        active = lambda: Payload(*saved[4:]) if ctx.keep else down.gemm.swiglu(inner, ctx.ops, columns=True)
+        dactive, ddown = _gradients(_quantize_grad(dy, down, columns=need_down), active, down, True, need_down)
+        dinner = up.gemm.swiglu_grad(dactive, inner, ctx.ops, columns=need_up)
+        x = lambda: Payload(*saved[:4]) if ctx.remake is None else _quantize(ctx.remake(), up, columns=True)
+        dx, dup = _gradients(dinner, x, up, need_dx, need_up)
+        return (None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dup, ddown, *(None,) * 6)
+
+
+def _quantize(x: Tensor, site: Site, *, columns: bool, record: bool = True) -> Payload:
+    shared = _shared(site.traffic, site.traffic.before == "gather")
+    return site.gemm.quantize(x.reshape(-1, x.shape[-1]), shared, columns=columns, record=record)
+
+
+def _quantize_grad(dy: Tensor, site: Site, *, columns: bool) -> Payload:
+    shared = _shared(site.traffic, site.traffic.after == "scatter")
+    return site.gemm.quantize(dy.reshape(-1, dy.shape[-1]), shared, gradient=True, columns=columns)
+
+
+def _product(x: Payload, site: Site) -> Tensor:
+    """y [m, n] of this rank, from its x."""
+    weight, gemm, traffic = site
+    x = _gather(x.for_forward(), traffic, traffic.before == "gather")()
+    y, handle = _combine(gemm.forward(x, weight), traffic, traffic.after)
+    handle.wait()
+    return y
+
+
+def _gradients(dy: Payload, x: Callable[[], Payload], site: Site, need_dx: bool, need_dw: bool):
+    """(dx [m, k] of this rank, dW or None if it went into main_grad) from its dy; x() is what was kept of x."""
+    weight, gemm, traffic = site
+    dy = _gather(dy, traffic, traffic.after == "scatter")()
+    dx, handle, dw = None, Done(), None
+    if need_dw:
+        x = _gather(x().for_weight_grad(), traffic, traffic.before == "gather")
+    if need_dx:
+        dx = gemm.input_grad(dy, weight)
+        dx, handle = _combine(dx, traffic, {"copy": "reduce", "gather": "scatter", "none": "none"}[traffic.before])
+    if need_dw:
+        dw = gemm.weight_grad(weight, dy, x())
+    handle.wait()
+    return dx, dw
+
+
+def _shared(traffic: Traffic, gathered: bool) -> Axis:
+    return traffic.axis if gathered else Axis.single()
+
+
+def _gather(x: Payload, traffic: Traffic, wanted: bool) -> Callable[[], Payload]:
+    """Begin gathering a payload along the sequence, the m of [m, k]; the function returned waits for the result."""
     if not wanted or traffic.axis.size == 1:
-        return x, Done()
-    if x.scale is None:
-        data, handle = gather_start(x.data, traffic.axis)
-    else:  # float8 cannot be communicated as such
-        data, handle = gather_start(x.data.view(torch.uint8), traffic.axis)
-        data = data.view(x.data.dtype)
-    if not traffic.overlap:
+        return lambda: x
+    # m is a dim of each part; a scale of the whole tensor is the same everywhere
+    parts = [_gather_part(part, dim, traffic.axis) for part, dim in zip(x, (0, 1, 1, 0))]
+    if traffic.overlap:
+        return lambda: Payload(*(part() for part in parts))
+    done = Payload(*(part() for part in parts))
+    return lambda: done
+
+
+def _gather_part(x: Tensor | None, dim: int, axis: Axis) -> Callable[[], Tensor | None]:
+    if x is None or x.numel() == 1:
+        return lambda: x
+    kind = x.dtype if x.itemsize > 1 else torch.uint8  # float8 cannot be communicated as such
+    out, handle = gather_start(x.view(kind), axis)
+
+    def finish() -> Tensor:
         handle.wait()
-        handle = Done()
-    return Payload(data, x.scale), handle
+        full = out if dim == 0 else out.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1)
+        return full.view(x.dtype)
+
+    return finish
 
 
 def _combine(y: Tensor, traffic: Traffic, how: str):
@@ -243,10 +284,21 @@ def _combine(y: Tensor, traffic: Traffic, how: str):
     return y, handle
 
 
-def linear(x: Tensor, weight: Tensor, gemm: Gemm, traffic: Traffic, remake: Callable[[], Tensor] | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, gemm: Gemm, traffic: Traffic,
+           remake: Callable[[], Tensor] | None = None) -> Tensor:
     """y = x W^T with the communication that `traffic` names.  x [s, b, k], weight [n, k] -> [s', b, n].
 
     s' is s times the axis' size after "gather", s divided by it after "scatter".
     remake: makes x again in the backward pass, so that x is not kept (selective recomputation).
     """
-    return _Linear.apply(x, weight, gemm, traffic, remake)
+    return _Linear.apply(x, weight, Site(weight, gemm, traffic), remake, torch.is_grad_enabled())
+
+
+def gated_mlp(x: Tensor, up: Site, down: Site, ops: ModuleType, remake: Callable[[], Tensor] | None = None,
+              keep_activation: bool = True) -> Tensor:
+    """swiglu(x W_up^T) W_down^T, one operation, so that SwiGLU and the casts next to it can be one pass each way.
+
+    x [s, b, k] -> [s', b, n], the result of linear, swiglu, linear. Between the two layers nothing is communicated.
+    ops: minitron.plain or minitron.fused. remake: as for linear. keep_activation: False makes it again in backward.
+    """
+    return _GatedMLP.apply(x, up.weight, down.weight, up, down, ops, remake, keep_activation, torch.is_grad_enabled())

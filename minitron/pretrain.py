@@ -57,9 +57,8 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
 
 def build_data(cfg: Config) -> Datasets:
     """What the run reads. Safe on all ranks at once, and needs no process group."""
-    t, d = cfg.train, cfg.data
-    return build_datasets(source=d.source, paths=d.paths, split=d.split, tokenizer=d.tokenizer, cache_dir=d.cache_dir,
-                          vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed,
+    t = cfg.train
+    return build_datasets(cfg.data, vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed,
                           train_samples=t.steps * t.global_batch_size,
                           valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0)
 

@@ -28,6 +28,8 @@ compiled, all of this fuses into its neighbours. Left out: Philox, ten rounds an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,16 +51,17 @@ def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tens
     return _mix(sample_words[None, :] ^ position_words[:, None])
 
 
-def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int) -> Tensor:
+def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int, drop: Callable | None = None) -> Tensor:
     """x with each element zeroed with probability p and multiplied by 1/(1-p) otherwise. x: [s, b, h], keys: [s, b].
 
     `site` tells the uses within a layer apart. p = 0 or keys = None (evaluation) returns x itself. Dim 2 of x holds all
-    channels: a slice of channels would get the mask of the first ones. Raises ValueError unless 0 <= p < 1.
+    channels: a slice of channels would get the mask of the first ones. drop: `drop_elements`, or a kernel that equals it.
+    Raises ValueError unless 0 <= p < 1.
     """
     if p == 0 or keys is None:
         return x
     assert keys.shape == x.shape[:2], f"keys {tuple(keys.shape)} do not fit x {tuple(x.shape)}"
-    return _Dropout.apply(x, p, keys, layer, site)
+    return _Dropout.apply(x, p, keys, layer, site, drop or drop_elements)
 
 
 def attention_mask(p: float, keys: Tensor, layer: int, first_head: int, num_heads: int) -> Tensor:
@@ -79,22 +82,27 @@ class _Dropout(torch.autograd.Function):
     """y = x * mask / (1 - p) is linear in x, so the backward is the forward applied to the gradient."""
 
     @staticmethod
-    def forward(ctx, x, p, keys, layer, site):
+    def forward(ctx, x, p, keys, layer, site, drop):
         ctx.save_for_backward(keys)
-        ctx.p, ctx.layer, ctx.site = p, layer, site
-        return _drop(x, p, keys, layer, site)
+        ctx.name, ctx.drop = (p, layer, site), drop
+        return _Dropout.run(x, keys, ctx)
 
     @staticmethod
     def backward(ctx, grad):
-        (keys,) = ctx.saved_tensors
-        return _drop(grad, ctx.p, keys, ctx.layer, ctx.site), None, None, None, None
+        return _Dropout.run(grad, *ctx.saved_tensors, ctx), None, None, None, None, None
+
+    @staticmethod
+    def run(x, keys, ctx):
+        p, layer, site = ctx.name
+        token_words = _mix(keys ^ _hash(_PLACE, layer, site, device=keys.device))
+        channel_words = _hash(_CHANNEL, torch.arange(x.shape[2], device=keys.device), device=keys.device)
+        return ctx.drop(x, token_words, channel_words, _threshold(p), 1 / (1 - p))
 
 
-def _drop(x: Tensor, p: float, keys: Tensor, layer: int, site: int) -> Tensor:
-    token_words = _mix(keys ^ _hash(_PLACE, layer, site, device=keys.device))
-    channel_words = _hash(_CHANNEL, torch.arange(x.shape[2], device=keys.device), device=keys.device)
-    keep = _mix(token_words[:, :, None] ^ channel_words) >= _threshold(p)
-    return (x * (1 / (1 - p))).masked_fill(~keep, 0.0)  # torch.where would copy its 0.0 to the device, and wait
+def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
+    """x [s, b, h] * factor where mix(token word [s, b] ^ channel word [h]) >= threshold, 0 elsewhere."""
+    keep = _mix(token_words[:, :, None] ^ channel_words) >= threshold
+    return (x * factor).masked_fill(~keep, 0.0)  # torch.where would copy its 0.0 to the device, and wait
 
 
 def _threshold(p: float) -> int:

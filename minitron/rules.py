@@ -45,7 +45,8 @@ def _check_ranges(section, prefix: str) -> None:
                 above = x >= low if within[0] == "[" else x > low
                 below = x <= high if within[-1] == "]" else x < high
                 if not (above and below):  # a NaN is neither
-                    raise ValueError(f"{prefix}{f.name}={x} lies outside {within}; use a value in {within}")
+                    fix = _inside(within) if math.isfinite(x) else "a finite number"
+                    raise ValueError(f"{prefix}{f.name}={x} lies outside {within}; use {fix}")
 
 
 def _check_model(m: ModelConfig) -> None:
@@ -115,25 +116,42 @@ def _check_attention(cfg: Config) -> None:
 
 
 def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
-    m, p, t, dtype, fp8 = cfg.model, cfg.parallel, cfg.train, cfg.precision.dtype, cfg.precision.fp8
+    dtype = cfg.precision.dtype
     if dtype == "bf16" and capability is not None and capability < (8, 0):
         raise ValueError(f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
                          "use precision.dtype=fp16 or fp32")
-    if fp8 == "none":
-        return
-    if capability is not None and capability < (8, 9):
-        raise ValueError(f"precision.fp8={fp8} needs a GPU of sm_89 (Ada, Hopper or later), this one is "
-                         f"{_sm(capability)}; use precision.fp8=none")
+    if cfg.precision.fp8 != "none":
+        return _check_fp8(cfg, capability)
+    for key, default in (("fp8_backend", "te"), ("fp8_bf16_layers", 0)):
+        if (value := getattr(cfg.precision, key)) != default:
+            raise ValueError(f"precision.{key}={value} has no effect with precision.fp8=none; drop it, or set "
+                             "precision.fp8=delayed, current or block")
+
+
+def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
+    m, p, t, fp8, dtype = cfg.model, cfg.parallel, cfg.train, cfg.precision.fp8, cfg.precision.dtype
+    oldest, name = ((9, 0), "Hopper") if fp8 == "block" else ((8, 9), "Ada, Hopper")
+    if capability is not None and capability < oldest:
+        raise ValueError(f"precision.fp8={fp8} needs a GPU of {_sm(oldest)} ({name} or later), this one is "
+                         f"{_sm(capability)}; use precision.fp8={'current' if capability >= (8, 9) else 'none'}")
     if dtype != "bf16":
         raise ValueError(f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; set precision.dtype=bf16, "
                          "or precision.fp8=none")
+    kept = cfg.precision.fp8_bf16_layers
+    if 2 * kept >= m.num_layers:
+        raise ValueError(f"precision.fp8_bf16_layers={kept} at both ends leave none of model.num_layers={m.num_layers} "
+                         f"in FP8; use at most {(m.num_layers - 1) // 2}, or precision.fp8=none")
     # Every dim of a GEMM is the summed one in one of its three products: forward, input and weight gradient.
+    unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
+    rows, parts = "train.seq_len*micro_batch_size/cp", p.cp
+    if fp8 == "block" and p.sequence_parallel:  # what is cast is what one rank gives to a gather
+        rows, parts = f"{rows}/tp", p.cp * p.tp
     for name, size in (("model.hidden_size/tp", m.hidden_size // p.tp),
                        ("model.ffn_hidden_size/tp", m.ffn_hidden_size // p.tp),
                        ("the rows of the q, k, v matrix / tp", (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp),
-                       ("train.seq_len*micro_batch_size/cp", t.seq_len * t.micro_batch_size // p.cp)):
-        if size % 16:
-            raise ValueError(f"{name}={size} is no multiple of 16, which FP8 GEMMs need; change it, or set "
+                       (rows, t.seq_len * t.micro_batch_size // parts)):
+        if size % unit:
+            raise ValueError(f"{name}={size} is no multiple of {unit}, which {whose} need; change it, or set "
                              "precision.fp8=none")
 
 
@@ -201,6 +219,14 @@ def _multiples(size: int, near: int) -> list[int]:
     """The multiples of `size` next to `near`, 0 left out."""
     below = near // size * size
     return [n for n in (below, below + size) if n > 0]
+
+
+def _inside(within: str) -> str:
+    """"at least 1" of "[1, inf)", "more than 0 and less than 1" of "(0, 1)"."""
+    low, high = within[1:-1].split(", ")
+    above = f"{'at least' if within[0] == '[' else 'more than'} {low}"
+    below = f"{'at most' if within[-1] == ']' else 'less than'} {high}"
+    return above if high == "inf" else f"{above} and {below}"
 
 
 def _either(values: Iterable[int]) -> str:

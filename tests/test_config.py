@@ -57,7 +57,13 @@ def test_values_become_what_the_field_says():
 def test_rope_scaling_comes_and_goes(tmp_path):
     assert cli.load(["model.rope_scaling.factor=32"]).model.rope_scaling == RopeScaling(factor=32.0)
     assert cli.load(["model.rope_scaling={low_freq_factor: 2}"]).model.rope_scaling == RopeScaling(low_freq_factor=2.0)
+    assert cli.load(["model.rope_scaling={}"]).model.rope_scaling == RopeScaling()
+    assert cli.load(["model.rope_scaling.factor=32", "model.rope_scaling={}"]).model.rope_scaling == RopeScaling(32.0)
+    assert cli.load(["model.rope_scaling=null", "model={}", "model.rope_scaling={}"]) == cli.load(
+        ["model.rope_scaling={}"])
     path = tmp_path / "scaled.yaml"
+    path.write_text("model: {rope_scaling: {}}\ntrain: {}")
+    assert cli.load(["train.steps=3", str(path)]).model.rope_scaling == RopeScaling()
     path.write_text("model: {rope_scaling: {factor: 32}}")
     assert cli.load([str(path), "model.rope_scaling=null"]).model.rope_scaling is None
 
@@ -108,6 +114,9 @@ def test_help_lists_every_key(capsys):
     ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
     ("model.num_layers=", ["model.num_layers=null is not an integer"]),
     ("model.num_layers.x=3", ["model.num_layers={x: 3} is not an integer"]),
+    ("optimizer.lr=inf", ["optimizer.lr=inf is not a finite number; write for example optimizer.lr=0.003"]),
+    ("optimizer.lr=-NaN", ["optimizer.lr=-NaN is not a finite number"]),
+    ("data.paths={}", ["data.paths={} is not a list of texts"]),
     ("optimizer.lr=fast", ["optimizer.lr=fast is not a number", "optimizer.lr=0.003"]),
     ("train.deterministic=3", ["train.deterministic=3 is not true or false", "train.deterministic=false"]),
     ("train.deterministic='true'", ["train.deterministic='true' is not true or false"]),
@@ -197,12 +206,12 @@ FP8 = ["precision.fp8=current"]
 
 
 @pytest.mark.parametrize("argv, world, parts", [
-    (["model.num_layers=0"], 1, ["model.num_layers=0 lies outside [1, inf)", "use a value in [1, inf)"]),
-    (["model.hidden_dropout=1.0"], 1, ["model.hidden_dropout=1.0 lies outside [0, 1)"]),
+    (["model.num_layers=0"], 1, ["model.num_layers=0 lies outside [1, inf); use at least 1"]),
+    (["model.hidden_dropout=1.0"], 1, ["model.hidden_dropout=1.0 lies outside [0, 1); use at least 0 and less than 1"]),
     (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
     (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
-    (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside"]),
-    (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, inf)"]),
+    (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
+    (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, inf); use more than 0"]),
     (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
     (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, inf)"]),
     (["model.hidden_size=130"], 1,
@@ -224,7 +233,7 @@ FP8 = ["precision.fp8=current"]
     (["parallel.tp=2", "parallel.cp=4", "parallel.cp_style=ulysses"], 8,
      ["parallel.tp*cp (ulysses)=8 does not divide model.num_kv_heads=4; use 1, 2 or 4"]),
     (["parallel.vp=2"], 1, ["parallel.vp=2", "parallel.pp=1", "use parallel.vp=1"]),
-    (["parallel.pp=8"], 8, ["num_layers=4", "pp=8"]),
+    (["parallel.pp=8"], 8, ["model.num_layers=4 leaves stages empty: parallel.pp=8"]),
     (["parallel.pp=2", "parallel.layers_per_stage=[1,2]"], 2, ["layers_per_stage=[1, 2] sums to 3"]),
     (["parallel.pp=2", "parallel.layers_per_stage=[4]"], 2, ["layers_per_stage=[4] has 1 entries"]),
     ([], 3, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*3=12; use 12 or 24"]),

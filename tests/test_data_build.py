@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from minitron.config import DataConfig
+from minitron.data import build as build_module
 from minitron.data.blend import part_samples
 from minitron.data.build import build_datasets, parse_paths, split_ranges
 from minitron.data.gpt import GPTDataset
-from minitron.data.indexed import IndexedDataset, IndexedWriter
+from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 from minitron.data.mock import MockDataset
 from minitron.data.tokenizers import ByteTokenizer
 
@@ -24,19 +26,16 @@ def write(prefix, sequences=40, largest=256, sidecar=None, dtype=np.uint16):
 
 
 def build(tmp_path, **changes):
-    arguments = dict(
+    data = dict(
         source="indexed",
         paths=[str(tmp_path / "d")],
         split="8,2",
         tokenizer="corpus",
-        cache_dir=tmp_path / "cache",
-        vocab_size=300,
-        seq_len=8,
-        seed=3,
-        train_samples=100,
-        valid_samples=10,
+        cache_dir=str(tmp_path / "cache"),
     )
-    return build_datasets(**arguments | changes)
+    run = dict(vocab_size=300, seq_len=8, seed=3, train_samples=100, valid_samples=10)
+    data |= {key: value for key, value in changes.items() if key in data}
+    return build_datasets(DataConfig(**data), **run | {key: changes[key] for key in changes.keys() - data.keys()})
 
 
 def tokens_of(dataset, count):
@@ -111,11 +110,10 @@ def test_malformed_paths_are_an_error(paths, message):
         (dict(split="1,0,1"), r"data\.split=1,0,1 leaves none .* to validate on; enlarge its second share"),
         (dict(seq_len=2000), r"hold 660 tokens, fewer than one sample of train\.seq_len=2000 \+ 1"),
         (dict(train_samples=0), "0 training samples were asked for; set train.steps"),
-        (dict(source="web"), r"data\.source=web is none of corpus, indexed, mock"),
         (dict(source="corpus", tokenizer="bytes"), r"data\.tokenizer=bytes cannot read data\.source=corpus"),
         (
             dict(vocab_size=256),
-            r"d\.bin holds token id 256, but model\.vocab_size=256 allows 0 to 255; set model\.vocab_size",
+            r"d\.bin: position 800 holds token id 256, but model\.vocab_size=256 allows 0 to 255; set it to",
         ),
         (dict(tokenizer="bytes", vocab_size=256), "model.vocab_size=256 is smaller than the 257 ids of the tokenizer"),
         (dict(paths=["absent"]), r"absent\.idx: no such file"),
@@ -145,6 +143,76 @@ def test_a_file_of_floats_is_no_dataset_of_tokens(tmp_path):
     write(tmp_path / "d", dtype=np.float32)
     with pytest.raises(ValueError, match=r"d\.idx: float32 values are no token ids"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("documents", [[], [[], []]])
+def test_a_dataset_without_tokens_says_so(tmp_path, documents):
+    """Its split used to be blamed."""
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        for document in documents:
+            writer.add_document(np.array(document, np.uint16))
+    with pytest.raises(DataError, match=rf"d\.bin: no tokens in {len(documents)} documents; leave this dataset out"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("at", [0, 1500, 2047])
+def test_an_id_anywhere_in_a_file_is_found_before_training_and_a_clean_file_read_once(tmp_path, monkeypatch, at):
+    """Only the beginning was read: an id beyond it ended the run when its sample was drawn."""
+    tokens = np.arange(2048, dtype=np.uint16) % 300
+    tokens[at] = 300
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        writer.add_document(tokens)
+    monkeypatch.setattr(build_module, "PEEK_TOKENS", 1000)
+    monkeypatch.setattr("minitron.data.gpt.BLOCK_TOKENS", 512)
+    whole = dict(split="1", valid_samples=0)
+    with pytest.raises(DataError, match=rf"d\.bin: position {at} holds token id 300, but model\.vocab_size=300 allows"):
+        build(tmp_path, **whole)
+    build(tmp_path, **whole, vocab_size=301)
+    scans = []
+    monkeypatch.setattr(build_module, "scan_ids", lambda *arguments, **count: scans.append(count))
+    build(tmp_path, **whole, vocab_size=301)
+    assert not scans, "what was read for this vocabulary is not read again"
+    monkeypatch.setattr(build_module, "SCAN_BYTES", 4095)
+    build(tmp_path, **whole)
+    assert scans == [{"count": 1000}], "of a larger file only the beginning is read"
+
+
+def test_a_damaged_index_is_found_at_every_start(tmp_path):
+    write(tmp_path / "d")
+    build(tmp_path)
+    data = bytearray((tmp_path / "d.idx").read_bytes())
+    data[34 + 41 * 4 + 7 * 8] += 2  # the pointer of sequence 7, behind the header and 41 lengths
+    (tmp_path / "d.idx").write_bytes(data)
+    with pytest.raises(DataError, match=r"d\.idx: sequence 7 has 20 tokens from byte 282 on, where byte 280 is next; "
+                                        r"the index is damaged: .*tools/check_data\.py"):
+        build(tmp_path)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "d")
+    built = build(tmp_path, paths=["0.5", "~/d", "0.5", "~/d"], cache_dir="~/here")
+    assert built.info["data"] == [IndexedDataset(tmp_path / "d").fingerprint] * 2 and (tmp_path / "here").is_dir()
+    with pytest.raises(ValueError, match="~nobody_has_this_name/d.idx: no such file"):
+        build(tmp_path, paths=["~nobody_has_this_name/d"])
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: path.unlink(),
+                                    lambda path: path.write_bytes(b"")])
+def test_a_damaged_cache_names_the_folder_to_delete(tmp_path, damage):
+    paths = ["0.5", write(tmp_path / "a"), "0.5", write(tmp_path / "b")]
+    build(tmp_path, paths=paths)
+    for pattern in ("gpt-*/shuffle.npy", "blend-*/sample.npy"):
+        for file in (tmp_path / "cache").glob(pattern):
+            damage(file)
+            message = rf"^{file.parent}: this folder .* is damaged \(.*\); delete it"
+            with pytest.raises(ValueError, match=message) as error:
+                build(tmp_path, paths=paths)
+            assert "\n" not in str(error.value)
+            for other in file.parent.iterdir():
+                other.unlink()
+            file.parent.rmdir()
+            build(tmp_path, paths=paths)
 
 
 def test_mock_items_depend_on_seed_and_index_alone(tmp_path):

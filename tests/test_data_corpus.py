@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minitron.config import DataConfig
 from minitron.data.build import build_datasets
 from minitron.data.corpus import build_corpus
 from minitron.data.indexed import IndexedDataset
@@ -114,6 +115,17 @@ def test_an_empty_corpus_is_an_error_and_leaves_nothing(tmp_path, sources, messa
     assert not [path for path in (tmp_path / "cache").glob("corpus*") if path.is_dir()]
 
 
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.model", "corpus.bin", "corpus.idx"])
+def test_a_damaged_cache_names_the_folder_to_delete(tmp_path, name):
+    library = make_library(tmp_path / "lib")
+    folder = Path(build_corpus(tmp_path, VOCAB, library).prefix).parent
+    content = (folder / name).read_bytes()
+    for damaged in (content[: len(content) // 2], None):
+        (folder / name).write_bytes(damaged) if damaged else (folder / name).unlink()
+        with pytest.raises(ValueError, match=rf"^{folder}: this folder of data.cache_dir is damaged .*; delete it"):
+            build_corpus(tmp_path, VOCAB, library)
+
+
 RACE = """
 import sys
 from minitron.data import corpus
@@ -154,11 +166,7 @@ def test_processes_at_once_build_once_and_agree(tmp_path):
 def test_the_standard_library_is_a_corpus_within_40_seconds(tmp_path):
     begin = time.process_time()
     built = build_datasets(
-        source="corpus",
-        paths=[],
-        split="969,30,1",
-        tokenizer="corpus",
-        cache_dir=tmp_path,
+        DataConfig(cache_dir=str(tmp_path)),
         vocab_size=4096,
         seq_len=256,
         seed=1,

@@ -1,5 +1,6 @@
 """The order of samples against a plain-Python twin of Megatron's rule, the cache, and the size it has to bear."""
 
+import errno
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from minitron.data import gpt
 from minitron.data.gpt import GPTDataset
-from minitron.data.indexed import IndexedDataset, IndexedWriter
+from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,11 +99,11 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
     indexed = write(tmp_path / "d", [[1, 2, 3, 99, 5]])
     dataset = GPTDataset(indexed, range(1), 1, 4, 0, tmp_path, 99)
     with pytest.raises(
-        ValueError, match=r"d\.bin: sample 0 holds token id 99, but model\.vocab_size=99 allows 0 to 98; set"
+        DataError, match=r"d\.bin: sample 0 holds token id 99, but model\.vocab_size=99 allows 0 to 98; set it to the"
     ):
         dataset[0]
     assert GPTDataset(indexed, range(1), 1, 4, 0, tmp_path, 100)[0].tokens.max() == 99
-    with pytest.raises(ValueError, match="token id -3"):
+    with pytest.raises(DataError, match="here holds token id -3.*; copy or preprocess the data again"):
         gpt.check_ids(np.array([5, -3]), 9, "here")
 
 
@@ -145,6 +146,16 @@ def test_a_cache_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"data\.cache_dir=.*file/cache.*choose a directory"):
         GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, tmp_path / "file" / "cache", 9)
+
+
+def test_a_full_disk_while_building_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gpt, "_save_index", full)
+    with pytest.raises(ValueError, match=r"data\.cache_dir=.*No space left on device; choose .* with room in it"):
+        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, tmp_path / "cache", 9)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 RACE = """

@@ -1,14 +1,28 @@
 """The .bin/.idx files: exact bytes, round trips, and every way in which a pair of files can be wrong."""
 
+import re
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitron.data.indexed import DTYPES, IndexedDataset, IndexedWriter, best_dtype, read_sidecar
+from minitron.data import indexed
+from minitron.data.indexed import (
+    DTYPES,
+    DataError,
+    IndexedDataset,
+    IndexedWriter,
+    best_dtype,
+    check_index,
+    read_sidecar,
+)
 
+ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [[[7, 8, 9]], [[4, 5], [6]], [], [[1]]]  # documents of sequences of ids; the third has no sequence
 
 
@@ -75,16 +89,49 @@ def test_round_trip_and_merge(tmp_path_factory, documents, split, data):
             dataset.get(i, offset, len(sequences[i]) - offset + 1)
 
 
-def test_merge_of_a_dataset_whose_sequences_lie_in_another_order(tmp_path):
-    write(tmp_path / "d", [[[1, 2]], [[3]]])
-    index = bytearray((tmp_path / "d.idx").read_bytes())
-    index[34 : 34 + 8] = struct.pack("<2i", 1, 2)  # lengths 1 2 at bytes 4 0: the second sequence comes first
-    index[42 : 42 + 16] = struct.pack("<2q", 4, 0)
-    (tmp_path / "d.idx").write_bytes(index)
-    with IndexedWriter(tmp_path / "merged", np.uint16) as writer:
-        writer.add_dataset(IndexedDataset(tmp_path / "d"))
-    merged = IndexedDataset(tmp_path / "merged")
-    assert [merged.get(i).tolist() for i in range(2)] == [[3], [1, 2]]
+LENGTHS, POINTERS, INDICES = (34 + 4 * np.array([0, 4, 4 + 8])).tolist()  # where they begin, for four sequences
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    "offset, format, value, message",
+    [
+        (LENGTHS + 4, "<i", -5, "sequence 1 has -5 tokens from byte 6 on, where byte 6 is next"),
+        (LENGTHS + 4, "<i", 3, "sequence 2 has 1 tokens from byte 10 on, where byte 12 is next"),
+        (POINTERS + 16, "<q", 9, "sequence 2 has 1 tokens from byte 9 on, where byte 10 is next"),
+        (POINTERS, "<q", -2, "sequence 0 has 3 tokens from byte -2 on, where byte 0 is next"),
+        (POINTERS + 8, "<q", 1 << 40, f"sequence 1 has 2 tokens from byte {1 << 40} on"),
+        (INDICES + 8, "<q", 7, r"document indices do not rise from 0 to 4: \[7, 3\] at 1"),
+        (INDICES + 16, "<q", -1, r"document indices do not rise from 0 to 4: \[1, -1\] at 1"),
+        (INDICES + 32, "<q", 5, r"document indices do not rise from 0 to 4: \[0, 5\] at both ends"),
+    ],
+)
+def test_damage_inside_of_an_index_is_named(tmp_path, monkeypatch, block, offset, format, value, message):
+    """It was read as it came, or ended in an error of NumPy's when a sample met it."""
+    monkeypatch.setattr(indexed, "_BLOCK_SEQUENCES", block)
+    write(tmp_path / "d")
+    check_index(IndexedDataset(tmp_path / "d"))
+    data = bytearray((tmp_path / "d.idx").read_bytes())
+    struct.pack_into(format, data, offset, value)
+    (tmp_path / "d.idx").write_bytes(data)
+    dataset = IndexedDataset(tmp_path / "d")
+    with pytest.raises(DataError, match=rf"d\.idx: .*{message}.*; the index is damaged: .*tools/check_data\.py"):
+        check_index(dataset)
+    with pytest.raises(DataError), IndexedWriter(tmp_path / "merged", np.uint16) as writer:
+        writer.add_dataset(dataset)
+    for sequence in range(len(dataset)):  # reading is either refused or stays within the file
+        try:
+            assert len(dataset.get(sequence)) == dataset.lengths[sequence]
+        except DataError as error:
+            assert f"sequence {sequence} has" in str(error) and ".bin 14 bytes" in str(error)
+
+
+def test_no_document_indices_at_all(tmp_path):
+    write(tmp_path / "d")
+    data = (tmp_path / "d.idx").read_bytes()
+    (tmp_path / "d.idx").write_bytes(data[:26] + struct.pack("<Q", 0) + data[34:INDICES])
+    with pytest.raises(DataError, match=r"document indices do not rise from 0 to 4: \[\] at both ends"):
+        check_index(IndexedDataset(tmp_path / "d"))
 
 
 def test_modes_are_read_and_not_merged(tmp_path):
@@ -121,13 +168,14 @@ def test_fingerprint_follows_the_content_not_the_path(tmp_path):
         ("idx", lambda c: c[:17] + b"\x09" + c[18:], r"d\.idx: dtype code 9 is none of 1 to 8"),
         ("bin", lambda c: c[:-1], r"d\.bin: 13 bytes, but .*d\.idx needs 14; the file is truncated"),
         ("bin", lambda c: b"", r"d\.bin: 0 bytes, but"),
+        ("bin", lambda c: 2 * c, r"d\.bin: 28 bytes, but .*d\.idx needs 14; .* belongs to another index"),
     ],
 )
 def test_wrong_files_are_one_clear_error(tmp_path, file, change, message):
     write(tmp_path / "d")
     path = tmp_path / f"d.{file}"
     path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / "d")
 
 
@@ -142,6 +190,37 @@ def test_a_failed_write_leaves_nothing_and_a_rewrite_is_whole(tmp_path):
     write(tmp_path / "d", [[[4]]])
     assert IndexedDataset(tmp_path / "d").get(0).tolist() == [4]
     assert read_sidecar(tmp_path / "d") is None, "an older .json must not describe the new tokens"
+
+
+@pytest.mark.parametrize("prefix", ["file", "/proc/nope"])
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path, prefix):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"d: cannot be written \(.*\); choose a prefix in a folder that you may"):
+        IndexedWriter(tmp_path / prefix / "x" / "d", np.uint16)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+FULL = """
+import resource, sys
+import numpy as np
+from minitron.data.indexed import IndexedWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)  # as a full disk: writes beyond it fail
+try:
+    with IndexedWriter(sys.argv[1], np.uint16) as writer:
+        for _ in range(100):
+            writer.add_document(np.zeros(50, np.uint16))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [8192, 9999])  # in the middle of writing, and only when the buffer is flushed
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, limit):
+    command = [sys.executable, "-c", FULL, tmp_path / "d", str(limit)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    message = r".*/d: cannot be written \(.*File too large.*\); choose a prefix .* with room in it\n"
+    assert re.fullmatch(message, run.stdout)
+    assert list(tmp_path.iterdir()) == [] and run.stderr == ""
 
 
 def test_errors_of_the_writer(tmp_path):
@@ -168,9 +247,12 @@ def test_errors_of_the_writer(tmp_path):
         ("{", "not JSON"),
         ("[]", "no fingerprint, tokenizer, vocab_size in it"),
         ('{"tokenizer": "bytes"}', "no fingerprint, vocab_size in it"),
+        ('{"tokenizer": "bytes", "fingerprint": "f", "vocab_size": "x"}', "vocab_size='x' is no integer; delete"),
+        ('{"tokenizer": "bytes", "fingerprint": 3, "vocab_size": 9}', "fingerprint=3 is no text; delete the file"),
+        ('{"tokenizer": "bytes", "fingerprint": "f", "vocab_size": true}', "vocab_size=True is no integer"),
     ],
 )
 def test_a_wrong_sidecar_is_an_error(tmp_path, text, message):
     (tmp_path / "d.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         read_sidecar(tmp_path / "d")

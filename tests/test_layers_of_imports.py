@@ -20,7 +20,7 @@ LAYERS = [
     ("data",),
     ("model",),
     ("parallel",),
-    ("attention", "precision"),
+    ("attention", "precision", "fp8", "fp8_te", "fp8_torch"),
     ("fused", "plain"),
     ("collectives",),
     ("mesh", "rng", "log", "profiling", "testing"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import unicodedata
@@ -165,6 +166,13 @@ def test_the_command_draws_both_pictures(tmp_path):
     assert width > height > 500
 
 
+def error_of(*arguments):
+    with pytest.raises(ValueError) as error:
+        plot_run.main([str(argument) for argument in arguments])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def broken(tmp_path, name):
     if name == "missing":
         return tmp_path / "nowhere", "cannot be read"
@@ -188,21 +196,29 @@ def broken(tmp_path, name):
 @pytest.mark.parametrize(
     "name", ["missing", "empty", "nan", "binary", "text", "list", "no kind", "no step", "wrong type"]
 )
-def test_bad_input_is_one_line_and_exit_1(tmp_path, capsys, name):
+def test_bad_input_is_one_line(tmp_path, capsys, name):
     directory, message = broken(tmp_path, name)
-    assert plot_run.main([str(directory)]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and message in err and err.count("\n") == 1
-    assert not (tmp_path / "loss.png").exists()
+    assert message in error_of(directory)
+    assert capsys.readouterr().out == "" and not (tmp_path / "loss.png").exists()
 
 
-def test_a_picture_that_cannot_be_drawn_is_one_line_and_exit_1(tmp_path, capsys, monkeypatch):
+def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path, capsys, monkeypatch):
     directory = write(tmp_path, records([2.0, 1.0]))
-    assert plot_run.main([str(directory), "--png", str(tmp_path / "no" / "such" / "folder.png")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
-    assert plot_run.main([str(directory), "--png", str(tmp_path / "loss.xyz")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written" in error_of(directory, "--png", tmp_path / "no" / "such" / "folder.png")
+    assert "cannot be written" in error_of(directory, "--png", tmp_path / "loss.xyz")
+    capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_run.main([str(directory)]) == 1
-    out, err = capsys.readouterr()
-    assert "training loss" in out and "matplotlib is not installed" in err and "pip install" in err
+    message = error_of(directory)
+    assert "training loss" in capsys.readouterr().out
+    assert "matplotlib is not installed" in message and "pip install" in message
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    """`plot_run.py RUN | head -1` ended in a BrokenPipeError."""
+    directory = write(tmp_path, records([2.0, 1.0]))
+    read, closed = os.pipe()
+    os.close(read)
+    command = [sys.executable, plot_run.__file__, str(directory)]
+    done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(closed)
+    assert done.stderr == "" and done.returncode == 128 + signal.SIGPIPE

@@ -19,7 +19,7 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
 from minitron.data.tokenizers import ByteTokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}  # the tools find their own checkout
 TEXTS = ["hello", "", "caf\u00e9 \U0001f600", "line\nbreak", " ", "x" * 3000] * 3
 
 
@@ -33,10 +33,10 @@ def module(name):
 preprocess_data, check_data = module("preprocess_data"), module("check_data")
 
 
-def tool(name, *arguments):
+def tool(name, *arguments, **changes):
     return subprocess.run(
         [sys.executable, ROOT / "tools" / name, *map(str, arguments)],
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | changes,
         capture_output=True,
         text=True,
         timeout=120,
@@ -69,6 +69,14 @@ def documents_of(prefix):
         [i for sequence in range(begin, end) for i in dataset.get(sequence).tolist()]
         for begin, end in zip(ends, ends[1:])
     ]
+
+
+def error_of(main, *arguments):
+    """The one line that a tool's main() ends with."""
+    with pytest.raises(ValueError) as error:
+        main([str(argument) for argument in arguments])
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def one_line_error(run):
@@ -172,8 +180,12 @@ def test_an_error_in_a_worker_is_one_line_and_leaves_nothing(tmp_path):
     [
         ({"--input": "absent"}, "absent: no such input file; correct --input"),
         ({"--workers": "0"}, "--workers 0: at least one process"),
-        ({"--tokenizer": "gpt9:x"}, "data.tokenizer='gpt9:x' is none of"),
+        ({"--tokenizer": "gpt9:x"}, "--tokenizer='gpt9:x' is none of"),
         ({"--output-prefix": "old"}, "old_text_document.idx exists already; delete it or choose another"),
+        ({"--output-prefix": "in.jsonl/out"}, "in.jsonl/out_text_document: cannot be written"),
+        ({"--output-prefix": "/proc/nope/x"}, "/proc/nope/x_text_document: cannot be written"),
+        ({"--json-keys": "text"}, "--json-keys text text: 'text' is there twice; name each key once"),
+        ({"--workers": "many"}, "argument --workers: invalid int value: 'many'; --help lists what there is"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
@@ -181,10 +193,38 @@ def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
     (tmp_path / "in.jsonl").write_bytes(GOOD)
     (tmp_path / "old_text_document.idx").write_bytes(b"days of work")
     options = {"--input": "in.jsonl", "--output-prefix": "out", "--tokenizer": "bytes", "--workers": "1"} | changes
-    with pytest.raises(SystemExit) as exit:
-        preprocess_data.main([word for option in options.items() for word in option])
-    assert exit.value.code.startswith("error: ") and message in exit.value.code and "\n" not in exit.value.code
+    words = [word for option in options.items() for word in option]
+    twice = ["text"] if "--json-keys" in changes else []
+    assert message in error_of(preprocess_data.main, *words, *twice)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("content, keys, empty", [
+    (b"", ["text"], "text"), (b"\n \n", ["text"], "text"), (b'{"text": ""}\n' * 3, ["text"], "text"),
+    (b'{"text": "full", "title": ""}\n', ["text", "title"], "title"),
+])
+def test_an_input_without_text_is_an_error_and_writes_nothing(tmp_path, content, keys, empty):
+    """It gave a dataset of no tokens and exit status 0."""
+    (tmp_path / "in.jsonl").write_bytes(content)
+    more = ["--append-eod", "--json-keys", *keys]
+    run = preprocess(tmp_path / "in.jsonl", prefix=tmp_path / "out", more=more)
+    assert f"in.jsonl: not a token under the key '{empty}'; give files with documents" in one_line_error(run)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_an_input_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r": cannot be read \(.*\); correct --input or its permissions"):
+        next(preprocess_data.read_batches([str(tmp_path)]))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(lines_of(["z" * 100_000] * 10))
+    words = [sys.executable, ROOT / "tools" / "preprocess_data.py", "--input", tmp_path / "in.jsonl",
+             "--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", "1"]
+    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "limited", *map(str, words)]  # files of at most 200 KiB
+    run = subprocess.run(limited, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert "out_text_document: cannot be written ([Errno 27] File too large)" in one_line_error(run)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def children_of(pid):
@@ -207,10 +247,8 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("victim", ["parent", "worker"])
-def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
-    """The input is large enough to be still under way when the victim is killed."""
+def long_run(tmp_path):
+    """A run that is under way, in a process group of its own, and its two workers."""
     (tmp_path / "in.jsonl").write_bytes(lines_of(["z" * 100_000] * 100))
     arguments = [
         "--input",
@@ -227,10 +265,30 @@ def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("out_text_document.bin.*.partial")))
     workers = [pid for pid in children_of(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
+    return process, workers
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
+    """A terminal sends it to every process of the group."""
+    process, workers = long_run(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    stderr = process.communicate(timeout=60)[1].replace("\r", "\n")
+    assert process.returncode == 130 and stderr.endswith("error: interrupted\n") and "Traceback" not in stderr, stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("victim", ["parent", "worker"])
+def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
+    """The input is large enough to be still under way when the victim is killed."""
+    process, workers = long_run(tmp_path)
     os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == (-signal.SIGKILL if victim == "parent" else 1)
@@ -263,13 +321,9 @@ def test_check_data_describes_a_dataset(tmp_path, capsys):
         "sequence 0: 'hello world'",
     ):
         assert part in shown, shown
-    write(tmp_path / "empty", [], sidecar={"tokenizer": "bytes", "fingerprint": "f", "vocab_size": 257})
-    run = tool("check_data.py", tmp_path / "d", tmp_path / "empty")
-    assert (
-        run.returncode == 0
-        and "documents 0   sequences 0   tokens 0" in run.stdout
-        and "tokenizer bytes of 257 ids" in run.stdout
-    )
+    write(tmp_path / "made", [[1]], sidecar={"tokenizer": "bytes", "fingerprint": "f", "vocab_size": 257})
+    run = tool("check_data.py", tmp_path / "d", tmp_path / "made")
+    assert run.returncode == 0 and "tokens 14" in run.stdout and "tokenizer bytes of 257 ids" in run.stdout
 
 
 def poke(path, offset, content):
@@ -290,21 +344,27 @@ INDICES = POINTERS + 3 * 8
         (
             lambda d: poke(d / "d.idx", LENGTHS, b"\xff\xff\xff\xff"),
             [],
-            "sequence 0 has -1 tokens; the index is damaged",
+            "sequence 0 has -1 tokens from byte 0 on, where byte 0 is next; the index is damaged",
         ),
-        (lambda d: poke(d / "d.idx", POINTERS + 8, b"\x02"), [], "pointers are not the running sum of its lengths"),
+        (lambda d: poke(d / "d.idx", POINTERS + 8, b"\x02"), [], "from byte 2 on, where byte 6 is next"),
         (lambda d: poke(d / "d.idx", INDICES + 8, b"\x09"), [], "document indices do not rise from 0 to 3"),
         (
             lambda d: (d / "d.bin").write_bytes((d / "d.bin").read_bytes() + b"\0\0"),
             [],
-            "d.bin: 20 bytes, but the index needs 18",
+            "d.idx needs 18; the file is truncated or belongs to another index",
         ),
-        (lambda d: None, ["--vocab-size", "9"], "d.bin: tokens 0 to 9 holds token id 9, but model.vocab_size=9"),
+        (lambda d: None, ["--vocab-size", "9"], "d.bin: position 8 holds token id 9, but --vocab-size=9 allows 0 to 8"),
         (
             lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 5}'),
             [],
-            "holds token id 9",
+            "d.json's vocab_size=5 allows 0 to 4; set it to",
         ),
+        (lambda d: write(d / "d", []), [], "d.bin: no tokens in 0 documents"),
+        (lambda d: write(d / "d", [[], []]), [], "d.bin: no tokens in 2 documents"),
+        (lambda d: None, ["--samples", "-1"], "--samples=-1 is too small; use 0 or more"),
+        (lambda d: None, ["--vocab-size", "0"], "--vocab-size=0 is too small; use 1 or more"),
+        (lambda d: None, ["--tokenizer", "x"], "--tokenizer='x' is none of"),
+        (lambda d: None, ["--vocab"], "argument --vocab-size: expected one argument"),
         (
             lambda d: (d / "d.json").write_text('{"tokenizer": "x", "fingerprint": "f", "vocab_size": 50}'),
             ["--tokenizer", "bytes"],
@@ -315,10 +375,15 @@ INDICES = POINTERS + 3 * 8
 def test_check_data_finds_every_defect(tmp_path, damage, arguments, message):
     write(tmp_path / "d", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     damage(tmp_path)
-    with pytest.raises(SystemExit) as exit:
-        check_data.main([str(tmp_path / "d"), *arguments])
-    assert exit.value.code.startswith("error: ") and message in exit.value.code and "\n" not in exit.value.code
+    assert message in error_of(check_data.main, tmp_path / "d", *arguments)
 
 
 def test_check_data_exits_with_one_line(tmp_path):
     assert "absent.idx: no such file" in one_line_error(tool("check_data.py", tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("name", ["preprocess_data", "check_data", "plot_run", "draw_pipeline"])
+def test_a_bad_argument_of_any_tool_is_one_line_and_exit_1(name):
+    line = one_line_error(tool(f"{name}.py", "--no-such-option"))
+    assert "the following arguments are required: " in line and line.endswith("; --help lists what there is")
+

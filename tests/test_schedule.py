@@ -336,6 +336,7 @@ def test_clock_with_short_backwards_costs_time(monkeypatch):
         ((1, float("nan")), "backward_seconds=nan must be positive"),
         (([1, 1, 1], 1), "forward_seconds has 3 values; give one for each of the 4 stages"),
         ((1, 1, -1), "transfer_seconds=-1 must not be negative"),
+        ((1, 1, float("nan")), "transfer_seconds=nan must not be negative"),
     ],
 )
 def test_impossible_seconds(seconds, message):
@@ -356,10 +357,10 @@ def test_explicit_layers(counts):
 @pytest.mark.parametrize(
     "args, message",
     [
-        ((7, 4, 2), "num_layers=7 leaves stages empty: pp=4 x vp=2 are 8 stages"),
-        ((8, 2, 1, [3, 3, 2]), r"layers_per_stage=\[3, 3, 2\] has 3 entries; give one for each of the pp=2 x vp=1 = 2"),
-        ((8, 2, 1, [8, 0]), r"layers_per_stage=\[8, 0\] leaves a stage empty"),
-        ((8, 2, 1, [4, 5]), r"layers_per_stage=\[4, 5\] sums to 9, but num_layers=8; make them equal"),
+        ((7, 4, 2), "^model.num_layers=7 leaves stages empty: parallel.pp=4 x parallel.vp=2 are 8 stages"),
+        ((8, 2, 1, [3, 3, 2]), r"=\[3, 3, 2\] has 3 entries; give one for each of the parallel.pp=2 x parallel.vp=1"),
+        ((8, 2, 1, [8, 0]), r"^parallel.layers_per_stage=\[8, 0\] leaves a stage empty"),
+        ((8, 2, 1, [4, 5]), r"^parallel.layers_per_stage=\[4, 5\] sums to 9, but model.num_layers=8; make them equal"),
     ],
 )
 def test_impossible_layers(args, message):
@@ -394,7 +395,7 @@ def test_svg_has_a_box_for_every_operation():
     svg = "{http://www.w3.org/2000/svg}"
     assert len(root.findall(f"{svg}g")) == len(timeline.events)
     texts = [text.text for text in root.iter(f"{svg}text")]
-    assert f"{describe(timeline)} of the compute time" in texts
+    assert describe(timeline) in texts and describe(timeline).endswith(" % of the compute time")
     assert {"rank 0", "rank 1", "rank 2", "forward", "backward", "idle"} <= set(texts)
     right = max(float(box.find(f"{svg}rect").get("x")) for box in root.findall(f"{svg}g"))
     assert right < float(root.get("width"))
@@ -428,6 +429,13 @@ def test_tool_draws(tmp_path):
     assert result.stdout.rstrip().endswith(", ".join(map(str, peak_activations(timeline.schedule))))
     assert max(map(len, result.stdout.splitlines())) <= 120
     assert svg.read_text(encoding="utf-8") == draw_svg(timeline)
+
+
+def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):
+    hint = "columns wide; --svg FILE makes one for the browser"
+    assert hint in draw_pipeline("--pp", "2", "--microbatches", "40").stdout
+    assert hint not in draw_pipeline("--pp", "2", "--microbatches", "4").stdout
+    assert hint not in draw_pipeline("--pp", "2", "--microbatches", "40", "--svg", tmp_path / "wide.svg").stdout
 
 
 @pytest.mark.parametrize(

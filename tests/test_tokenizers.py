@@ -1,6 +1,7 @@
 """Tokenizers against a plain byte-pair loop, transformers' GPT-2 and SentencePiece, on files that the tests make."""
 
 import base64
+import errno
 import functools
 import io
 import json
@@ -280,6 +281,21 @@ def test_malformed_llama2_files_are_an_error(tmp_path, content):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ValueError, match="no SentencePiece model"):
         load_tokenizer(f"llama2:{tmp_path / 'tokenizer.model'}")
+
+
+def test_a_tilde_is_the_home_directory(llama2_file, monkeypatch):
+    monkeypatch.setenv("HOME", str(llama2_file.parent))
+    prints = {load_tokenizer(f"llama2:{folder}/{llama2_file.name}").fingerprint for folder in ("~", llama2_file.parent)}
+    assert len(prints) == 1
+
+
+def test_a_file_that_cannot_be_read_is_an_error(gpt2_folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tokenizers.Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"encoder\.json: cannot be read \(.*Permission denied\); correct its permissions"):
+        load_tokenizer(f"gpt2:{gpt2_folder}")
 
 
 def test_a_sentencepiece_model_without_an_end_is_an_error(tmp_path):

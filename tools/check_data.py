@@ -9,67 +9,57 @@ and every token id.  Exit status 1, with one line, at the first defect; otherwis
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from minitron.data.gpt import check_ids
-from minitron.data.indexed import IndexedDataset, is_contiguous, read_sidecar
-from minitron.data.tokenizers import Tokenizer, load_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-BLOCK_TOKENS = 1 << 24
+from minitron.data.gpt import scan_ids
+from minitron.data.indexed import DataError, IndexedDataset, check_index, read_sidecar
+from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from tools.command import Parser, run
+
 SHOWN_TOKENS = 64
 QUANTILES = (0, 0.25, 0.5, 0.75, 0.99, 1)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", nargs="+", help="dataset, without .bin or .idx")
     parser.add_argument("--vocab-size", type=int, help="ids must lie below it (by default as PREFIX.json says)")
     parser.add_argument("--samples", type=int, default=0, metavar="K", help="show the beginning of K documents")
     parser.add_argument("--tokenizer", help="to show them as text: bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
-    options = parser.parse_args(arguments)
-    try:
-        tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-        for prefix in options.prefix:
-            dataset = IndexedDataset(prefix)
-            largest = check_dataset(dataset, options.vocab_size, tokenizer)
-            print(describe(dataset, largest))
-            show(dataset, options.samples, tokenizer)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    options = parser.parse_args(argv)
+    for name, value, least in (("--samples", options.samples, 0), ("--vocab-size", options.vocab_size, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} is too small; use {least} or more")
+    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer") if options.tokenizer else None
+    for prefix in options.prefix:
+        dataset = IndexedDataset(prefix)
+        largest = check_dataset(dataset, options.vocab_size, tokenizer)
+        print(describe(dataset, largest))
+        show(dataset, options.samples, tokenizer)
 
 
 def check_dataset(dataset: IndexedDataset, vocab_size: int | None, tokenizer: Tokenizer | None) -> int:
-    """Read everything; returns the largest token id (-1 without tokens).  Raises ValueError at the first defect."""
-    prefix, indices = dataset.prefix, dataset.document_indices
-    again = "the index is damaged: copy or preprocess it again"
-    if dataset.lengths.min(initial=0) < 0:
-        shortest = int(dataset.lengths.argmin())
-        raise ValueError(f"{prefix}.idx: sequence {shortest} has {dataset.lengths[shortest]} tokens; {again}")
-    if not is_contiguous(dataset):
-        raise ValueError(f"{prefix}.idx: its pointers are not the running sum of its lengths; {again}")
-    if not len(indices) or indices[0] != 0 or indices[-1] != len(dataset) or (np.diff(indices) < 0).any():
-        raise ValueError(f"{prefix}.idx: its document indices do not rise from 0 to {len(dataset)}; {again}")
-    if dataset.num_bin_bytes != dataset.num_tokens * dataset.dtype.itemsize:
-        raise ValueError(f"{prefix}.bin: {dataset.num_bin_bytes} bytes, but the index needs "
-                         f"{dataset.num_tokens * dataset.dtype.itemsize}; it belongs to another index: copy both again")
+    """Read everything; returns the largest token id.  Raises DataError at the first defect."""
+    prefix = dataset.prefix
+    check_index(dataset)
     sidecar = read_sidecar(prefix)
     if sidecar and tokenizer and sidecar["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(f"{prefix}.json says tokenizer {sidecar['tokenizer']} with fingerprint "
-                         f"{sidecar['fingerprint']}, but --tokenizer has {tokenizer.fingerprint}; give the one that "
-                         "made the data")
-    if vocab_size is None:
-        vocab_size = sidecar["vocab_size"] if sidecar else np.iinfo(np.int64).max
-    largest = -1
-    for begin in range(0, dataset.num_tokens, BLOCK_TOKENS):
-        tokens = dataset.tokens(begin, min(begin + BLOCK_TOKENS, dataset.num_tokens))
-        check_ids(tokens, vocab_size, f"{prefix}.bin: tokens {begin} to {begin + len(tokens)}")
-        largest = max(largest, int(tokens.max()))
-    return largest
+        raise DataError(f"{prefix}.json says tokenizer {sidecar['tokenizer']} with fingerprint "
+                        f"{sidecar['fingerprint']}, but --tokenizer has {tokenizer.fingerprint}; give the one that "
+                        "made the data")
+    if vocab_size is not None:
+        return scan_ids(dataset, vocab_size, "--vocab-size")
+    if sidecar is not None:
+        return scan_ids(dataset, sidecar["vocab_size"], f"{prefix}.json's vocab_size")
+    return scan_ids(dataset, np.iinfo(np.int64).max)
 
 
 def describe(dataset: IndexedDataset, largest: int) -> str:
-    quantiles = np.quantile(dataset.lengths, QUANTILES).astype(int) if len(dataset) else [0] * len(QUANTILES)
+    quantiles = np.quantile(dataset.lengths, QUANTILES).astype(int)
     lengths = [f"{share:.0%} {length:,}" for share, length in zip(QUANTILES, quantiles, strict=True)]
     sidecar, documents = read_sidecar(dataset.prefix), len(dataset.document_indices) - 1
     made_by = f"{sidecar['tokenizer']} of {sidecar['vocab_size']} ids" if sidecar else "unknown (no .json)"
@@ -90,4 +80,4 @@ def show(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> No
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,7 +7,6 @@ Times are in seconds for one microbatch through one chunk.  In the text, 3a is t
 rank's first chunk, 3A its backward; dashes carry an operation on, dots are idle time.  Needs no torch and no GPU.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,16 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.pipeline.draw import describe, draw_svg, draw_text
 from minitron.pipeline.schedule import make
 from minitron.pipeline.simulate import peak_activations, simulate
+from tools.command import Parser, run
+
+WIDE = 200  # columns; most terminals wrap such a text beyond recognition
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a bad argument as one line, like every other bad input."""
-
-    def error(self, message: str) -> None:
-        raise ValueError(message)
-
-
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     parser = Parser(description="Draw a pipeline schedule: who computes what when, and who waits.")
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--vp", type=int, default=1, help="model chunks per rank (default 1; more: interleaved)")
@@ -34,22 +29,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of a chunk's backward (default 2)")
     parser.add_argument("--transfer", type=float, default=0.0, help="seconds between two ranks (default 0)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
-    try:
-        args = parser.parse_args(argv)
-        schedule = make(args.pp, args.vp, args.microbatches)
-        timeline = simulate(schedule, args.forward, args.backward, args.transfer)
-        text = draw_text(timeline)
-        if args.svg is not None:
+    args = parser.parse_args(argv)
+    schedule = make(args.pp, args.vp, args.microbatches)
+    timeline = simulate(schedule, args.forward, args.backward, args.transfer)
+    text = draw_text(timeline)
+    if args.svg is not None:
+        try:
             args.svg.write_text(draw_svg(timeline), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"draw_pipeline: {error}", file=sys.stderr)
-        return 1
+        except OSError as error:
+            raise ValueError(f"--svg {args.svg} cannot be written ({error}); name another file") from error
     print(describe(timeline))
     print(text)
     peaks = ", ".join(map(str, peak_activations(schedule)))
     print(f"step {timeline.makespan:g} s; activations held at most, in chunks x microbatches, by rank: {peaks}")
-    return 0
+    columns = text.index("\n") if args.pp > 1 else len(text)
+    if columns > WIDE and args.svg is None:
+        print(f"The drawing is {columns} columns wide; --svg FILE makes one for the browser.")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

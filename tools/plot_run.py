@@ -14,12 +14,15 @@ A run started again appends to its file: from its first step on, it replaces wha
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
+
+from tools.command import Parser, run
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis
@@ -281,30 +284,18 @@ def save_png(runs: list[Run], path: Path) -> None:
         raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="log.dir of a run")
     parser.add_argument("--png", type=Path, help="the picture's file (default: loss.png in the first RUN_DIR)")
     arguments = parser.parse_args(argv)
     path = arguments.png or arguments.run_dirs[0] / "loss.png"
-    try:
-        runs = [read_run(directory) for directory in arguments.run_dirs]
-    except ValueError as error:
-        return fail(error)
+    runs = [read_run(directory) for directory in arguments.run_dirs]
     print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
     print("\n".join(verdict(run) for run in runs))
-    try:
-        save_png(runs, path)
-    except ValueError as error:
-        return fail(error)
+    save_png(runs, path)
     print(f"Picture: {path}")
-    return 0
-
-
-def fail(error: ValueError) -> int:
-    print(f"plot_run: {error}", file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -7,7 +7,8 @@
 The main process reads lines in batches and writes tokens; worker processes parse and encode in between.  Batches come
 back in order and only a few are under way at a time, so the output is the same for any number of workers and memory
 stays bounded.  A worker that dies is an error, not a hang, and workers whose parent dies end by themselves.  Until all
-is written the files have temporary names: a crash leaves no dataset.
+is written the files have temporary names: an error or Ctrl-C leaves nothing; a kill -9 or a crash of the machine leaves
+no dataset, but files PREFIX_KEY_document.*.partial, to be deleted by hand (another run may be writing such files).
 
 Left out: splitting documents into sentences (for BERT), several output shards (run it once a shard and blend them).
 """
@@ -20,6 +21,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import zlib
@@ -34,8 +36,11 @@ import numpy as np
 import zstandard
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
+
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.data.tokenizers import load_tokenizer
+from tools.command import Parser, run
 
 BATCH_BYTES = 1 << 20
 READ_BYTES = 1 << 17
@@ -57,32 +62,35 @@ class Job(NamedTuple):
     append_eod: bool
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .zst")
     parser.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--tokenizer", required=True, help="bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (all cores)")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to encode (text)")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    options = parser.parse_args(arguments)
-    try:
-        job = Job(options.tokenizer, tuple(options.json_keys), options.append_eod)
-        preprocess(options.input, options.output_prefix, job, options.workers)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    options = parser.parse_args(argv)
+    job = Job(options.tokenizer, tuple(options.json_keys), options.append_eod)
+    preprocess(options.input, options.output_prefix, job, options.workers)
 
 
 def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) -> None:
-    """Encode all inputs, in order, into OUTPUT_PREFIX_KEY_document.  Raises ValueError for any defect of them."""
+    """Encode all inputs, in order, into OUTPUT_PREFIX_KEY_document.
+
+    Raises ValueError for any defect of them, and when one of the datasets would be without tokens.
+    """
     prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
     check_files(inputs, prefixes)
     if workers < 1:
         raise ValueError(f"--workers {workers}: at least one process has to encode; use 1 or more")
-    tokenizer = load_tokenizer(job.tokenizer)
+    for key in job.keys:
+        if job.keys.count(key) > 1:
+            raise ValueError(f"--json-keys {' '.join(job.keys)}: {key!r} is there twice; name each key once")
+    tokenizer = load_tokenizer(job.tokenizer, "--tokenizer")
     sidecar = {"tokenizer": job.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
                "append_eod": job.append_eod}
-    total_bytes = sum(os.path.getsize(path) for path in inputs)
+    total_bytes, num_tokens = sum(os.path.getsize(path) for path in inputs), dict.fromkeys(job.keys, 0)
     with contextlib.ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, sidecar)) for prefix in prefixes]
@@ -92,14 +100,19 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) ->
         bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding"))
         try:
             for batch, encoded in _in_order(pool, job, read_batches(inputs), workers * BATCHES_PER_WORKER):
-                for writer, (tokens, lengths) in zip(writers, encoded, strict=True):
+                for key, writer, (tokens, lengths) in zip(job.keys, writers, encoded, strict=True):
                     _write(writer, tokens, lengths)
+                    num_tokens[key] += sum(lengths)
                 bar.update(batch.read_bytes)
         except BrokenProcessPool as error:
             raise ValueError(f"an encoding process was killed ({error}); it may have run out of memory: use fewer "
                              "--workers") from error
         finally:
             pool.shutdown(cancel_futures=True)
+        for key, count in num_tokens.items():
+            if not count:
+                raise ValueError(f"--input {' '.join(inputs)}: not a token under the key {key!r}; give files with "
+                                 "documents that are not empty")
 
 
 def check_files(inputs: list[str], prefixes: list[str]) -> None:
@@ -115,7 +128,7 @@ def check_files(inputs: list[str], prefixes: list[str]) -> None:
 def read_batches(inputs: list[str]) -> Iterator[Batch]:
     """Batches of about BATCH_BYTES of text; a batch never spans two files."""
     for path in inputs:
-        with open(path, "rb") as raw:
+        with _opened(path) as raw:
             reported, number, first, lines, size = 0, 0, 1, [], 0
             try:
                 for number, line in enumerate(_lines(path, raw), start=1):
@@ -129,6 +142,13 @@ def read_batches(inputs: list[str]) -> Iterator[Batch]:
                 raise ValueError(f"{path}: cannot be read after line {number} ({error}); the file is damaged: copy it "
                                  "again") from error
             yield Batch(path, first, lines, raw.tell() - reported)
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); correct --input or its permissions") from error
 
 
 def encode_batch(job: Job, batch: Batch) -> list[tuple[bytes, list[int]]]:
@@ -178,12 +198,23 @@ def _in_order(pool: ProcessPoolExecutor, job: Job, batches: Iterator[Batch],
     """Encode batches in the pool, at most `limit` under way; yields (batch, result) in the order of the batches."""
     under_way = deque()
     for batch in batches:
-        under_way.append((batch, pool.submit(encode_batch, job, batch)))
+        with _without_interrupts():  # submit() starts the workers
+            under_way.append((batch, pool.submit(encode_batch, job, batch)))
         if len(under_way) == limit:
             done, future = under_way.popleft()
             yield done, future.result()
     for done, future in under_way:
         yield done, future.result()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal; those started in here never hear it and are ended by this one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _lines(path: str, raw: BinaryIO) -> Iterable[bytes]:
@@ -226,4 +257,4 @@ def _exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

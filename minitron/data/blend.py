@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitron.data.cache import build_once
+from minitron.data.cache import build_once, reading
 from minitron.data.gpt import GPTDataset, Sample
 
 SURPLUS = 1.005                 # Megatron asks every part for this much more than its share
@@ -43,8 +43,9 @@ class BlendedDataset:
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
         folder = build_once(Path(cache_dir) / f"blend-{_hash(key)}",
                             lambda folder: _save_blend(folder, shares, num_samples))
-        self._part, self._sample = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                                    for name in ("part", "sample"))
+        with reading(folder):
+            self._part, self._sample = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                                        for name in ("part", "sample"))
 
     def __len__(self) -> int:
         return len(self._part)

@@ -10,13 +10,15 @@ split cuts the sequences, in file order, at its cumulative shares: 790 sequences
 503 to 718 for validation and the rest for tests.
 
 Everything that can be wrong with data is said here, before a model exists: a missing or foreign file, a split that
-leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary (in the first million
-tokens; the others are checked as they are drawn).
+leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  Every index is read
+in full at every start, every .bin of at most 1 GiB once per vocabulary (about a second; the cache remembers it); of a
+larger one the first million tokens, and the others as they are drawn, unless tools/check_data.py has read them before.
 
 Left out: separate files for validation; the test split is only set aside.
 """
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,14 +26,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minitron.config import DataConfig
 from minitron.data.blend import BlendedDataset, normalize, part_samples
+from minitron.data.cache import build_once
 from minitron.data.corpus import build_corpus
-from minitron.data.gpt import GPTDataset, check_ids
-from minitron.data.indexed import IndexedDataset, read_sidecar
+from minitron.data.gpt import GPTDataset, scan_ids
+from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
 
-PEEK_TOKENS = 1 << 20
+SCAN_BYTES = 1 << 30            # of .bin: what is read in full before training
+PEEK_TOKENS = 1 << 20           # read of a larger one
 TRAIN, VALID = 0, 1             # positions in a split
 
 Dataset = GPTDataset | BlendedDataset | MockDataset
@@ -51,8 +56,8 @@ class Datasets(NamedTuple):
     info: dict
 
 
-def build_datasets(*, source: str, paths: Sequence[str], split: str, tokenizer: str, cache_dir: str | os.PathLike,
-                   vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int) -> Datasets:
+def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int,
+                   valid_samples: int) -> Datasets:
     """Build or find the datasets; safe to call on every rank at once.
 
     train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
@@ -61,26 +66,24 @@ def build_datasets(*, source: str, paths: Sequence[str], split: str, tokenizer: 
     """
     if train_samples < 1:
         raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
-    if source == "mock":
+    if data.source == "mock":
         return _mock(vocab_size, seq_len, seed, train_samples, valid_samples)
-    cache_dir = Path(cache_dir).expanduser()
-    info = {"source": source, "split": split, "seq_len": seq_len, "seed": seed}
-    if source == "corpus":
-        if tokenizer != "corpus":
-            raise ValueError(f"data.tokenizer={tokenizer} cannot read data.source=corpus, which has a tokenizer of its "
-                             "own; set data.tokenizer=corpus, or preprocess your own text and set data.source=indexed")
+    cache_dir = Path(os.path.expanduser(data.cache_dir))
+    info = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
+    if data.source == "corpus":
+        if data.tokenizer != "corpus":
+            raise ValueError(f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own; set "
+                             "data.tokenizer=corpus, or preprocess your own text and set data.source=indexed")
         corpus = build_corpus(cache_dir, vocab_size)
-        paths, loaded = [corpus.prefix], corpus.tokenizer
+        prefixes, weights, tokenizer = [corpus.prefix], None, corpus.tokenizer
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
-    elif source == "indexed":
-        loaded = None if tokenizer == "corpus" else load_tokenizer(tokenizer)
     else:
-        raise ValueError(f"data.source={source} is none of corpus, indexed, mock; use one of them")
-    prefixes, weights = parse_paths(paths)
-    files = [_open(prefix, tokenizer, loaded, vocab_size) for prefix in prefixes]
+        prefixes, weights = parse_paths(data.paths)
+        tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer)
+    files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache_dir) for prefix in prefixes]
 
     def part(file: IndexedDataset, which: int, num_samples: int) -> GPTDataset:
-        sequences = _sequences(file, split, which)
+        sequences = _sequences(file, data.split, which)
         return GPTDataset(file, sequences, num_samples, seq_len, seed, cache_dir, vocab_size)
 
     train = _blend(files, weights, TRAIN, train_samples, cache_dir, part)
@@ -89,7 +92,7 @@ def build_datasets(*, source: str, paths: Sequence[str], split: str, tokenizer: 
              "tokens": [file.num_tokens for file in files],
              "train_samples": train_samples, "valid_samples": valid_samples,
              "train": train.fingerprint, "valid": valid.fingerprint if valid else None}
-    return Datasets(train, valid, loaded, info)
+    return Datasets(train, valid, tokenizer, info)
 
 
 def _mock(vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int) -> Datasets:
@@ -102,8 +105,11 @@ def _mock(vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_sa
 
 
 def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """One prefix, or weight and prefix in turn -> prefixes and weights (None for one bare prefix)."""
-    paths = [str(path) for path in paths]
+    """One prefix, or weight and prefix in turn -> prefixes and weights (None for one bare prefix).
+
+    `~` at the start of a prefix is the home directory.
+    """
+    paths = [os.path.expanduser(str(path)) for path in paths]
     if len(paths) == 1:
         return paths, None
     rule = "give one prefix, or weight and prefix in turn, as in [0.7, web_text_document, 0.3, code_text_document]"
@@ -152,11 +158,10 @@ def _blend(files: list[IndexedDataset], weights: list[float] | None, which: int,
     return BlendedDataset(parts, weights, num_samples, cache_dir)
 
 
-def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) -> IndexedDataset:
-    """Open a dataset; check that its ids fit the vocabulary and, by PREFIX.json, that the tokenizer made them."""
+def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, cache_dir: Path) -> IndexedDataset:
+    """Open a dataset; check its index, its ids and, by PREFIX.json, that they are those of the tokenizer."""
     file = IndexedDataset(prefix)
-    if file.dtype.kind not in "iu":
-        raise ValueError(f"{prefix}.idx: {file.dtype} values are no token ids; give a dataset of an integer dtype")
+    check_index(file)
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
         made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
@@ -167,5 +172,13 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) 
     if needed > vocab_size:
         raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of the tokenizer of "
                          f"{prefix}; set model.vocab_size={needed}")
-    check_ids(file.tokens(0, min(file.num_tokens, PEEK_TOKENS)), vocab_size, f"{prefix}.bin")
+    if file.num_bin_bytes > SCAN_BYTES:
+        scan_ids(file, vocab_size, count=PEEK_TOKENS)
+    else:
+        build_once(cache_dir / f"ids-{file.fingerprint}-v{vocab_size}", lambda folder: _scan(folder, file, vocab_size))
     return file
+
+
+def _scan(folder: Path, file: IndexedDataset, vocab_size: int) -> None:
+    found = {"data": file.prefix, "largest_id": scan_ids(file, vocab_size)}
+    (folder / "scan.json").write_text(json.dumps(found) + "\n")

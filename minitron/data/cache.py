@@ -3,7 +3,8 @@
 Every rank of every job calls `build_once(directory, build)`.  The first to take the file lock builds into
 `directory.partial` and renames it; a rename is atomic, so `directory` is complete or absent.  The others wait for the
 lock, find the directory and read it.  A build that is killed leaves only a `.partial`, which the next builder deletes;
-the kernel drops the lock of a killed process, so nobody waits for ever.
+the kernel drops the lock of a killed process, so nobody waits for ever.  Whoever reads the directory does so under
+`reading`, which tells a user what to do when a file in it was lost or cut short later.
 
     rank 0   lock ---- build into index-3f.partial ---- rename to index-3f ---- unlock
     rank 1   waits ------------------------------------------------------------ finds index-3f
@@ -13,7 +14,8 @@ Left out: eviction.  A cache directory may be deleted by hand whenever no run us
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
@@ -22,8 +24,8 @@ from filelock import FileLock
 def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> Path:
     """Return `directory`, filled by exactly one call of `build(temporary_directory)` across processes.
 
-    Raises ValueError when the parent directory cannot be written, and whatever `build` raises (every waiting process
-    then tries in turn and reports the same error).
+    Raises ValueError when the directory cannot be written, and whatever else `build` raises (every waiting process then
+    tries in turn and reports the same error).
     """
     final = Path(directory)
     if final.is_dir():
@@ -32,19 +34,33 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
         final.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(final.parent, os.W_OK):
             raise PermissionError(f"{final.parent} is not writable")
+        with FileLock(f"{final}.lock"):
+            if not final.is_dir():
+                _build(final, build)
     except OSError as error:
-        raise ValueError(f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write") \
-            from error
-    with FileLock(f"{final}.lock"):
-        if not final.is_dir():
-            partial = final.with_name(final.name + ".partial")
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir()
-            try:
-                build(partial)
-                os.replace(partial, final)
-            finally:
-                if partial.exists():
-                    shutil.rmtree(partial)
+        raise ValueError(f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write, with "
+                         "room in it") from error
     return final
+
+
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Around whatever reads a finished directory: turns a missing or damaged file into a ValueError with the fix."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{directory}: this folder of data.cache_dir is damaged ({error}); delete it, the next run "
+                         "builds it again") from error
+
+
+def _build(final: Path, build: Callable[[Path], None]) -> None:
+    partial = final.with_name(final.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    try:
+        build(partial)
+        os.replace(partial, final)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import sentencepiece
 
-from minitron.data.cache import build_once
+from minitron.data.cache import build_once, reading
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.tokenizers import SentencePieceTokenizer
 
@@ -76,8 +76,10 @@ def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.P
     fingerprint = digest.hexdigest()[:16]
     folder = build_once(Path(cache_dir) / f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}",
                         lambda folder: _build(folder, sources, vocab_size, fingerprint))
-    tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
-    return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
+    with reading(folder):
+        tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
+        IndexedDataset(folder / "corpus")       # complains of a missing or truncated file
+        return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
 def _read_sources(root: Path) -> list[tuple[str, bytes]]:

@@ -31,9 +31,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitron.data.cache import build_once
-from minitron.data.indexed import IndexedDataset
+from minitron.data.cache import build_once, reading
+from minitron.data.indexed import DataError, IndexedDataset
 
+BLOCK_TOKENS = 1 << 20          # of a scan: a block is read twice, for its least and its largest id
 BLOCK_DOCUMENTS = 1 << 20       # a block's arrays stay in the cache hierarchy; larger is not faster
 
 
@@ -66,7 +67,7 @@ class GPTDataset:
     """Samples 0 .. len - 1 of the given range of sequences, at least `num_samples` of them.
 
     sequences: the range of sequences (a split) to draw from.  cache_dir: where the index arrays are kept.
-    vocab_size: drawing a sample with an id outside 0 .. vocab_size - 1 raises ValueError.
+    vocab_size: drawing a sample with an id outside 0 .. vocab_size - 1 raises DataError.
     Raises ValueError when the range holds fewer than seq_len + 1 tokens (Megatron would repeat them inside a sample,
     and loop for ever on none).
     """
@@ -79,8 +80,10 @@ class GPTDataset:
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         arrays = build_once(Path(cache_dir) / f"gpt-{self.fingerprint}",
                             lambda folder: _save_index(folder, key, indexed, sequences))
-        self._documents, self._cuts, self._shuffle = (np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                                                      for name in ("document", "sample", "shuffle"))
+        with reading(arrays):
+            self._documents, self._cuts, self._shuffle = (
+                np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                for name in ("document", "sample", "shuffle"))
 
     def __len__(self) -> int:
         return len(self._shuffle)
@@ -100,13 +103,37 @@ class GPTDataset:
         return Sample(tokens, np.cumsum([len(part) for part in parts[:-1]], dtype=np.int32))
 
 
-def check_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
-    """Raise ValueError, naming the place and the id, unless all ids lie in 0 .. vocab_size - 1."""
+def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model.vocab_size") -> int:
+    """The largest id (0 of no tokens).  Raises DataError, naming the place, the id and the key that sets vocab_size,
+    unless all ids lie in 0 .. vocab_size - 1."""
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"{where} holds token id {bad}, but model.vocab_size={vocab_size} allows 0 to "
-                         f"{vocab_size - 1}; set model.vocab_size to the vocabulary the data were made with")
+        fix = "copy or preprocess the data again" if low < 0 else "set it to the vocabulary the data were made with"
+        raise DataError(f"{where} holds token id {low if low < 0 else high}, but {key}={vocab_size} allows 0 to "
+                        f"{vocab_size - 1}; {fix}")
+    return high
+
+
+def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size", count: int | None = None) -> int:
+    """The largest id among the first `count` tokens of a file, by default all.
+
+    Raises DataError, naming the position, for an id outside 0 .. vocab_size - 1, and for a file without token ids.
+    """
+    end = file.num_bin_bytes // file.dtype.itemsize
+    if file.dtype.kind not in "iu":
+        raise DataError(f"{file.prefix}.idx: {file.dtype} values are no token ids; give a dataset of an integer dtype")
+    if not end:
+        raise DataError(f"{file.prefix}.bin: no tokens in {len(file.document_indices) - 1} documents; leave this "
+                        "dataset out, or preprocess text that is not empty")
+    end, largest = min(end, end if count is None else count), 0
+    for begin in range(0, end, BLOCK_TOKENS):
+        tokens = file.tokens(begin, min(begin + BLOCK_TOKENS, end))
+        low, high = tokens.min(), tokens.max()
+        if low < 0 or high >= vocab_size:
+            bad = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
+            check_ids(tokens[bad:bad + 1], vocab_size, f"{file.prefix}.bin: position {begin + bad}", key)
+        largest = max(largest, int(high))
+    return largest
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> Plan:

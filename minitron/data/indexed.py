@@ -24,7 +24,8 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,13 @@ DTYPES = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype(
           6: np.dtype("<f8"), 7: np.dtype("<f4"), 8: np.dtype("<u2")}
 _HEADER = struct.Struct("<9sQBQQ")          # magic, version, dtype code, sequences, document indices
 _COPY_BYTES = 64 << 20
+_BLOCK_SEQUENCES = 1 << 20
+_DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check_data.py checks a dataset in full)"
+
+
+class DataError(ValueError):
+    """A file of tokens is missing, damaged, or not what it was taken for.  During training no other ValueError is the
+    user's to mend, so an entry point can print one line for this one and a traceback for the rest."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -47,7 +55,8 @@ class IndexedDataset:
 
     lengths: int32 [sequences], in tokens.  pointers: int64 [sequences], in bytes.  document_indices: int64
     [documents + 1].  modes: int8 [sequences], or None where the file has none.  All are read-only views of the map.
-    Raises ValueError when a file is missing, is no Megatron index, or is shorter than the index says.
+    Opening reads the header and the last sequence; `check_index` reads the rest.
+    Raises DataError when a file is missing, is no Megatron index, or is of another size than the index says.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -68,13 +77,19 @@ class IndexedDataset:
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens offset .. offset + length - 1 of a sequence (to its end by default), a read-only view [length]."""
-        available = int(self.lengths[sequence]) - offset
-        length = available if length is None else length
-        if not (0 <= offset and 0 <= length <= available):
-            raise ValueError(f"{self.prefix}: sequence {sequence} has {self.lengths[sequence]} tokens; tokens {offset} "
-                             f"to {offset + length} were asked for; stay within the sequence")
-        return np.frombuffer(self._bin, self.dtype, length, int(self.pointers[sequence]) + offset * self.dtype.itemsize)
+        """Tokens offset .. offset + length - 1 of a sequence (to its end by default), a read-only view [length].
+
+        Raises DataError when the sequence does not lie within .bin, ValueError when the slice exceeds the sequence.
+        """
+        stored, begin = int(self.lengths[sequence]), int(self.pointers[sequence])
+        if not (0 <= stored and 0 <= begin <= len(self._bin) - stored * self.dtype.itemsize):
+            raise DataError(f"{self.prefix}.idx: sequence {sequence} has {stored} tokens from byte {begin} on, and "
+                            f".bin {len(self._bin)} bytes; {_DAMAGED}")
+        length = stored - offset if length is None else length
+        if not (0 <= offset and 0 <= length <= stored - offset):
+            raise ValueError(f"{self.prefix}: sequence {sequence} has {stored} tokens; tokens {offset} to "
+                             f"{offset + length} were asked for; stay within the sequence")
+        return np.frombuffer(self._bin, self.dtype, length, begin + offset * self.dtype.itemsize)
 
     @property
     def num_tokens(self) -> int:
@@ -100,13 +115,13 @@ class IndexedDataset:
     def _map_tokens(self) -> np.ndarray:
         path = f"{self.prefix}.bin"
         if not os.path.isfile(path):
-            raise ValueError(f"{path}: no such file, but {self.prefix}.idx is there; copy the .bin beside its .idx")
+            raise DataError(f"{path}: no such file, but {self.prefix}.idx is there; copy the .bin beside its .idx")
         size = os.path.getsize(path)
-        # The last sequence ends the file.  Only tools/check_data.py reads every pointer: opening must not cost O(n).
+        # The last sequence ends the file, in whatever Megatron writes; this much is told without reading all pointers.
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
-        if size < needed:
-            raise ValueError(f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; the file is truncated or "
-                             "belongs to another index: copy or preprocess it again")
+        if size != needed:
+            raise DataError(f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; the file is truncated or "
+                            "belongs to another index: copy or preprocess both again")
         return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
 
@@ -115,6 +130,7 @@ class IndexedWriter:
 
     As a context manager it finalizes on success and deletes its temporary files on an error.  sidecar: a dict for
     PREFIX.json.  Memory: 12 bytes a sequence and 8 a document.
+    Raises ValueError when the files cannot be written, whatever the reason: a path, a permission, a full disk.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type, sidecar: dict | None = None):
@@ -128,8 +144,9 @@ class IndexedWriter:
         self._code = codes[self.dtype]
         self._suffix = f".{secrets.token_hex(4)}.partial"
         self._lengths, self._document_indices = array("i"), array("q", [0])
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
+        with _writing(self.prefix):
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -145,32 +162,41 @@ class IndexedWriter:
         """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""
         for sequence in [document] if isinstance(document, np.ndarray) else document:
             tokens = self._as_tokens(np.asarray(sequence))
-            self._bin.write(tokens.tobytes())
+            self._write(tokens)
             self._lengths.append(len(tokens))
         self._document_indices.append(len(self._lengths))
 
     def add_dataset(self, part: IndexedDataset) -> None:
         """Append all documents of another dataset of the same dtype, as when shards are merged."""
         if part.dtype != self.dtype:
-            raise ValueError(f"{part.prefix}.idx: dtype {part.dtype} differs from {self.dtype} of {self.prefix}; "
-                             "preprocess both with one tokenizer")
+            raise DataError(f"{part.prefix}.idx: dtype {part.dtype} differs from {self.dtype} of {self.prefix}; "
+                            "preprocess both with one tokenizer")
         if part.modes is not None:
-            raise ValueError(f"{part.prefix}.idx: has modes (multimodal data), which {self.prefix} would lose; "
-                             "merge text datasets only")
-        before = len(self._lengths)
-        if is_contiguous(part):
-            size = part.num_tokens
-            step = _COPY_BYTES // self.dtype.itemsize
-            for begin in range(0, size, step):
-                self._bin.write(part.tokens(begin, min(begin + step, size)).tobytes())
-        else:
-            for sequence in range(len(part)):
-                self._bin.write(part.get(sequence).tobytes())
+            raise DataError(f"{part.prefix}.idx: has modes (multimodal data), which {self.prefix} would lose; "
+                            "merge text datasets only")
+        check_index(part)
+        before, size = len(self._lengths), part.num_tokens
+        step = _COPY_BYTES // self.dtype.itemsize
+        for begin in range(0, size, step):
+            self._write(part.tokens(begin, min(begin + step, size)))
         self._lengths.frombytes(part.lengths.tobytes())
         self._document_indices.frombytes((part.document_indices[1:] + before).tobytes())
 
     def finalize(self) -> None:
         """Write the index and rename: .bin first, .idx last, so that whoever sees an .idx sees a whole dataset."""
+        with _writing(self.prefix):
+            self._finalize()
+
+    def discard(self) -> None:
+        """Delete the temporary files."""
+        try:
+            with _writing(self.prefix):
+                self._bin.close()       # writes what is buffered, which a full disk refuses
+        finally:
+            for kind in ("bin", "idx"):
+                Path(f"{self.prefix}.{kind}{self._suffix}").unlink(missing_ok=True)
+
+    def _finalize(self) -> None:
         lengths = np.frombuffer(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
@@ -189,11 +215,9 @@ class IndexedWriter:
             Path(f"{self.prefix}.json").write_text(json.dumps(self.sidecar, indent=1) + "\n")
         os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
 
-    def discard(self) -> None:
-        """Delete the temporary files."""
-        self._bin.close()
-        for kind in ("bin", "idx"):
-            Path(f"{self.prefix}.{kind}{self._suffix}").unlink(missing_ok=True)
+    def _write(self, tokens: np.ndarray) -> None:
+        with _writing(self.prefix):
+            self._bin.write(tokens.tobytes())
 
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1:
@@ -215,46 +239,79 @@ def read_sidecar(prefix: str | os.PathLike) -> dict | None:
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); delete it or preprocess the data again") from error
-    missing = {"tokenizer", "fingerprint", "vocab_size"} - (sidecar.keys() if isinstance(sidecar, dict) else set())
+        raise DataError(f"{path}: not JSON ({error}); delete it or preprocess the data again") from error
+    kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}
+    missing = kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set())
     if missing:
-        raise ValueError(f"{path}: no {', '.join(sorted(missing))} in it; delete it or preprocess the data again")
+        raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; delete it or preprocess the data again")
+    for key, kind in kinds.items():
+        if type(sidecar[key]) is not kind:
+            raise DataError(f"{path}: {key}={sidecar[key]!r} is no {'text' if kind is str else 'integer'}; delete the "
+                            "file or preprocess the data again")
     return sidecar
 
 
-def is_contiguous(dataset: IndexedDataset) -> bool:
-    """Whether the sequences lie in .bin in order, without gaps (every writer we know does so)."""
-    ends = np.cumsum(dataset.lengths, dtype=np.int64) * dataset.dtype.itemsize
-    return bool(np.array_equal(dataset.pointers[1:], ends[:-1]) and not dataset.pointers[:1].any())
+def check_index(dataset: IndexedDataset) -> None:
+    """Read the whole index: O(n), a second for 100 million sequences.
+
+    Raises DataError unless the sequences lie in .bin in order and without gaps, as every writer of Megatron leaves
+    them, and the document indices rise from 0 to their number.
+    """
+    end = 0
+    for begin in range(0, len(dataset), _BLOCK_SEQUENCES):
+        lengths, pointers = (array[begin:begin + _BLOCK_SEQUENCES] for array in (dataset.lengths, dataset.pointers))
+        ends = end + np.cumsum(lengths, dtype=np.int64) * dataset.dtype.itemsize
+        starts = np.concatenate([[end], ends[:-1]])
+        wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
+        if len(wrong):
+            i = wrong[0]
+            raise DataError(f"{dataset.prefix}.idx: sequence {begin + i} has {lengths[i]} tokens from byte "
+                            f"{pointers[i]} on, where byte {starts[i]} is next; {_DAMAGED}")
+        end = int(ends[-1])
+    indices, n = dataset.document_indices, len(dataset)
+    falls = np.flatnonzero(indices[1:] < indices[:-1])
+    if len(falls) or not len(indices) or indices[0] != 0 or indices[-1] != n:
+        shown = indices[falls[0]:falls[0] + 2] if len(falls) else indices[[0, -1]] if len(indices) else indices
+        raise DataError(f"{dataset.prefix}.idx: its document indices do not rise from 0 to {n}: "
+                        f"{shown.tolist()} at {falls[0] if len(falls) else 'both ends'}; {_DAMAGED}")
 
 
 def _read_header(prefix: str) -> tuple[np.dtype, int, int, bool]:
     """dtype, sequences, document indices and whether there are modes, checked against the size of PREFIX.idx."""
     path = f"{prefix}.idx"
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
-                         "(tools/preprocess_data.py writes one)")
+        raise DataError(f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
+                        "(tools/preprocess_data.py writes one)")
     size = os.path.getsize(path)
     with open(path, "rb") as index:
         head = index.read(_HEADER.size)
     if head[:len(MAGIC)] != MAGIC[:len(head)]:
-        raise ValueError(f"{path}: begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index; "
-                         "make one with tools/preprocess_data.py")
+        raise DataError(f"{path}: begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index; "
+                        "make one with tools/preprocess_data.py")
     truncated = f"{path}: {size} bytes, shorter than its header says; it is truncated: copy or preprocess it again"
     if len(head) < _HEADER.size:
-        raise ValueError(truncated)
+        raise DataError(truncated)
     _, version, code, num_sequences, num_indices = _HEADER.unpack(head)
     if version != VERSION:
-        raise ValueError(f"{path}: version {version}, only version {VERSION} is known; preprocess the data again")
+        raise DataError(f"{path}: version {version}, only version {VERSION} is known; preprocess the data again")
     if code not in DTYPES:
-        raise ValueError(f"{path}: dtype code {code} is none of 1 to {max(DTYPES)}; preprocess the data again")
+        raise DataError(f"{path}: dtype code {code} is none of 1 to {max(DTYPES)}; preprocess the data again")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size < expected:
-        raise ValueError(truncated)
+        raise DataError(truncated)
     if size not in (expected, expected + num_sequences):
-        raise ValueError(f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or "
-                         "preprocess it again")
+        raise DataError(f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or "
+                        "preprocess it again")
     return DTYPES[code], num_sequences, num_indices, size != expected
+
+
+@contextmanager
+def _writing(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{prefix}: cannot be written ({error}); choose a prefix in a folder that you may write, with "
+                         "room in it") from error
 
 
 def _flush_to_disk(file) -> None:

@@ -23,6 +23,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Protocol
@@ -52,15 +53,18 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that a spec of the table above names.  Raises ValueError for an unknown kind or a bad file."""
+def load_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer that a spec of the table above names; `~` in it is the home directory.
+
+    key: what an error calls the spec.  Raises ValueError for an unknown kind or a bad file.
+    """
     kind, _, path = spec.partition(":")
     if spec == "bytes":
         return ByteTokenizer()
     if kind not in _LOADERS or not path:
-        raise ValueError(f"data.tokenizer={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; name one of "
-                         "them (the tokenizer of data.source=corpus is made with the corpus)")
-    return _LOADERS[kind](Path(path))
+        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; name one of them (the "
+                         "tokenizer of data.source=corpus is made with the corpus)")
+    return _LOADERS[kind](Path(os.path.expanduser(path)))
 
 
 class ByteTokenizer:
@@ -189,6 +193,8 @@ def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
-        raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct "
-                         "data.tokenizer")
-    return path.read_bytes()
+        raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); correct its permissions or the path") from error

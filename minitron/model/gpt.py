@@ -27,11 +27,11 @@ from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
 from minitron.fp8 import Formats
 from minitron.mesh import Mesh
-from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads, swiglu
+from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       choose_ops, parameter, vocab_parallel_cross_entropy)
-from minitron.precision import DTYPES, Gemm, Traffic, linear, use
+from minitron.precision import DTYPES, Gemm, Site, Traffic, gated_mlp, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
 
@@ -102,12 +102,18 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias,
                                        gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
-        self.activation, self.ops, self.keep_activation = swiglu if gated else gelu, layout.ops, keep_activation
+        self.gated, self.ops, self.keep_activation = gated, layout.ops, keep_activation
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
+        if self.gated:
+            return gated_mlp(x, _site(self.up), _site(self.down), self.ops, remake, self.keep_activation)
         inner = self.up(x, remake)
-        again = None if self.keep_activation else partial(self.activation, inner.detach(), self.ops)
-        return self.down(self.activation(inner, self.ops), again)
+        again = None if self.keep_activation else partial(gelu, inner.detach(), self.ops)
+        return self.down(gelu(inner, self.ops), again)
+
+
+def _site(layer: ColumnParallelLinear | RowParallelLinear) -> Site:
+    return Site(layer.weight, layer.gemm, layer.traffic)
 
 
 class Block(nn.Module):
@@ -120,7 +126,7 @@ class Block(nn.Module):
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, backend, gemm)
         self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm, keep_activation=cfg.train.recompute != "selective")
-        self.layer, self.dropout, self.recompute = layer, m.hidden_dropout, cfg.train.recompute
+        self.layer, self.dropout, self.recompute, self.ops = layer, m.hidden_dropout, cfg.train.recompute, layout.ops
 
     def forward(self, x: Tensor, mb: Microbatch) -> Tensor:
         if self.recompute == "full" and torch.is_grad_enabled():
@@ -135,7 +141,7 @@ class Block(nn.Module):
         return partial(norm.again, x.detach()) if self.recompute == "selective" else None
 
     def _drop(self, x: Tensor, mb: Microbatch, site: int) -> Tensor:
-        return dropout(x, self.dropout, mb.local_keys, self.layer, site) if self.training else x
+        return dropout(x, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements) if self.training else x
 
 
 class Embedding(nn.Module):
@@ -156,7 +162,9 @@ class Embedding(nn.Module):
         if self.positions is not None:
             rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
             x = x + nn.functional.embedding(rows, use(self.positions))
-        return dropout(x, self.dropout, mb.local_keys, layer=0, site=0) if self.training else x
+        if not self.training:
+            return x
+        return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.ops.drop_elements)
 
 
 class Head(nn.Module):

@@ -21,10 +21,11 @@ HUES = {True: 212, False: 28}  # forward, backward
 
 
 def describe(timeline: Timeline) -> str:
-    """One line: the schedule and its bubble."""
+    """One line: the schedule and its bubble, the idle time over the compute time."""
     s = timeline.schedule
     kind = "Forward only" if not s.training else "1F1B" if s.vp == 1 else "Interleaved 1F1B"
-    return f"{kind}: pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}, bubble {100 * timeline.bubble:.1f} %"
+    sizes = f"pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
+    return f"{kind}: {sizes}, bubble {100 * timeline.bubble:.1f} % of the compute time"
 
 
 def draw_text(timeline: Timeline) -> str:
@@ -71,7 +72,7 @@ def draw_svg(timeline: Timeline) -> str:
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="6" height="6" fill="#f4f4f4"/><rect width="1.5" height="6" fill="#d4d4d4"/></pattern></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="28" font-size="17" font-weight="bold">{describe(timeline)} of the compute time</text>',
+        f'<text x="{LEFT}" y="28" font-size="17" font-weight="bold">{describe(timeline)}</text>',
         *_legend(s.vp),
     ]
     for rank in range(s.pp):

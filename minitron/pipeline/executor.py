@@ -25,8 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
-from minitron.pipeline.schedule import (Backward, Exchange, Forward, Schedule, Transfer, forward_only, input_of, make,
-                                        output_of)
+from minitron.pipeline.schedule import (Action, Backward, Exchange, Forward, Schedule, Transfer, forward_only,
+                                        input_of, make, output_of)
 
 
 class Executor:
@@ -40,7 +40,7 @@ class Executor:
                  device: torch.device, on_last_backward: Callable[[int], None]):
         self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
         self.on_last_backward = on_last_backward
-        self.make, self.forward_only = lru_cache(4)(make), lru_cache(4)(forward_only)
+        self.actions = lru_cache(4)(self._actions)
         # NCCL sets a communicator up at its first collective, in which every rank must take part.
         all_reduce_(torch.zeros(1, device=device), pp)
 
@@ -51,21 +51,24 @@ class Executor:
         stage.
         """
         seed = torch.ones((), device=self.device) * seed
-        return self._run(self.make(self.pp.size, len(self.chunks), len(batches)), batches, seed)
+        return self._run(self.actions(make, len(batches)), batches, seed)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence) -> Tensor:
         """The sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
         for chunk in self.chunks:
             chunk.eval()
-        total = self._run(self.forward_only(self.pp.size, len(self.chunks), len(batches)), batches, None)
+        total = self._run(self.actions(forward_only, len(batches)), batches, None)
         for chunk in self.chunks:
             chunk.train()
         return total
 
-    def _run(self, schedule: Schedule, batches: Sequence, seed: Tensor | None) -> Tensor:
+    def _actions(self, kind: Callable[[int, int, int], Schedule], num_microbatches: int) -> tuple[Action, ...]:
+        return kind(self.pp.size, len(self.chunks), num_microbatches).ranks[self.pp.rank]
+
+    def _run(self, actions: tuple[Action, ...], batches: Sequence, seed: Tensor | None) -> Tensor:
         run = _Run(self, batches, seed)
-        for action in schedule.ranks[self.pp.rank]:
+        for action in actions:
             if type(action) is Forward:
                 run.forward(action)
             elif type(action) is Backward:

@@ -248,30 +248,29 @@ def stage_layers(
 
     Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
     head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
-    Raises ValueError when a stage would be empty or explicit counts do not fit.
+    Raises ValueError, in terms of the configuration's keys, when a stage would be empty or explicit counts do not fit.
     """
     _check_sizes(pp, vp, 1)
     stages = pp * vp
     if layers_per_stage is None:
         if num_layers < stages:
             raise ValueError(
-                f"num_layers={num_layers} leaves stages empty: pp={pp} x vp={vp} are {stages} stages of at least "
-                f"one layer; use more layers, or a smaller pp or vp"
+                f"model.num_layers={num_layers} leaves stages empty: parallel.pp={pp} x parallel.vp={vp} are {stages} "
+                f"stages of at least one layer; use {stages} layers or more, or a smaller parallel.pp or parallel.vp"
             )
         share, extra = divmod(num_layers, stages)
         counts = [share + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
     else:
         counts = list(layers_per_stage)
+        given = f"parallel.layers_per_stage={counts}"
         if len(counts) != stages:
             raise ValueError(
-                f"layers_per_stage={counts} has {len(counts)} entries; give one for each of the pp={pp} x vp={vp} "
-                f"= {stages} stages"
+                f"{given} has {len(counts)} entries; give one for each of the parallel.pp={pp} x parallel.vp={vp} = "
+                f"{stages} stages"
             )
         if min(counts) < 1:
-            raise ValueError(f"layers_per_stage={counts} leaves a stage empty; give every stage at least one layer")
+            raise ValueError(f"{given} leaves a stage empty; give every stage at least one layer")
         if sum(counts) != num_layers:
-            raise ValueError(
-                f"layers_per_stage={counts} sums to {sum(counts)}, but num_layers={num_layers}; make them equal"
-            )
+            raise ValueError(f"{given} sums to {sum(counts)}, but model.num_layers={num_layers}; make them equal")
     ends = list(accumulate(counts))
     return tuple(range(end - count, end) for count, end in zip(counts, ends))

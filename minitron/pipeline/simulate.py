@@ -62,8 +62,8 @@ def simulate(
     Raises ValueError if a duration is not positive, if their number is not that of the stages, or if `check` does.
     """
     check(schedule)
-    if transfer_seconds < 0:
-        raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative; use 0 or more")
+    if not 0 <= transfer_seconds < float("inf"):
+        raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative or infinite; use 0 or more")
     stages = schedule.pp * schedule.vp
     seconds = {
         Forward: _per_stage("forward_seconds", forward_seconds, stages),

@@ -116,3 +116,20 @@ def test_adamw_equals_torchs_and_skips(param_dtype):
         assert_close_rel(master, reference, 1e-6, f"master after {step}")
     if param_dtype == torch.bfloat16:
         assert torch.equal(state.param, master.bfloat16())
+
+
+@dtypes
+@pytest.mark.parametrize("h", [96, 5000])
+def test_dropout(dtype, h):
+    from minitron import fused
+    from minitron.rng import dropout, token_keys
+
+    keys = token_keys(1, 2, torch.arange(3, device="cuda"), torch.arange(40, device="cuda"))
+    x, dy = randn(40, 3, h, dtype=dtype).requires_grad_(), randn(40, 3, h, dtype=dtype, seed=1)
+    twin = x.detach().clone().requires_grad_()
+    y, expected = dropout(x, 0.3, keys, 5, 1, fused.drop_elements), dropout(twin, 0.3, keys, 5, 1)
+    assert torch.equal(y == 0, expected == 0)
+    y.backward(dy)
+    expected.backward(dy)
+    assert_close_rel(y.float(), expected.float(), TOLERANCE[dtype])
+    assert_close_rel(x.grad.float(), twin.grad.float(), TOLERANCE[dtype])

@@ -1,0 +1,1 @@
+"""Measurements: this machine's ceilings, minitron's step, and other trainers beside it."""

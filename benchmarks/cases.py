@@ -1,0 +1,46 @@
+"""The named cases in which minitron is held against its peers: a configuration each, which both sides read.
+
+Four-GPU cases and the one-GPU case are those of the project's targets. Cases that begin with `2gpu-` have fewer
+layers and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets.
+"""
+
+from dataclasses import dataclass
+
+FP8_RECIPES = ("delayed", "current", "block")
+
+
+@dataclass(frozen=True)
+class Case:
+    gpus: int
+    config: str  # a recipe, relative to the repository
+    overrides: tuple[str, ...]
+
+    def arguments(self, fp8: str) -> list[str]:
+        """The command line of a measured program. fp8: "none" (bf16) or one of FP8_RECIPES."""
+        return [self.config, *self.overrides, f"precision.fp8={fp8}"]
+
+
+def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, **settings) -> Case:
+    """settings: keys of `parallel`, of `train` (seq_len) and of `model` (num_layers). One sample per microbatch."""
+    sections = {"seq_len": "train", "num_layers": "model", "max_positions": "model"}
+    layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1} | settings
+    keys = tuple(f"{sections.get(key, 'parallel')}.{key}={value}" for key, value in layout.items())
+    batch = ("train.micro_batch_size=1", f"train.global_batch_size={microbatches * dp}", "data.source=mock")
+    return Case(gpus, f"configs/{config}.yaml", keys + batch)
+
+
+CASES = {
+    "8b-s8192-dp4": _case(4, "llama3_8b", 4, dp=4),
+    "8b-s4096-dp4": _case(4, "llama3_8b", 4, dp=4, seq_len=4096),
+    "70b-tp4": _case(4, "llama31_70b", 4, num_layers=8, tp=4),
+    "175b-tp4": _case(4, "gpt3_175b", 16, num_layers=4, tp=4),
+    "8b-pp4": _case(4, "llama3_8b", 16, pp=4, vp=2),
+    "8b-tp2cp2": _case(4, "llama3_8b", 4, tp=2, cp=2, seq_len=16384, max_positions=16384),
+    "8b-1gpu": _case(1, "llama3_8b", 1, num_layers=8),
+    "2gpu-8b-16layers-s8192-dp2": _case(2, "llama3_8b", 4, dp=2, num_layers=16),
+    "2gpu-8b-16layers-s4096-dp2": _case(2, "llama3_8b", 4, dp=2, num_layers=16, seq_len=4096),
+    "2gpu-70b-4layers-tp2": _case(2, "llama31_70b", 4, num_layers=4, tp=2),
+    "2gpu-175b-2layers-tp2": _case(2, "gpt3_175b", 16, num_layers=2, tp=2),
+    "2gpu-8b-16layers-pp2": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2),
+    "2gpu-8b-16layers-s16384-cp2": _case(2, "llama3_8b", 4, num_layers=16, cp=2, seq_len=16384, max_positions=16384),
+}

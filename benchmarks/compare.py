@@ -1,0 +1,120 @@
+"""minitron and a peer in turn, on the same GPUs in the same run: `python benchmarks/compare.py [CASE ...]`.
+
+Machines of one kind differ by some percent and a GPU by its temperature, so only the ratio of two measurements of one
+run counts. Each side runs in processes of its own, from the same configuration, timed by the same code (measure.py).
+Per case and precision it prints, and appends to the results,
+
+    case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. ours_gib=.. peer_gib=..
+
+MFU by the `full` counting, in percent; memory of the highest rank, as torch's allocator counts it. A case that cannot
+run here is skipped with a reason. Exits with status 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+
+import torch
+
+from benchmarks import record
+from benchmarks.cases import CASES, FP8_RECIPES, Case
+
+OURS = "benchmarks/step.py"
+PEERS = {"megatron": "benchmarks/peers/megatron.py", "huggingface": "benchmarks/peers/huggingface.py"}
+# One work queue keeps kernels in the order of their launch, which overlap relies on; growing segments do not fragment.
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
+
+
+class Skipped(Exception):
+    """A side cannot run here."""
+
+
+class Failed(Exception):
+    """A side broke, or took too long."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
+    parser.add_argument("--fp8", choices=FP8_RECIPES, default="delayed", help="scaling on both sides (default delayed)")
+    parser.add_argument("--peer", choices=PEERS, default="megatron")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for each side of a case (default 300)")
+    record.add_options(parser)
+    args = parser.parse_intermixed_args(argv)
+    if unknown := [name for name in args.cases if name not in CASES]:
+        parser.error(f"unknown case {unknown[0]}; use one of {', '.join(CASES)}")
+    failed = False
+    for name in args.cases or CASES:
+        for precision in args.precision:
+            label = f"{name}-{precision}"
+            try:
+                if CASES[name].gpus > torch.cuda.device_count():
+                    raise Skipped(f"needs {CASES[name].gpus} GPUs, there are {torch.cuda.device_count()}")
+                result = compare(CASES[name], args.fp8 if precision == "fp8" else "none", args)
+            except Skipped as reason:
+                print(f"case={label} skipped: {reason}", flush=True)
+            except Failed as reason:
+                print(f"case={label} failed: {reason}", flush=True)
+                failed = True
+            else:
+                result = {"case": label, "peer": args.peer, **result}
+                record.append(args, "compare", result)
+                print(line(result), flush=True)
+    return int(failed)
+
+
+def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
+    """Both sides' figures and their ratio. Raises Skipped or Failed."""
+    both = {}
+    for side, program in (("peer", PEERS[args.peer]), ("ours", OURS)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus),
+                   program, *case.arguments(fp8), "--steps", str(args.steps)]
+        both[side] = launch(command, args.timeout)
+    ours, peer = both["ours"], both["peer"]
+    return {"ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"], "ratio": ours["tflops"] / peer["tflops"],
+            "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"], "fp8": fp8, "ours": ours, "peer_figures": peer}
+
+
+def line(result: dict) -> str:
+    """The one line of a case; MFU is nan where the device's peak is not known."""
+    mfu = {side: math.nan if result[side] is None else result[side] for side in ("ours_mfu", "peer_mfu")}
+    return (f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
+            f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}")
+
+
+def launch(command: list[str], timeout: float) -> dict:
+    """What a measured program reported. Raises Skipped, or Failed with the end of its output."""
+    process = subprocess.Popen(command, cwd=record.ROOT, env=os.environ | ENVIRONMENT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun ends its processes; killed, it would leave them on the GPUs
+        try:
+            process.communicate(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise Failed(f"took longer than {timeout:g} s: {' '.join(command)}") from None
+    for text in output.splitlines():
+        if text.startswith("RESULT "):
+            return json.loads(text.removeprefix("RESULT "))
+        if text.startswith("SKIP "):
+            raise Skipped(text.removeprefix("SKIP "))
+    raise Failed(f"exit status {process.returncode}: {' '.join(command)}\n{output[-3000:]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

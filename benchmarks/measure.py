@@ -1,0 +1,111 @@
+"""What every measured program shares: its arguments, its clock and the figures it reports.
+
+minitron and its peers read the same configuration, are timed by the same function and count the same operations, so a
+ratio of two of them compares trainers and not benchmarks. A program prints one line for other programs,
+
+    RESULT {"step_seconds": .., "tflops": .., "mfu_full": .., "peak_gib": .., ...}
+
+or, where it cannot run, `SKIP reason`. Times are of whole optimizer steps, each begun by a barrier and ended when the
+device has finished; the first ones warm up and do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from minitron import cli, flops
+from minitron.config import Config
+
+WARMUP = 4
+
+
+def arguments(description: str, argv: list[str] | None, *add_options: Callable) -> tuple[Config, argparse.Namespace]:
+    """The configuration and the options of a measured program; add_options(parser) adds options of its own."""
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
+    parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | section.key=value", help="as for minitron.pretrain")
+    parser.add_argument("--steps", type=int, default=12, help=f"steps, of which {WARMUP} warm up (default 12)")
+    for add in add_options:
+        add(parser)
+    args = parser.parse_intermixed_args(argv)
+    with cli.user_errors():
+        if args.steps <= WARMUP:
+            raise ValueError(f"--steps {args.steps} are all warm-up; use {WARMUP + 1} or more")
+        cfg = cli.load(args.config)
+    return replace(cfg, train=replace(cfg.train, steps=max(cfg.train.steps, args.steps))), args
+
+
+def choose_device() -> tuple[torch.device, tuple[int, int] | None]:
+    """This rank's device, the process' current one, and its CUDA capability (None on a CPU)."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), None
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device, torch.cuda.get_device_capability(device)
+
+
+def skip(reason: str) -> SystemExit:
+    """Raise this where a program cannot run here through no mistake of the user."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"SKIP {reason}", flush=True)
+    return SystemExit(0)
+
+
+def median_seconds(step: Callable[[int], object], steps: int, device: torch.device) -> float:
+    """Median time of step(i), i = 0 ... steps - 1, without the warm-up. Collective over the world."""
+    times = []
+    for i in range(steps):
+        _wait(device)
+        start = time.perf_counter()
+        step(i)
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return highest(statistics.median(times[WARMUP:]), device)
+
+
+def figures(cfg: Config, step_seconds: float, world: int, device: torch.device) -> dict:
+    """Time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory."""
+    m, t = cfg.model, cfg.train
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    per_sample = {"full": flops.full(m.shape, t.seq_len), "causal": flops.causal(m.shape, t.seq_len),
+                  "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute == "full")}
+    tflops = {k: flops.tflops_per_gpu(v * t.global_batch_size, step_seconds, world) for k, v in per_sample.items()}
+    peak = flops.peak_tflops(name, fp8=cfg.precision.fp8 != "none")
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {"gpu": name, "world": world, "step_seconds": step_seconds, "tflops": tflops["full"],
+            "tokens_per_second_per_gpu": t.global_batch_size * t.seq_len / step_seconds / world,
+            **{f"mfu_{k}": 100 * v / peak if peak else None for k, v in tflops.items()},
+            "peak_gib": highest(memory, device) / 2**30}
+
+
+def report(result: dict) -> None:
+    """Print the line that `compare.py` reads, once per job."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("RESULT", json.dumps(result), flush=True)
+
+
+def highest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    number = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return number.item()
+
+
+def _wait(device: torch.device) -> None:
+    _synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,163 @@
+"""Measure Megatron-core and Transformer Engine: `torchrun --nproc-per-node N benchmarks/peers/megatron.py CONFIG ...`.
+
+It reads minitron's configuration, so the model, the layout and the batch are the same, and it is set up the way its
+own users run it fast: Transformer Engine layers with fused weight-gradient accumulation, a sharded optimizer with
+float32 gradients and both of its collectives overlapped, interleaved pipeline messages overlapped, fused rotary
+positions and loss. Prints figures by minitron's counting. NVIDIA's apex is not assumed: only the head, which is
+Megatron's own layer and not Transformer Engine's, would use it, for its weight gradient.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in its own folder, this file would hide the package
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import measure
+from minitron import cli
+from minitron.config import Config
+
+try:
+    import transformer_engine.pytorch  # noqa: F401  Megatron-core imports without it, and then fails later
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+except ImportError as error:
+    raise measure.skip(f"Megatron-core or Transformer Engine is not installed ({error}); "
+                       "pip install megatron-core 'transformer-engine[pytorch]'") from None
+
+FP8 = {"none": {},
+       "delayed": dict(fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max"),
+       "current": dict(fp8="hybrid", fp8_recipe="tensorwise"),
+       "block": dict(fp8="e4m3", fp8_recipe="blockwise")}
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg, args = measure.arguments(__doc__, argv)
+    world, (device, capability) = int(os.environ["WORLD_SIZE"]), measure.choose_device()
+    if capability is None:
+        raise measure.skip("Megatron-core needs GPUs")
+    with cli.user_errors():
+        cfg.check(world, capability)
+        _check(cfg)
+    dist.init_process_group("nccl", device_id=device)
+    p = cfg.parallel
+    virtual = p.vp if p.vp > 1 else None
+    parallel_state.initialize_model_parallel(p.tp, p.pp, virtual, context_parallel_size=p.cp)
+    model_parallel_cuda_manual_seed(cfg.train.seed)
+    # Off without apex, and then Transformer Engine, which needs none, would not accumulate inside its GEMMs either.
+    tensor_parallel_layers._grad_accum_fusion_available = True
+    step = make_step(cfg, transformer_config(cfg), virtual, world)
+    measure.report(measure.figures(cfg, measure.median_seconds(step, args.steps, device), world, device))
+    dist.destroy_process_group()
+
+
+def _check(cfg: Config) -> None:
+    """Raises ValueError for what this runner does not translate."""
+    m, p = cfg.model, cfg.parallel
+    unknown = {"train.recompute": cfg.train.recompute != "none", "precision.dtype": cfg.precision.dtype != "bf16",
+               "model.attention_dropout": m.attention_dropout > 0, "model.hidden_dropout": m.hidden_dropout > 0,
+               "parallel.cp_style": p.cp_style != "ring", "parallel.layers_per_stage": p.layers_per_stage is not None,
+               "data.separate_documents": cfg.data.separate_documents}
+    if any(unknown.values()):
+        raise ValueError(f"{', '.join(k for k, v in unknown.items() if v)} is not what the Megatron-core runner knows; "
+                         "leave it at its default")
+
+
+def transformer_config(cfg: Config) -> TransformerConfig:
+    m, p, llama = cfg.model, cfg.parallel, cfg.model.family == "llama"
+    return TransformerConfig(
+        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_heads, num_query_groups=m.kv_heads, init_method_std=m.init_std,
+        layernorm_epsilon=m.norm_eps,
+        normalization="RMSNorm" if llama else "LayerNorm", gated_linear_unit=llama, add_bias_linear=not llama,
+        activation_func=F.silu if llama else F.gelu, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp, context_parallel_size=p.cp,
+        virtual_pipeline_model_parallel_size=p.vp if p.vp > 1 else None, overlap_p2p_comm=p.vp > 1,
+        batch_p2p_comm=p.vp == 1, deallocate_pipeline_outputs=True, sequence_parallel=p.sequence_parallel and p.tp > 1,
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_dtype=torch.bfloat16,
+        bias_activation_fusion=True, bias_dropout_fusion=True, masked_softmax_fusion=True, persist_layer_norm=True,
+        apply_rope_fusion=m.positions == "rope", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
+        gradient_accumulation_fusion=True, **FP8[cfg.precision.fp8])
+
+
+def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> list[DistributedDataParallel]:
+    """This rank's model chunks, on the GPU and wrapped for gradient reduction."""
+    m, chunks = cfg.model, []
+    for i in range(virtual or 1):
+        stage = {} if virtual is None else {"vp_stage": i}
+        if virtual is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(i)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
+        positions = {"rope": "rope", "learned": "learned_absolute"}[m.positions]
+        chunk = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), m.padded_vocab_size, m.max_positions,
+                         pre_process=first, post_process=last, share_embeddings_and_output_weights=m.tie_embeddings,
+                         position_embedding_type=positions, rotary_base=m.rope_theta, **stage).cuda()
+        if m.positions == "learned":
+            chunk.bfloat16()  # the position table is made in float32
+        if last:
+            chunk.output_layer.gradient_accumulation_fusion = False
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunks.append(chunk)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True,
+        average_in_collective=True, check_for_nan_in_grad=False)
+    return [DistributedDataParallel(config, options, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+
+
+def make_step(cfg: Config, config: TransformerConfig, virtual: int | None, world: int):
+    """step(i): forward, backward and update on random tokens that stay on the GPU."""
+    m, t, o = cfg.model, cfg.train, cfg.optimizer
+    chunks = make_chunks(cfg, config, virtual)
+    optimizer = get_megatron_optimizer(OptimizerConfig(
+        lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1],
+        adam_eps=o.eps, clip_grad=o.clip_grad, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+        overlap_param_gather=True), chunks)
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
+    config.param_sync_func = [c.start_param_sync for c in chunks] if virtual else chunks[0].start_param_sync
+    if virtual:
+        config.grad_sync_func = [c.start_grad_sync for c in chunks]
+    shape = t.micro_batch_size, t.seq_len // cfg.parallel.cp
+    tokens, labels = (torch.randint(m.vocab_size, shape, device="cuda") for _ in range(2))
+    positions = torch.arange(shape[1], device="cuda").expand(shape)
+
+    def loss(output: Tensor):
+        mean = output.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    def forward(_, chunk):
+        return chunk(tokens, positions, None, labels=labels), loss
+
+    run = get_forward_backward_func()
+
+    def step(_: int) -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run(forward_step_func=forward, data_iterator=[None] * len(chunks) if virtual else None,
+            model=chunks if virtual else chunks[0], num_microbatches=cfg.num_microbatches(cfg.dp(world)),
+            seq_length=t.seq_len, micro_batch_size=t.micro_batch_size, forward_only=False)
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

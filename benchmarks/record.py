@@ -1,0 +1,68 @@
+"""Results that can be traced: every record names the machine, the versions, the command and the commit behind it.
+
+`benchmarks/results/results.jsonl` holds one JSON object a line, oldest first; `kind` says which program wrote it.
+A copy of the project without its git history names the commit with `--commit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "results.jsonl"
+PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "transformers")
+
+
+def add_options(parser: argparse.ArgumentParser, results: Path | None = RESULTS) -> None:
+    parser.add_argument("--results", type=Path, default=results, metavar="FILE",
+                        help=f"where records are appended (default: {results or 'nowhere'})")
+    parser.add_argument("--commit", help="commit to name in the records (default: git's)")
+
+
+def append(args: argparse.Namespace, kind: str, figures: dict) -> dict:
+    """Write one record and return it."""
+    entry = {"kind": kind, **figures, **environment(), "commit": args.commit or commit()}
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.results, "a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+    return entry
+
+
+def environment() -> dict:
+    """What a figure depends on beside the code. None where there is no GPU or package."""
+    gpu, power = (_output("nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader,nounits") or ",").split(
+        "\n")[0].split(",")
+    return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "gpu": gpu or None,
+            "power_limit_watts": float(power) if power else None,
+            "versions": {"cuda": torch.version.cuda, **{name: _version(name) for name in PACKAGES}},
+            "command": shlex.join(sys.argv)}
+
+
+def commit() -> str | None:
+    """The checked-out commit, marked if the working tree differs from it; None outside of a git repository."""
+    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    return head and head + ("-dirty" if _output("git", "-C", str(ROOT), "status", "--porcelain", "-uno") else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

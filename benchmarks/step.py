@@ -1,0 +1,96 @@
+"""Measure minitron's own step: `torchrun --nproc-per-node N benchmarks/step.py CONFIG.yaml [section.key=value ...]`.
+
+The step is the trainer's, with its loader, on the data that the configuration names. Prints the median step time,
+TFLOP/s, MFU by three countings, the highest rank's memory, and the share of the floor: how much of the step the
+matrix products and attention would take alone (floor.py). `--profile` adds the kernels that take longest, `--results
+FILE` appends a record. Runs on CPUs too, where there are no MFU, memory and kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import floor, measure, record, shares
+from minitron import cli
+from minitron.config import Config
+from minitron.data.build import Datasets
+from minitron.data.loader import Loader
+from minitron.mesh import Mesh
+from minitron.pretrain import build_data, make_mesh
+from minitron.train import build, choose_attention
+
+PROFILED_STEPS = 2
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Runs the measurement on this rank and returns its figures."""
+    cfg, args = measure.arguments(__doc__, argv, add_options)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    device, capability = measure.choose_device()
+    with cli.user_errors(quiet=int(os.environ.get("LOCAL_RANK", 0)) > 0):
+        cfg.check(world, capability)
+        if args.profile and capability is None:
+            raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")
+        backend, data = choose_attention(cfg, device), build_data(cfg)
+    mesh = make_mesh(cfg, world, device)
+    result, work, kernels, description = run(cfg, args, mesh, data)
+    gc.collect()  # the trainer is gone: its memory is for the floor
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    alone = floor.floor_seconds(work, backend, cfg.precision.dtype, device)
+    result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
+    result["floor_share"] = measure.highest(sum(alone.values()), device) / result["step_seconds"]
+    if mesh.rank == 0:
+        print(description, summary(result), sep="\n")
+        if kernels:
+            result["shares"] = shares.shares(kernels)
+            print(shares.table(kernels, PROFILED_STEPS))
+        if args.results:
+            record.append(args, "step", result)
+    measure.report(result)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tuple:
+    """Train: (figures, what the floor consists of, kernels of the profile, one line about the run)."""
+    trainer, loader, batch = build(cfg, mesh), Loader(data.train, cfg, mesh), cfg.train.global_batch_size
+
+    def step(i: int) -> None:
+        trainer.step(loader.step(i % cfg.train.steps * batch, i), cfg.optimizer.lr)
+
+    seconds = measure.median_seconds(step, args.steps, mesh.device)
+    result = measure.figures(cfg, seconds, mesh.world.size, mesh.device)
+    kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
+    loader.close()
+    return result, floor.step_work(trainer), kernels, trainer.describe()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", action="store_true", help="also print the kernels that take longest")
+    record.add_options(parser, results=None)
+
+
+def summary(result: dict) -> str:
+    """The figures in two lines."""
+    mfu = "  ".join(f"{k} {result[f'mfu_{k}']:.2f} %" for k in ("full", "causal", "hardware")
+                    if result[f"mfu_{k}"] is not None)
+    return (f"step {result['step_seconds']:.4f} s   {result['tflops']:.1f} TFLOP/s per GPU   MFU {mfu or 'unknown'}   "
+            f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB\n"
+            f"floor: GEMM {result['floor_gemm_seconds']:.4f} s + attention {result['floor_attention_seconds']:.4f} s = "
+            f"{100 * result['floor_share']:.1f} % of the step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""FP8 casts and products by Transformer Engine: the fast twin of minitron/fp8_torch.py, with the same contract.
+
+Its cast reads a bf16 matrix once and writes rows, columns and the largest magnitude in one kernel, and its GEMM adds to
+a float32 gradient in place. Its kernels are used, not its layers: communication, recomputation and gradient
+accumulation stay with the seam. Payloads are plain tensors; the library's tensor classes exist inside of a call.
+
+SwiGLU and its cast are one kernel too, which then needs none of minitron's own (`ops`). Left out: its norms with casts,
+and its communication overlap, which has buffers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import torch
+import transformer_engine.pytorch  # noqa: F401, loads the library that the next line needs
+import transformer_engine_torch as tex
+from torch import Tensor
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+from minitron.fp8_torch import KINDS, Operand, limit
+from minitron.mesh import Axis
+from minitron.precision import Payload
+
+E4M3 = tex.DType.kFloat8E4M3
+CODES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
+
+
+class TensorScaling:
+    """One scale for a whole tensor."""
+
+    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
+             columns: bool) -> Payload:
+        return self._payload(role, shared, scale, amax, columns, lambda quantizer: quantizer(x.contiguous()))
+
+    def cast_swiglu(self, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
+                    columns: bool) -> Payload:
+        return self._payload("x", Axis.single(), scale, amax, columns, partial(tex.swiglu, inner))
+
+    def cast_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
+                         columns: bool) -> Payload:
+        return self._payload("dy", Axis.single(), scale, amax, columns, partial(tex.dswiglu, dy, inner))
+
+    def _payload(self, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool,
+                 operation: Callable) -> Payload:
+        """What operation(quantizer) makes with a quantizer of this role and scale."""
+        kind, both = KINDS[role], columns and shared.size == 1
+        if scale is None:
+            quantizer = Float8CurrentScalingQuantizer(
+                CODES[kind], torch.device("cuda"), columnwise=both, with_amax_reduction=shared.size > 1,
+                amax_reduction_group=shared.group)
+        else:
+            quantizer = Float8Quantizer(scale, torch.zeros_like(scale) if amax is None else amax, CODES[kind],
+                                        columnwise=both)
+        parts = _run(operation, quantizer)
+        inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
+        if scale is None and amax is not None:
+            torch.maximum(amax, inverse * limit(kind), out=amax)
+        if transposed is None:  # not wanted, or a GPU whose FP8 GEMM reads both layouts
+            return Payload(parts["data"].view(kind), inverse)
+        return Payload(parts["data"].view(kind), inverse, transposed.view(kind), inverse)
+
+    def transpose(self, values: Tensor) -> Tensor:
+        return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        return general_gemm(self._wrap(b), self._wrap(a), out_dtype=dtype, use_split_accumulator=not fast)[0]
+
+    def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+        general_gemm(self._wrap(b), self._wrap(a), out_dtype=torch.float32, out=out, accumulate=add,
+                     use_split_accumulator=True)
+
+    def _wrap(self, x: Operand) -> Float8TensorStorage:
+        return Float8TensorStorage(data=x.values.view(torch.uint8), fp8_scale_inv=x.scale,
+                                   fp8_dtype=CODES[x.values.dtype], fake_dtype=torch.bfloat16)
+
+
+class BlockScaling(TensorScaling):
+    """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
+
+    def _payload(self, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool,
+                 operation: Callable) -> Payload:
+        parts = _run(operation, Float8BlockQuantizer(E4M3, rowwise=True, columnwise=columns,
+                                                     block_scaling_dim=2 if role == "weight" else 1))
+        rows, other = parts["rowwise_data"].view(torch.float8_e4m3fn), parts["columnwise_data"]
+        return Payload(rows, parts["rowwise_scale_inv"], None if other is None else other.view(rows.dtype),
+                       parts["columnwise_scale_inv"])
+
+    def _wrap(self, x: Operand) -> Float8BlockwiseQTensorStorage:
+        return Float8BlockwiseQTensorStorage(
+            rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale, columnwise_data=None,
+            columnwise_scale_inv=None, fp8_dtype=E4M3, quantizer=None, is_2D_scaled=x.tiled, fake_dtype=torch.bfloat16)
+
+
+def _run(operation: Callable, quantizer) -> dict:
+    quantizer.internal = True  # plain storage instead of a tensor subclass
+    return operation(quantizer).get_metadata()

@@ -1,0 +1,278 @@
+"""The benchmarks measure what they say: operations, shares, records. Their speed needs GPUs, their arithmetic does
+not."""
+
+import importlib.util
+import json
+import re
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import ceilings, compare, floor, host, measure, record, shares, step, table
+from benchmarks.cases import CASES, FP8_RECIPES, Case
+from minitron import attention, cli, flops
+from minitron.mesh import Mesh
+from minitron.model.gpt import GPT
+from minitron.pipeline.schedule import stage_layers
+
+TINY = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=200",
+        "train.seq_len=64", "train.micro_batch_size=2", "train.global_batch_size=8", "data.source=mock",
+        "precision.dtype=fp32"]
+CPU = torch.device("cpu")
+
+
+# ---- the floor ------------------------------------------------------------------------------------------------------
+
+
+def offline_trainer(cfg, world, rank):
+    """The parts of a Trainer that the floor reads, at their real shapes and without memory."""
+    p = cfg.parallel
+    mesh = Mesh.offline(world, rank, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
+    stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
+    backend = attention.choose("reference", "meta", torch.float32, cfg.model.head_dim)
+    mine = range(mesh.pp.rank, len(stages), p.pp)
+    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    return SimpleNamespace(cfg=cfg, mesh=mesh, chunks=chunks)
+
+
+@pytest.mark.parametrize("world, layout", [
+    (1, []), (2, ["parallel.tp=2"]), (4, ["parallel.pp=2"]), (4, ["parallel.cp=2", "parallel.tp=2"]),
+    (4, ["parallel.cp=4"]), (2, ["parallel.cp=2", "parallel.cp_style=allgather"]),
+    (2, ["parallel.cp=2", "parallel.cp_style=ulysses"]), (1, ["model.family=gpt", "model.tie_embeddings=true"]),
+])
+def test_the_floor_of_all_ranks_has_the_operations_of_the_step(world, layout):
+    cfg = cli.load([*TINY, *layout])
+    cfg.check(world)
+    work = [floor.step_work(offline_trainer(cfg, world, rank)) for rank in range(world)]
+    products = sum(p.operations * count for part, _ in work for p, count in part.items())
+    # `flops` counts four products of the backward; a kernel that keeps no scores computes them again, a fifth.
+    scores = sum(c.operations * count for _, part in work for c, count in part.items()) * 12 / 14
+    shape, t = cfg.model.shape, cfg.train
+    assert scores == pytest.approx(t.global_batch_size * (
+        flops.full(shape, t.seq_len) - flops.causal(shape, t.seq_len)))
+    assert products + scores == pytest.approx(t.global_batch_size * flops.causal(shape, t.seq_len))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind, shape", [("forward", (32, 48)), ("input_grad", (32, 16)), ("weight_grad", (48, 16)),
+                                         ("first_weight_grad", (48, 16))])
+def test_products_have_the_shape_and_format_of_their_kind(kind, shape, fp8):
+    result = floor.Product(kind, 32, 48, 16, fp8).prepare(torch.bfloat16, CPU)()
+    assert result.shape == shape
+    assert result.dtype == (torch.float32 if "weight" in kind else torch.bfloat16)
+
+
+# ---- shares of a profile --------------------------------------------------------------------------------------------
+
+NAMES = {"nccl": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+         "gemm": "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+         "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0",
+         "optimizer": "_adamw", "copy": "Memcpy DtoD (Device -> Device)", "pointwise": "_swiglu_forward"}
+
+
+def test_kernel_names_have_their_kind():
+    assert {kind: shares.kind_of(name) for kind, name in NAMES.items()} == {kind: kind for kind in NAMES}
+    assert shares.kind_of("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>") == "attention"
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 30), st.integers(1, 9)), min_size=1,
+                max_size=8))
+def test_shares_equal_those_counted_tick_by_tick(drawn):
+    kernels = [(NAMES[kind], float(start), float(start + length)) for kind, start, length in drawn]
+    ticks = {kind: [t for k, start, length in drawn if k == kind for t in range(start, start + length)]
+             for kind in NAMES}
+    busy = {t for times in ticks.values() for t in times}
+    compute = {t for kind, times in ticks.items() if kind != "nccl" for t in times}
+    window = max(busy) + 1 - min(busy)
+    expected = {kind: len(times) / window for kind, times in ticks.items()}
+    expected |= {"nccl exposed": len(busy - compute) / window, "idle": 1 - len(busy) / window}
+    assert shares.shares(kernels) == pytest.approx(expected)
+
+
+def test_the_profile_table_has_times_per_step():
+    kernels = [(NAMES["gemm"], 0.0, 3000.0), (NAMES["gemm"], 3000.0, 4000.0), (NAMES["copy"], 6000.0, 8000.0)]
+    text = shares.table(kernels, steps=2)
+    rows = [line.split()[:3] for line in text.splitlines()]
+    assert rows[1:3] == [["2.000", "1", "gemm"], ["1.000", "0", "copy"]]
+    assert "gemm 50.0 %" in text and "idle 25.0 %" in text
+
+
+# ---- measured programs ----------------------------------------------------------------------------------------------
+
+
+def test_a_measured_step_reports_consistent_figures(capsys):
+    result = step.main([*TINY, "--steps", "6"])
+    cfg = cli.load(TINY)
+    operations = flops.full(cfg.model.shape, 64) * 8
+    assert result["tflops"] * 1e12 * result["step_seconds"] == pytest.approx(operations)
+    assert result["tokens_per_second_per_gpu"] * result["step_seconds"] == pytest.approx(8 * 64)
+    alone = result["floor_gemm_seconds"] + result["floor_attention_seconds"]
+    assert result["floor_share"] == pytest.approx(alone / result["step_seconds"]) and alone > 0
+    assert json.loads(re.search("^RESULT (.*)$", capsys.readouterr().out, re.MULTILINE)[1]) == result
+
+
+def test_mfu_is_tflops_over_the_peak_of_the_format(monkeypatch):
+    monkeypatch.setattr(flops, "peak_tflops", lambda name, fp8: 1e-6 * (2 if fp8 else 1))
+    for fp8, peak in (("none", 1e-6), ("current", 2e-6)):
+        cfg = cli.load([*TINY, f"precision.fp8={fp8}"])
+        result = measure.figures(cfg, 0.5, 2, CPU)
+        assert result["mfu_full"] == pytest.approx(100 * result["tflops"] / peak)
+        assert result["mfu_causal"] < result["mfu_full"]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--steps", "4"], "--steps 4 are all warm-up; use 5 or more"),
+    (["model.num_layer=4"], "unknown key model.num_layer; did you mean model.num_layers?"),
+    (["--profile"], "--profile lists a GPU's kernels, and there is no GPU; leave it out"),
+])
+def test_mistakes_of_the_command_line_are_one_line(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit:
+        step.main(argv)
+    assert exit.value.code == 1 and capsys.readouterr().err.strip() == f"error: {message}"
+
+
+# ---- cases and comparisons ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8", ["none", *FP8_RECIPES])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
+    case = CASES[name]
+    cfg = cli.load([str(record.ROOT / case.config), *case.arguments(fp8)[1:]])
+    cfg.check(case.gpus, capability=(9, 0))
+    assert cfg.train.recompute == "none"
+    assert name.startswith("2gpu-") == (case.gpus == 2)
+    dp, p = cfg.dp(case.gpus), cfg.parallel
+    for axis, size in {"dp": dp, "tp": p.tp, "pp": p.pp, "cp": p.cp}.items():
+        assert (f"{axis}{size}" in name) == (size > 1)
+
+
+def fake(text, status=0):
+    return [sys.executable, "-c", f"print({text!r}); raise SystemExit({status})"]
+
+
+def test_a_program_reports_skips_or_fails():
+    assert compare.launch(fake('noise\nRESULT {"tflops": 1.5}'), 60) == {"tflops": 1.5}
+    with pytest.raises(compare.Skipped, match="^not installed$"):
+        compare.launch(fake("SKIP not installed"), 60)
+    with pytest.raises(compare.Failed, match="(?s)exit status 3: .*out of memory"):
+        compare.launch(fake("out of memory", 3), 60)
+    with pytest.raises(compare.Failed, match="took longer than 0.2 s"):
+        compare.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+
+
+def test_comparisons_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
+    ours = {"mfu_full": 66.0, "tflops": 660.0, "peak_gib": 100.0}
+    peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0}
+    launched = []
+
+    def launch(command, timeout):
+        launched.append(command)
+        if "precision.fp8=delayed" in command:
+            raise compare.Failed("it broke")
+        return peer if "benchmarks/peers/megatron.py" in command else ours
+
+    monkeypatch.setattr(compare, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    path = tmp_path / "results.jsonl"
+    argv = ["8b-1gpu", "70b-tp4", "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
+    assert compare.main(argv) == 1 and len(launched) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "case=8b-1gpu-bf16 ours_mfu=66.00 peer_mfu=60.00 ratio=1.100 ours_gib=100.00 peer_gib=110.00",
+        "case=8b-1gpu-fp8 failed: it broke", "case=70b-tp4-bf16 skipped: needs 4 GPUs, there are 1",
+        "case=70b-tp4-fp8 skipped: needs 4 GPUs, there are 1"]
+    entry, = map(json.loads, path.read_text().splitlines())
+    figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0}
+    assert entry["case"] == "8b-1gpu-bf16" and {k: entry[k] for k in figures} == pytest.approx(figures)
+    assert entry["kind"] == "compare" and entry["commit"] == "abc" and entry["peer"] == "megatron"
+    assert {"gpu", "power_limit_watts", "command"} <= entry.keys()
+    assert entry["versions"]["torch"] == torch.__version__
+    assert {"cuda", "triton", "transformer_engine", "megatron-core"} <= entry["versions"].keys()
+
+
+def test_an_unknown_case_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        compare.main(["8b"])
+    assert "unknown case 8b; use one of 8b-s8192-dp4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
+def test_a_peer_that_is_not_installed_is_skipped_with_a_reason():
+    with pytest.raises(compare.Skipped, match="Megatron-core or Transformer Engine is not installed .*; pip install"):
+        compare.launch([sys.executable, compare.PEERS["megatron"]], 60)
+
+
+def test_two_ranks_of_each_side_really_run():
+    pytest.importorskip("transformers")
+    case = Case(2, "configs/quickstart.yaml", (*TINY, "train.eval_every=0"))
+    result = compare.compare(case, "none", Namespace(peer="huggingface", steps=5, timeout=240.0))
+    assert result["ratio"] == pytest.approx(result["peer_figures"]["step_seconds"] / result["ours"]["step_seconds"])
+    assert result["ours"]["world"] == result["peer_figures"]["world"] == 2
+    assert "ours_mfu=nan" in compare.line({"case": "tiny", **result})
+
+
+def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    args = Namespace(results=tmp_path / "results.jsonl", commit=None)
+    assert table.main(["--results", str(args.results)]) == 1
+    assert "has no record of kind compare; run benchmarks/compare.py first" in capsys.readouterr().out
+    figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0,
+               "peer": "megatron"}
+    record.append(args, "host", {"what": "x"})
+    for case, ours in (("a", 61.0), ("b", None), ("a", 66.0)):
+        record.append(args, "compare", figures | {"case": case, "ours_mfu": ours})
+    assert table.main(["--results", str(args.results)]) == 0
+    text = (tmp_path / "compare.md").read_text()
+    assert "| a | 66.0 % | 60.0 % | 1.100 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text and "61.0" not in text
+    assert f"torch {torch.__version__}" in text
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the machine and the host ---------------------------------------------------------------------------------------
+
+
+def local_ceilings():
+    call = floor.AttentionCall(1, 2, 2, 16, 32, 32, True)
+    return [*ceilings.gemm_rows([(32, 48, 16)], "toy", CPU, (False, True)),
+            *ceilings.attention_rows([call], "toy", CPU), *ceilings.copy_rows(2**16, CPU)]
+
+
+def collective_ceilings():
+    return list(ceilings.collective_rows(2**12, Mesh.create().world, CPU))
+
+
+def test_ceilings_are_rates(ranks, tmp_path, capsys):
+    rows = [*local_ceilings(), *ranks(2, collective_ceilings)[0]]
+    assert len(rows) == 2 * 3 + 1 + 1 + 2 and all(figure > 0 for _, _, figure, _ in rows)
+    ceilings.show(rows, Namespace(json=True, results=tmp_path / "results.jsonl", commit=None))
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [{k: entry[k] for k in row} for entry, row in zip(written, printed, strict=True)] == printed
+
+
+def test_ceilings_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="error: the ceilings are those of GPUs, and there is none"):
+        ceilings.main([])
+
+
+def test_host_costs_are_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "MICROBATCHES", 20)
+    host.main(["--results", str(tmp_path / "results.jsonl")])
+    entries = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [e["kind"] for e in entries] == ["host"] * 4
+    assert all(e["seconds"] > 0 and e["peak_mib"] > 0 for e in entries)
+
+
+def test_building_a_rank_of_175b_and_reading_at_2048_ranks_stay_cheap():
+    """Bounds with an order of magnitude to spare, against work that would grow with the model or the world."""
+    build = host.cost(lambda: host.build_rank(host.RECIPE))
+    loader = host.cost(host.loader_step(host.RECIPE, host.RANKS))
+    assert build["seconds"] < 5 and build["peak_mib"] < 50
+    assert loader["seconds"] < 1 and loader["peak_mib"] < 50

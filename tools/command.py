@@ -1,0 +1,34 @@
+"""What the tools share: a mistake of the user is one line and exit status 1, never a traceback or a page of usage.
+
+A tool's `main(argv)` parses with `Parser`, raises ValueError for whatever is wrong, and is started by `run(main)`.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for a bad argument, where argparse prints its usage and exits with status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists what there is")
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Call `main` with the command line. Status: 1 for a ValueError, 128 + the signal for Ctrl-C and a closed pipe."""
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except ValueError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # Its reader, `head` for one, has seen enough. The interpreter flushes once more at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
