@@ -44,7 +44,7 @@ def environment() -> dict:
     return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "gpu": gpu or None,
             "power_limit_watts": float(power) if power else None,
             "versions": {"cuda": torch.version.cuda, **{name: _version(name) for name in PACKAGES}},
-            "command": shlex.join(sys.argv)}
+            "command": shlex.join(_without(sys.argv, "--results", "--commit"))}
 
 
 def commit() -> str | None:
@@ -58,6 +58,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _without(argv: list[str], *options: str) -> list[str]:
+    """The arguments less these options and their values: where a record goes does not change what it says."""
+    return [arg for before, arg in zip([""] + argv, argv) if arg not in options and before not in options]
 
 
 def _output(*command: str) -> str | None:

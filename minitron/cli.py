@@ -52,15 +52,16 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 
 
 @contextmanager
-def user_errors(quiet: bool = False) -> Iterator[None]:
-    """Turns a ValueError inside into one line on stderr and exit status 1. For parsing and building, not for training.
+def user_errors(kind: type[ValueError] = ValueError, *, quiet: bool = False) -> Iterator[None]:
+    """Turns an error of this kind inside into one line on stderr and exit status 1.
 
+    While parsing and building, every ValueError is the user's to mend; later only narrower kinds are.
     quiet: leave the line to another rank, which finds the same mistake, and time to print it: torchrun ends all ranks
     when the first one exits.
     """
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         if quiet:
             time.sleep(QUIET_SECONDS)
         else:

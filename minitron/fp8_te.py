@@ -73,7 +73,7 @@ class TensorScaling:
         return general_gemm(self._wrap(b), self._wrap(a), out_dtype=dtype, use_split_accumulator=not fast)[0]
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        general_gemm(self._wrap(b), self._wrap(a), out_dtype=torch.float32, out=out, accumulate=add,
+        general_gemm(self._wrap(b), self._wrap(a), out_dtype=torch.float32, out=out, accumulate=add, grad=True,
                      use_split_accumulator=True)
 
     def _wrap(self, x: Operand) -> Float8TensorStorage:

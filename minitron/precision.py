@@ -9,13 +9,15 @@ both are fast only when they know of each other and of the gradient accumulation
                dx = dy W -> [reduce or scatter dx], meanwhile
                W.main_grad += dy^T x      in float32, inside the GEMM where the device can
 
-and asks a `Gemm` object for the number format. What is gathered is the quantized payload, so FP8 also halves the traffic. A
-faster way to run one of these lines (a fused gather-GEMM, another FP8 library) replaces that line here and no layer changes.
+and asks a `Gemm` object for the number format: this file has the ordinary ones, minitron/fp8.py the others. What is
+gathered is the quantized payload, so FP8 also halves the traffic. A faster way to run one of these lines (a fused
+gather-GEMM, another FP8 library) replaces that line here and no layer changes. `gated_mlp` is two such sequences
+with SwiGLU between them, one function because a cast is cheapest inside the operation before it.
 
 Gradients of weights do not pass through autograd's `.grad`: a parameter with a `main_grad` (float32, a view into the
 optimizer's flat buffer) has its gradient added there, or written if `grad_stale` says that the buffer still holds
-the last step's; then `grad_ready()` is called on it, so that its bucket can be reduced. A parameter without one gets an
-ordinary `.grad`, so layers can be tested alone.
+the last step's; then `grad_ready()` is called on it, so that its bucket can be reduced. A parameter without one gets
+an ordinary `.grad`, so layers can be tested alone.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class _Use(torch.autograd.Function):
 
 
 def use(param: Tensor) -> Tensor:
-    """`param` for use in ordinary autograd operations; its gradient lands in main_grad. For small parameters: norms, biases."""
+    """`param` for ordinary autograd operations; its gradient lands in main_grad. For small ones: norms, biases."""
     return _Use.apply(param) if hasattr(param, "main_grad") else param
 
 
@@ -139,7 +141,7 @@ class Gemm:
         return self.quantize(ops.swiglu_backward(dy, inner), Axis.single(), gradient=True, columns=columns)
 
 
-# ---- linear: a GEMM and the collective beside it ----------------------------------------------------------------------
+# ---- linear: a GEMM and the collective beside it --------------------------------------------------------------------
 
 
 class Traffic(NamedTuple):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from minitron import cli
 from minitron.config import Config
 from minitron.data.build import Datasets, build_datasets
+from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
 from minitron.train import build, choose_attention, train
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         choose_attention(cfg, device)
         data = build_data(cfg)
         log = Log(cfg, rank, world, name)
-    with log, cli.user_errors():  # what is still found now, only this rank may have met: an id in its own samples
+    with log, cli.user_errors(DataError):  # an id in this rank's own samples
         mesh = make_mesh(cfg, world, device)
         trainer = build(cfg, mesh)
         log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,

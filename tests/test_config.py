@@ -211,7 +211,7 @@ FP8 = ["precision.fp8=current"]
     (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
     (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
     (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
-    (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, inf); use more than 0"]),
+    (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"]),
     (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
     (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, inf)"]),
     (["model.hidden_size=130"], 1,

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from minitron import cli
+from minitron.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).parents[1]
 TINY = [
@@ -97,3 +99,19 @@ def test_printed_config_loads_back(tmp_path):
     done = pretrain("model.rope_scaling.factor=4", "--print-config")
     (tmp_path / "printed.yaml").write_text(done.stdout)
     assert cli.load([str(tmp_path / "printed.yaml")]) == cli.load([*TINY, "model.rope_scaling.factor=4"])
+
+
+def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
+    """A dataset too large to be scanned at the start: its bad id is found when its sample is drawn."""
+    prefix = str(tmp_path / "late")
+    with IndexedWriter(prefix, np.dtype("<i4")) as writer:
+        for _ in range(40):
+            writer.add_document([np.arange(200, dtype=np.int32)])
+        writer.add_document([np.full(9000, 299, np.int32)])
+    scanned = "import minitron.data.build as b; b.SCAN_BYTES = 0; b.PEEK_TOKENS = 100; import minitron.pretrain as p; p.main()"
+    argv = ["data.source=indexed", f"data.paths=[{prefix}]", "data.split=1", "model.vocab_size=250", "train.steps=200",
+            f"data.cache_dir={tmp_path}"]
+    done = subprocess.run([sys.executable, "-c", scanned, *TINY, *argv], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and "299" in done.stderr and done.stderr.count("\n") == 1, done.stderr

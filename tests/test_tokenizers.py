@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_read_is_an_error(gpt2_folder, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(tokenizers.Path, "read_bytes", refuse)
-    with pytest.raises(ValueError, match=r"encoder\.json: cannot be read \(.*Permission denied\); correct its permissions"):
+    with pytest.raises(ValueError, match=r"encoder\.json: cannot be read .*Permission denied.; correct"):
         load_tokenizer(f"gpt2:{gpt2_folder}")
 
 

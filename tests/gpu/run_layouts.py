@@ -5,6 +5,7 @@ torchrun --nproc-per-node N tests/gpu/run_layouts.py       prints a row per layo
 
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,6 +37,12 @@ LAYOUTS = [
 ]
 
 
+@lru_cache
+def mesh_of(tp: int, pp: int, cp: int, device: torch.device) -> Mesh:
+    """Each mesh once: NCCL keeps memory for every group of every mesh until the process ends."""
+    return Mesh.create(tp=tp, pp=pp, cp=cp, device=device)
+
+
 def train(base: dict, dtype: str, layout: dict, device: torch.device, world: int):
     layout = dict(layout)
     train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=256, steps=2)
@@ -44,7 +51,7 @@ def train(base: dict, dtype: str, layout: dict, device: torch.device, world: int
     cfg = config(base, dict(model=model, parallel=layout, train=train_keys, data=data, precision=dict(dtype=dtype)))
     cfg.check(world)
     p = cfg.parallel
-    mesh = Mesh.offline(device=device) if world == 1 else Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device)
+    mesh = Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
     trainer = build(cfg, mesh)
     data = MockDataset(1000, 256, 24, 1, document_length=60.0)
     gradients, losses, loader = first_gradients(trainer), [], Loader(data, cfg, mesh)
