@@ -30,7 +30,7 @@ from benchmarks import record
 from benchmarks.cases import CASES, FP8_RECIPES, Case
 
 OURS = "benchmarks/step.py"
-PEERS = {"megatron": "benchmarks/peers/megatron.py", "huggingface": "benchmarks/peers/huggingface.py"}
+PEER = "benchmarks/peers/megatron.py"
 # One work queue keeps kernels in the order of their launch, which overlap relies on; growing segments do not fragment.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
@@ -49,7 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--fp8", choices=FP8_RECIPES, default="delayed", help="scaling on both sides (default delayed)")
-    parser.add_argument("--peer", choices=PEERS, default="megatron")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each side of a case (default 300)")
     record.add_options(parser)
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"case={label} failed: {reason}", flush=True)
                 failed = True
             else:
-                result = {"case": label, "peer": args.peer, **result}
+                result = {"case": label, "peer": "megatron", **result}
                 record.append(args, "compare", result)
                 print(line(result), flush=True)
     return int(failed)
@@ -79,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
     """Both sides' figures and their ratio. Raises Skipped or Failed."""
     both = {}
-    for side, program in (("peer", PEERS[args.peer]), ("ours", OURS)):
+    for side, program in (("peer", PEER), ("ours", OURS)):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus),
                    program, *case.arguments(fp8), "--steps", str(args.steps)]
         both[side] = launch(command, args.timeout)

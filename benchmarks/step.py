@@ -27,7 +27,7 @@ from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.mesh import Mesh
 from minitron.pretrain import build_data, make_mesh
-from minitron.train import build, choose_attention
+from minitron.train import build, choose_kernels
 
 PROFILED_STEPS = 2
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> dict:
         cfg.check(world, capability)
         if args.profile and capability is None:
             raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")
-        backend, data = choose_attention(cfg, device), build_data(cfg)
+        backend, data = choose_kernels(cfg, device), build_data(cfg)
     mesh = make_mesh(cfg, world, device)
     result, work, kernels, description = run(cfg, args, mesh, data)
     gc.collect()  # the trainer is gone: its memory is for the floor

@@ -26,7 +26,6 @@ The head, and precision.fp8_bf16_layers at both ends of the model, stay in the m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,6 +62,9 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
             raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
                              "transformer-engine[pytorch], or use precision.fp8_backend=torch") from error
+    elif precision.fp8 == "block" and device.type == "cuda":
+        raise ValueError("precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
+                         "precision.fp8_backend=te, or precision.fp8=delayed or current")
     return library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
 
 
@@ -138,12 +140,6 @@ class Fp8Gemm(Gemm):
         weight.grad_stale = False
         weight.grad_ready()
         return None
-
-    def swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool = True) -> Payload:
-        return self.backend.cast_swiglu(inner, ops, *self._scale("x", record), columns)
-
-    def swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
-        return self.backend.cast_swiglu_grad(dy, inner, ops, *self._scale("dy", True), columns)
 
     def drop_casts(self) -> None:
         self._weight = None

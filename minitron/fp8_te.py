@@ -4,21 +4,18 @@ Its cast reads a bf16 matrix once and writes rows, columns and the largest magni
 a float32 gradient in place. Its kernels are used, not its layers: communication, recomputation and gradient
 accumulation stay with the seam. Payloads are plain tensors; the library's tensor classes exist inside of a call.
 
-SwiGLU and its cast are one kernel too, which then needs none of minitron's own (`ops`). Left out: its norms with casts,
-and its communication overlap, which has buffers of its own.
+Left out: its SwiGLU and norms with casts, one pass less each. In a step of eight Llama-3 8B blocks on an H200 SwiGLU's
+made no difference that could be told from noise (179.5 and 179.8 ms). Also left out: its communication overlap.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 
 import torch
 import transformer_engine.pytorch  # noqa: F401, loads the library that the next line needs
 import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.quantized_tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
@@ -37,28 +34,15 @@ class TensorScaling:
 
     def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
              columns: bool) -> Payload:
-        return self._payload(role, shared, scale, amax, columns, lambda quantizer: quantizer(x.contiguous()))
-
-    def cast_swiglu(self, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
-                    columns: bool) -> Payload:
-        return self._payload("x", Axis.single(), scale, amax, columns, partial(tex.swiglu, inner))
-
-    def cast_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
-                         columns: bool) -> Payload:
-        return self._payload("dy", Axis.single(), scale, amax, columns, partial(tex.dswiglu, dy, inner))
-
-    def _payload(self, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool,
-                 operation: Callable) -> Payload:
-        """What operation(quantizer) makes with a quantizer of this role and scale."""
         kind, both = KINDS[role], columns and shared.size == 1
         if scale is None:
             quantizer = Float8CurrentScalingQuantizer(
-                CODES[kind], torch.device("cuda"), columnwise=both, with_amax_reduction=shared.size > 1,
+                CODES[kind], x.device, columnwise=both, with_amax_reduction=shared.size > 1,
                 amax_reduction_group=shared.group)
         else:
             quantizer = Float8Quantizer(scale, torch.zeros_like(scale) if amax is None else amax, CODES[kind],
                                         columnwise=both)
-        parts = _run(operation, quantizer)
+        parts = _run(quantizer, x)
         inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
         if scale is None and amax is not None:
             torch.maximum(amax, inverse * limit(kind), out=amax)
@@ -84,10 +68,10 @@ class TensorScaling:
 class BlockScaling(TensorScaling):
     """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
 
-    def _payload(self, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool,
-                 operation: Callable) -> Payload:
-        parts = _run(operation, Float8BlockQuantizer(E4M3, rowwise=True, columnwise=columns,
-                                                     block_scaling_dim=2 if role == "weight" else 1))
+    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
+             columns: bool) -> Payload:
+        parts = _run(Float8BlockQuantizer(E4M3, rowwise=True, columnwise=columns,
+                                          block_scaling_dim=2 if role == "weight" else 1), x)
         rows, other = parts["rowwise_data"].view(torch.float8_e4m3fn), parts["columnwise_data"]
         return Payload(rows, parts["rowwise_scale_inv"], None if other is None else other.view(rows.dtype),
                        parts["columnwise_scale_inv"])
@@ -98,6 +82,6 @@ class BlockScaling(TensorScaling):
             columnwise_scale_inv=None, fp8_dtype=E4M3, quantizer=None, is_2D_scaled=x.tiled, fake_dtype=torch.bfloat16)
 
 
-def _run(operation: Callable, quantizer) -> dict:
+def _run(quantizer: Quantizer, x: Tensor) -> dict:
     quantizer.internal = True  # plain storage instead of a tensor subclass
-    return operation(quantizer).get_metadata()
+    return quantizer(x.contiguous()).get_metadata()

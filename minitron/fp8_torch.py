@@ -16,11 +16,9 @@ Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-AI 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitron.collectives import all_reduce_
@@ -68,16 +66,6 @@ class TensorScaling:
         both = columns and shared.size == 1
         return Payload(values, inverse, *((self.transpose(values), inverse) if both else (None, None)))
 
-    def cast_swiglu(self, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
-                    columns: bool) -> Payload:
-        """The cast of SwiGLU of inner [m, 2f]. ops: minitron.plain or minitron.fused."""
-        return self.cast(ops.swiglu_forward(inner), "x", Axis.single(), scale, amax, columns)
-
-    def cast_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, scale: Tensor | None, amax: Tensor | None,
-                         columns: bool) -> Payload:
-        """The cast of its gradient [m, 2f] from dy [m, f]."""
-        return self.cast(ops.swiglu_backward(dy, inner), "dy", Axis.single(), scale, amax, columns)
-
     def transpose(self, values: Tensor) -> Tensor:
         """A contiguous transpose of cast values; float8 has no copy kernel on some devices, so its bytes are moved."""
         return values.view(torch.uint8).t().contiguous().view(values.dtype)
@@ -93,20 +81,20 @@ class TensorScaling:
 
 
 class BlockScaling(TensorScaling):
-    """A scale for each 128 values along the summed dim; scales of rows are [k/128, m], of columns [m/128, k]."""
+    """A scale for each 128 values along the summed dim; scales of rows are [k/128, m], of columns [m/128, k].
+
+    Numbers as on a GPU, but not its speed: the product is a float32 one, for CPUs and as the reference of tests.
+    """
 
     def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
              columns: bool) -> Payload:
         """x [m, k] in blocks, m and k multiples of 128. Nothing is given or shared: every rank finds its own scales."""
-        other = self._blocks(x.t(), role) if columns else (None, None)
+        other = self._blocks(x.t().contiguous(), role) if columns else (None, None)
         return Payload(*self._blocks(x, role), *other)
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """a b^T in `dtype`; off CUDA, which alone has this product, from the values that the blocks stand for."""
-        if not a.values.is_cuda:
-            return (dequantize(a) @ dequantize(b).t()).to(dtype)
-        blocks = F.ScalingType.BlockWise1x128
-        return F.scaled_mm(a.values, b.values.t(), a.scale.t(), blocks, b.scale.t(), blocks, output_dtype=dtype)
+        """a b^T in `dtype`, from the values that the blocks stand for."""
+        return (dequantize(a) @ dequantize(b).t()).to(dtype)
 
     def _blocks(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         x = x.float().unflatten(1, (-1, BLOCK))

@@ -11,8 +11,7 @@ both are fast only when they know of each other and of the gradient accumulation
 
 and asks a `Gemm` object for the number format: this file has the ordinary ones, minitron/fp8.py the others. What is
 gathered is the quantized payload, so FP8 also halves the traffic. A faster way to run one of these lines (a fused
-gather-GEMM, another FP8 library) replaces that line here and no layer changes. `gated_mlp` is two such sequences
-with SwiGLU between them, one function because a cast is cheapest inside the operation before it.
+gather-GEMM, another FP8 library) replaces that line here and no layer changes.
 
 Gradients of weights do not pass through autograd's `.grad`: a parameter with a `main_grad` (float32, a view into the
 optimizer's flat buffer) has its gradient added there, or written if `grad_stale` says that the buffer still holds
@@ -22,7 +21,6 @@ an ordinary `.grad`, so layers can be tested alone.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Callable, NamedTuple
 
 import torch
@@ -132,14 +130,6 @@ class Gemm:
         """weight.main_grad += dy^T x."""
         return accumulate_product(weight, dy.rows, x.rows)
 
-    def swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool = True) -> Payload:
-        """SwiGLU of inner [m, 2f], quantized: [m, f]. ops: minitron.plain or minitron.fused."""
-        return self.quantize(ops.swiglu_forward(inner), Axis.single(), columns=columns, record=record)
-
-    def swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
-        """SwiGLU's gradient [m, 2f] from dy [m, f], quantized."""
-        return self.quantize(ops.swiglu_backward(dy, inner), Axis.single(), gradient=True, columns=columns)
-
 
 # ---- linear: a GEMM and the collective beside it --------------------------------------------------------------------
 
@@ -153,93 +143,41 @@ class Traffic(NamedTuple):
     overlap: bool = True
 
 
-class Site(NamedTuple):
-    """A linear layer as the seam sees it."""
-
-    weight: Tensor
-    gemm: Gemm
-    traffic: Traffic
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, site, remake, training):
-        keep = training and remake is None and ctx.needs_input_grad[1]
-        local = _quantize(x, site, columns=keep, record=training)
-        # The weight is no saved tensor: recomputation hands those back as new tensors, without their main_grad.
-        ctx.site, ctx.remake, ctx.leading = site, remake, x.shape[1:-1]
+    def forward(ctx, x, weight, gemm, traffic, remake, training):
+        gather, keep = traffic.before == "gather", training and remake is None and ctx.needs_input_grad[1]
+        local = gemm.quantize(x.reshape(-1, x.shape[-1]), _shared(traffic, gather), columns=keep, record=training)
+        y = gemm.forward(_gather(local.for_forward(), traffic, gather)(), weight)
+        y, handle = _combine(y, traffic, traffic.after)
+        handle.wait()
+        # Not a saved tensor: recomputation hands those back as new tensors, without their main_grad.
+        ctx.weight, ctx.gemm, ctx.traffic, ctx.remake, ctx.leading = weight, gemm, traffic, remake, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*local.for_weight_grad())
-        return _product(local, site).view(-1, *ctx.leading, weight.shape[0])
+        return y.view(-1, *ctx.leading, y.shape[-1])
 
     @staticmethod
     def backward(ctx, dy):
-        site, saved, (need_dx, need_dw, *_) = ctx.site, ctx.saved_tensors, ctx.needs_input_grad
-        x = lambda: Payload(*saved) if ctx.remake is None else _quantize(ctx.remake(), site, columns=True)
-        dx, dw = _gradients(_quantize_grad(dy, site, columns=need_dw), x, site, need_dx, need_dw)
-        return None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dw, None, None, None
-
-
-class _GatedMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, up_weight, down_weight, up, down, ops, remake, keep_activation, training):
-        _, need_up, need_down, *_ = ctx.needs_input_grad
-        keep_x, keep_y = training and remake is None and need_up, training and keep_activation and need_down
-        local = _quantize(x, up, columns=keep_x, record=training)
-        inner = _product(local, up)
-        active = down.gemm.swiglu(inner, ops, columns=keep_y, record=training)
-        ctx.up, ctx.down, ctx.ops, ctx.remake, ctx.keep, ctx.leading = up, down, ops, remake, keep_y, x.shape[1:-1]
-        if training:
-            nothing = Payload(None)
-            ctx.save_for_backward(inner, *(local.for_weight_grad() if keep_x else nothing),
-                                  *(active.for_weight_grad() if keep_y else nothing))
-        return _product(active, down).view(-1, *ctx.leading, down_weight.shape[0])
-
-    @staticmethod
-    def backward(ctx, dy):
-        up, down, (inner, *saved) = ctx.up, ctx.down, ctx.saved_tensors
-        need_dx, need_up, need_down, *_ = ctx.needs_input_grad
-        active = lambda: Payload(*saved[4:]) if ctx.keep else down.gemm.swiglu(inner, ctx.ops, columns=True)
-        dactive, ddown = _gradients(_quantize_grad(dy, down, columns=need_down), active, down, True, need_down)
-        dinner = up.gemm.swiglu_grad(dactive, inner, ctx.ops, columns=need_up)
-        x = lambda: Payload(*saved[:4]) if ctx.remake is None else _quantize(ctx.remake(), up, columns=True)
-        dx, dup = _gradients(dinner, x, up, need_dx, need_up)
-        return (None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dup, ddown, *(None,) * 6)
-
-
-def _quantize(x: Tensor, site: Site, *, columns: bool, record: bool = True) -> Payload:
-    shared = _shared(site.traffic, site.traffic.before == "gather")
-    return site.gemm.quantize(x.reshape(-1, x.shape[-1]), shared, columns=columns, record=record)
-
-
-def _quantize_grad(dy: Tensor, site: Site, *, columns: bool) -> Payload:
-    shared = _shared(site.traffic, site.traffic.after == "scatter")
-    return site.gemm.quantize(dy.reshape(-1, dy.shape[-1]), shared, gradient=True, columns=columns)
-
-
-def _product(x: Payload, site: Site) -> Tensor:
-    """y [m, n] of this rank, from its x."""
-    weight, gemm, traffic = site
-    x = _gather(x.for_forward(), traffic, traffic.before == "gather")()
-    y, handle = _combine(gemm.forward(x, weight), traffic, traffic.after)
-    handle.wait()
-    return y
-
-
-def _gradients(dy: Payload, x: Callable[[], Payload], site: Site, need_dx: bool, need_dw: bool):
-    """(dx [m, k] of this rank, dW or None if it went into main_grad) from its dy; x() is what was kept of x."""
-    weight, gemm, traffic = site
-    dy = _gather(dy, traffic, traffic.after == "scatter")()
-    dx, handle, dw = None, Done(), None
-    if need_dw:
-        x = _gather(x().for_weight_grad(), traffic, traffic.before == "gather")
-    if need_dx:
-        dx = gemm.input_grad(dy, weight)
-        dx, handle = _combine(dx, traffic, {"copy": "reduce", "gather": "scatter", "none": "none"}[traffic.before])
-    if need_dw:
-        dw = gemm.weight_grad(weight, dy, x())
-    handle.wait()
-    return dx, dw
+        weight, gemm, traffic, saved = ctx.weight, ctx.gemm, ctx.traffic, ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        gather, scatter = traffic.before == "gather", traffic.after == "scatter"
+        dy = gemm.quantize(dy.reshape(-1, dy.shape[-1]), _shared(traffic, scatter), gradient=True, columns=need_dw)
+        dy = _gather(dy, traffic, scatter)()
+        dx, dx_handle, dw = None, Done(), None
+        if need_dw:
+            if ctx.remake is not None:
+                again = ctx.remake()
+                saved = gemm.quantize(again.reshape(-1, again.shape[-1]), _shared(traffic, gather), columns=True)
+            x = _gather(Payload(*saved).for_weight_grad(), traffic, gather)
+        if need_dx:
+            dx = gemm.input_grad(dy, weight)
+            adjoint = {"copy": "reduce", "gather": "scatter", "none": "none"}[traffic.before]
+            dx, dx_handle = _combine(dx, traffic, adjoint)
+        if need_dw:
+            dw = gemm.weight_grad(weight, dy, x())
+        dx_handle.wait()
+        return None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dw, None, None, None, None
 
 
 def _shared(traffic: Traffic, gathered: bool) -> Axis:
@@ -293,14 +231,4 @@ def linear(x: Tensor, weight: Tensor, gemm: Gemm, traffic: Traffic,
     s' is s times the axis' size after "gather", s divided by it after "scatter".
     remake: makes x again in the backward pass, so that x is not kept (selective recomputation).
     """
-    return _Linear.apply(x, weight, Site(weight, gemm, traffic), remake, torch.is_grad_enabled())
-
-
-def gated_mlp(x: Tensor, up: Site, down: Site, ops: ModuleType, remake: Callable[[], Tensor] | None = None,
-              keep_activation: bool = True) -> Tensor:
-    """swiglu(x W_up^T) W_down^T, one operation, so that SwiGLU and the casts next to it can be one pass each way.
-
-    x [s, b, k] -> [s', b, n], the result of linear, swiglu, linear. Between the two layers nothing is communicated.
-    ops: minitron.plain or minitron.fused. remake: as for linear. keep_activation: False makes it again in backward.
-    """
-    return _GatedMLP.apply(x, up.weight, down.weight, up, down, ops, remake, keep_activation, torch.is_grad_enabled())
+    return _Linear.apply(x, weight, gemm, traffic, remake, torch.is_grad_enabled())

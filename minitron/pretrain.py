@@ -17,7 +17,7 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
-from minitron.train import build, choose_attention, train
+from minitron.train import build, choose_kernels, train
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
-        choose_attention(cfg, device)
+        choose_kernels(cfg, device)
         data = build_data(cfg)
         log = Log(cfg, rank, world, name)
     with log, cli.user_errors(DataError):  # an id in this rank's own samples

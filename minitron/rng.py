@@ -55,8 +55,8 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int, dro
     """x with each element zeroed with probability p and multiplied by 1/(1-p) otherwise. x: [s, b, h], keys: [s, b].
 
     `site` tells the uses within a layer apart. p = 0 or keys = None (evaluation) returns x itself. Dim 2 of x holds all
-    channels: a slice of channels would get the mask of the first ones. drop: `drop_elements`, or a kernel that equals it.
-    Raises ValueError unless 0 <= p < 1.
+    channels: a slice of channels would get the mask of the first ones. drop: `drop_elements`, or a kernel that equals
+    it. Raises ValueError unless 0 <= p < 1.
     """
     if p == 0 or keys is None:
         return x

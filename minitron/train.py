@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitron import attention
+from minitron import attention, fp8
 from minitron.collectives import all_reduce_
 from minitron.config import Config
 from minitron.data.build import Datasets
@@ -52,12 +52,12 @@ class Trainer:
         scale = self.backward_scale(len(batches))
         loss_sum = self.executor.train(batches, scale)
         self.gradients.finish()
+        for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
+            chunk.on_weights_updated()
         loss_sum, count = self.contribution(loss_sum, batches)
         stats = self.optimizer.step(lr, loss_sum, count, scale)
         if self.scaler is not None:
             self.scaler.update(stats.skipped)
-        for chunk in self.chunks:
-            chunk.on_weights_updated()
         return stats
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
@@ -97,9 +97,11 @@ class Trainer:
         return loss_sum * counts, count
 
 
-def choose_attention(cfg: Config, device: torch.device) -> attention.Backend:
-    """The attention kernels of the run. Raises ValueError if those asked for cannot run here."""
+def choose_kernels(cfg: Config, device: torch.device) -> attention.Backend:
+    """The attention kernels of the run. Raises ValueError if those, or the FP8 kernels, asked for cannot run here."""
     m = cfg.model
+    if cfg.precision.fp8 != "none":  # first: Transformer Engine cannot load behind torch's own cuDNN
+        fp8.choose_backend(cfg.precision, device)
     return attention.choose(m.attention, device, DTYPES[cfg.precision.dtype], m.head_dim, m.attention_dropout,
                             documents=cfg.data.separate_documents)
 
@@ -108,7 +110,7 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     """This rank's part of the model, initialised, with everything that trains it. Collective over the world."""
     m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
     dtype = DTYPES[cfg.precision.dtype]
-    backend = choose_attention(cfg, mesh.device)
+    backend = choose_kernels(cfg, mesh.device)
     stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
     mine = range(pp.rank, pp.size * vp, pp.size)
     chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]

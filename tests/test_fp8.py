@@ -280,6 +280,11 @@ def test_transformer_engine_needs_a_gpu():
         choose_backend(PrecisionConfig(fp8="current"), CPU)
 
 
+def test_blocks_on_a_gpu_need_transformer_engine():
+    with pytest.raises(ValueError, match="=torch has blocks for CPUs only.*use precision.fp8_backend=te, or"):
+        choose_backend(precision("block"), torch.device("cuda"))
+
+
 def test_transformer_engine_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.delitem(sys.modules, "minitron.fp8_te", raising=False)

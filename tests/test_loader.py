@@ -1,4 +1,4 @@
-"""The loader: every sample of a step once, in the same microbatches for every context rank, whatever the data-parallel size."""
+"""The loader: every sample of a step once, whatever the data-parallel size, the sequence shared out over cp."""
 
 import numpy as np
 import pytest
@@ -38,9 +38,10 @@ def test_context_ranks_share_out_the_sequence(style):
     order = torch.cat([b.order for b in parts])
     assert sorted(order.tolist()) == list(range(S))
     sample = data[0]
-    whole = {name: torch.cat([getattr(b, name) for b in parts])[order.argsort(), 0] for name in ("tokens", "labels", "mask",
-                                                                                             "positions")}
-    assert whole["tokens"].tolist() == sample.tokens[:-1].tolist() and whole["labels"].tolist() == sample.tokens[1:].tolist()
+    whole = {name: torch.cat([getattr(b, name) for b in parts])[order.argsort(), 0]
+             for name in ("tokens", "labels", "mask", "positions")}
+    assert whole["tokens"].tolist() == sample.tokens[:-1].tolist()
+    assert whole["labels"].tolist() == sample.tokens[1:].tolist()
     assert sum(b.count for b in parts) == float(whole["mask"].sum()) == S - len(sample.starts)
     assert all(np.array_equal(b.documents[0], parts[0].documents[0]) for b in parts)
     for start, end in zip(parts[0].documents[0], parts[0].documents[0][1:]):
@@ -59,5 +60,6 @@ def test_a_samples_own_mask_is_kept_and_whole_samples_count_in_full():
     cfg = config(LLAMA)
     batches = Loader(Masked(90, S, TOTAL, 0), cfg, Mesh.offline()).step(0, 0)
     assert [b.count for b in batches] == [3.0 + i for i in range(TOTAL)]
-    apart = Loader(Masked(90, S, TOTAL, 0), config(LLAMA, {"data": {"separate_documents": True}}), Mesh.offline()).step(0, 0)
+    separate = config(LLAMA, {"data": {"separate_documents": True}})
+    apart = Loader(Masked(90, S, TOTAL, 0), separate, Mesh.offline()).step(0, 0)
     assert [b.count for b in apart] == [2.0 + i for i in range(TOTAL)]

@@ -108,7 +108,8 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
         for _ in range(40):
             writer.add_document([np.arange(200, dtype=np.int32)])
         writer.add_document([np.full(9000, 299, np.int32)])
-    scanned = "import minitron.data.build as b; b.SCAN_BYTES = 0; b.PEEK_TOKENS = 100; import minitron.pretrain as p; p.main()"
+    scanned = ("import minitron.data.build as b; b.SCAN_BYTES = 0; b.PEEK_TOKENS = 100; "
+               "import minitron.pretrain as p; p.main()")
     argv = ["data.source=indexed", f"data.paths=[{prefix}]", "data.split=1", "model.vocab_size=250", "train.steps=200",
             f"data.cache_dir={tmp_path}"]
     done = subprocess.run([sys.executable, "-c", scanned, *TINY, *argv], capture_output=True, text=True, timeout=300,

@@ -27,11 +27,11 @@ from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
 from minitron.fp8 import Formats
 from minitron.mesh import Mesh
-from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads
+from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads, swiglu
 from minitron.parallel import context
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       choose_ops, parameter, vocab_parallel_cross_entropy)
-from minitron.precision import DTYPES, Gemm, Site, Traffic, gated_mlp, linear, use
+from minitron.precision import DTYPES, Gemm, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
 
@@ -102,18 +102,12 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias,
                                        gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
-        self.gated, self.ops, self.keep_activation = gated, layout.ops, keep_activation
+        self.activation, self.ops, self.keep_activation = swiglu if gated else gelu, layout.ops, keep_activation
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
-        if self.gated:
-            return gated_mlp(x, _site(self.up), _site(self.down), self.ops, remake, self.keep_activation)
         inner = self.up(x, remake)
-        again = None if self.keep_activation else partial(gelu, inner.detach(), self.ops)
-        return self.down(gelu(inner, self.ops), again)
-
-
-def _site(layer: ColumnParallelLinear | RowParallelLinear) -> Site:
-    return Site(layer.weight, layer.gemm, layer.traffic)
+        again = None if self.keep_activation else partial(self.activation, inner.detach(), self.ops)
+        return self.down(self.activation(inner, self.ops), again)
 
 
 class Block(nn.Module):
@@ -237,7 +231,7 @@ class GPT(nn.Module):
         return self.head(x)
 
     def on_weights_updated(self) -> None:
-        """After an optimizer step: number formats that keep casts of weights make them again."""
+        """Once per step: number formats drop their casts of weights. Collective over tp and dp_cp with delayed FP8."""
         self.formats.on_weights_updated()
 
     def _prepare(self, batch: Batch) -> Microbatch:

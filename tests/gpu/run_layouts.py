@@ -89,7 +89,7 @@ def main() -> None:
                 exact, twin = twins["fp32", kind], twins[dtype, kind]
                 losses, gradients = train(base, dtype, layout, device, size)
                 error, loss_error = distance(gradients, exact[1]), abs(losses[1]["loss"] / exact[0][1]["loss"] - 1)
-                # float32: sums in another order. Else: no further from it than one process in that format, but for chance.
+                # float32: sums in another order. Else: no further off than one process in that format, but for chance.
                 bound = 1e-5 if dtype == "fp32" else 1.5 * distance(twin[1], exact[1])
                 worst = torch.tensor([error, loss_error], device=device)
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)

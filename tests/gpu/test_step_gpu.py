@@ -1,4 +1,4 @@
-"""A training step never waits for the device: one whole step under CUDA's sync detector, with everything switched on."""
+"""A training step never waits for the device: one whole step under CUDA's sync detector, everything switched on."""
 
 import math
 
@@ -18,8 +18,9 @@ def test_a_step_does_not_wait_for_the_device(base, dtype, separate):
     from minitron.mesh import Mesh
     from minitron.train import build
 
-    cfg = config(base, {"model": dict(hidden_size=512, hidden_dropout=0.1, max_positions=64, init_std=0.02), "train": {"seq_len": 64},
-                        "precision": {"dtype": dtype}, "data": {"separate_documents": separate}})
+    model = dict(hidden_size=512, hidden_dropout=0.1, max_positions=64, init_std=0.02)
+    cfg = config(base, {"model": model, "train": {"seq_len": 64}, "precision": {"dtype": dtype},
+                        "data": {"separate_documents": separate}})
     mesh = Mesh.offline(device="cuda")
     trainer, loader = build(cfg, mesh), Loader(MockDataset(90, 64, 64, 0, document_length=20.0), cfg, mesh)
     for step in range(2):
