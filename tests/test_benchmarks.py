@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import ceilings, compare, floor, host, measure, record, shares, step, table
-from benchmarks.cases import CASES, FP8_RECIPES, Case
+from benchmarks.cases import CASES, FP8_RECIPES
 from minitron import attention, cli, flops
 from minitron.mesh import Mesh
 from minitron.model.gpt import GPT

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from minitron import collectives, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
-from minitron.precision import Gemm, Traffic, accumulate, linear, use
+from minitron.precision import Gemm, Traffic, linear, use
 
 
 @dataclass(frozen=True)
