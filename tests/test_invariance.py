@@ -28,7 +28,7 @@ def twin(base: dict, change: dict) -> tuple:
     return _twins[name]
 
 
-def check(ranks, world: int, base: dict, change: dict, *layout: dict, run=train_steps) -> None:
+def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layout: dict, run=train_steps) -> None:
     figures, gradients = twin(base, change)
     cfg = config(base, change, *layout)
     cfg.check(world)
@@ -72,7 +72,7 @@ ATTENTION_DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 
 @pytest.mark.parametrize("world,layout", LAYOUTS)
 def test_llama(ranks, world, layout):
-    check(ranks, world, LLAMA, NONE, axes(layout))
+    assert_equals_one_process(ranks, world, LLAMA, NONE, axes(layout))
 
 
 @pytest.mark.parametrize("world,layout", [
@@ -82,7 +82,7 @@ def test_llama(ranks, world, layout):
     (8, "pp=4"), (8, "pp=2 vp=2 sequence_parallel=off tp=2"),
 ])
 def test_gpt_with_tied_embeddings(ranks, world, layout):
-    check(ranks, world, GPT3, NONE, axes(layout))
+    assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout))
 
 
 @pytest.mark.parametrize("world,layout", [
@@ -91,7 +91,7 @@ def test_gpt_with_tied_embeddings(ranks, world, layout):
     (8, "tp=2 cp=2 cp_style=ulysses"),
 ])
 def test_documents_kept_apart(ranks, world, layout):
-    check(ranks, world, LLAMA, DOCUMENTS, axes(layout))
+    assert_equals_one_process(ranks, world, LLAMA, DOCUMENTS, axes(layout))
 
 
 @pytest.mark.parametrize("world,layout", [
@@ -101,14 +101,14 @@ def test_documents_kept_apart(ranks, world, layout):
 ])
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_dropout(ranks, base, world, layout):
-    check(ranks, world, base, DROPOUT, axes(layout))
+    assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout))
 
 
 @pytest.mark.parametrize("world,layout", [(2, ""), (2, "tp=2"), (4, "tp=4 sequence_parallel=off"),
                                           (4, "tp=2 pp=2 vp=2")])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_attention_dropout(ranks, world, layout, recompute):
-    check(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
+    assert_equals_one_process(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
 @pytest.mark.parametrize("world,layout", [(1, ""), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "cp=2"),
@@ -117,14 +117,14 @@ def test_attention_dropout(ranks, world, layout, recompute):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
-    check(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
+    assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
 @pytest.mark.parametrize("world,layout,counts", [(2, "pp=2", [5, 3]), (2, "pp=2 vp=2", [1, 3, 2, 2]),
                                                  (4, "pp=4", [1, 2, 4, 1]),
                                                  (8, "tp=2 pp=2 vp=2", [3, 1, 1, 3])])
 def test_uneven_stages(ranks, world, layout, counts):
-    check(ranks, world, GPT3, NONE, axes(layout), {"parallel": {"layers_per_stage": counts}})
+    assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout), {"parallel": {"layers_per_stage": counts}})
 
 
 @pytest.mark.parametrize("world,layout,micro", [(2, "pp=2", 2), (4, "pp=4 vp=2", 2), (4, "pp=4 vp=2", 4),
@@ -132,12 +132,12 @@ def test_uneven_stages(ranks, world, layout, counts):
                                                 (4, "cp=2", 4), (8, "tp=2 pp=2 cp=2", 2)])
 def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
     """Also fewer microbatches than stages, and a number that is no multiple of the stages."""
-    check(ranks, world, LLAMA, DOCUMENTS, axes(layout), {"train": {"micro_batch_size": micro}})
+    assert_equals_one_process(ranks, world, LLAMA, DOCUMENTS, axes(layout), {"train": {"micro_batch_size": micro}})
 
 
 @pytest.mark.parametrize("world,layout", [(3, "pp=3 vp=2"), (3, "pp=3"), (6, "pp=3 vp=2 tp=2"), (4, "pp=4 vp=2")])
 def test_microbatches_that_are_no_multiple_of_the_stages(ranks, world, layout):
-    check(ranks, world, LLAMA, {"train": {"global_batch_size": 7}}, axes(layout))
+    assert_equals_one_process(ranks, world, LLAMA, {"train": {"global_batch_size": 7}}, axes(layout))
 
 
 TIED = {"model": {"tie_embeddings": True}}
@@ -149,13 +149,14 @@ TIED = {"model": {"tie_embeddings": True}}
     (4, "tp=2 pp=2", "selective", 1)])
 def test_documents_dropout_and_recomputation_together(ranks, world, layout, recompute, micro):
     change = {**DOCUMENTS, **DROPOUT}
-    check(ranks, world, GPT3, change, axes(layout), {"train": {"recompute": recompute, "micro_batch_size": micro}})
+    more = {"train": {"recompute": recompute, "micro_batch_size": micro}}
+    assert_equals_one_process(ranks, world, GPT3, change, axes(layout), more)
 
 
 @pytest.mark.parametrize("world,layout", [(2, "pp=2"), (2, "tp=2"), (8, "tp=2 pp=2 vp=2"),
                                           (4, "pp=2 cp=2 sequence_parallel=off")])
 def test_llama_with_tied_embeddings(ranks, world, layout):
-    check(ranks, world, LLAMA, TIED, axes(layout))
+    assert_equals_one_process(ranks, world, LLAMA, TIED, axes(layout))
 
 
 def train_with_small_buckets(cfg):
@@ -175,7 +176,7 @@ def train_with_small_buckets(cfg):
 
 @pytest.mark.parametrize("world,layout", [(2, ""), (8, "tp=2 pp=2 vp=2"), (4, "cp=2 overlap_grads=off")])
 def test_many_buckets(ranks, world, layout):
-    check(ranks, world, GPT3, NONE, axes(layout), run=train_with_small_buckets)
+    assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout), run=train_with_small_buckets)
 
 
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
