@@ -34,7 +34,7 @@ class Meter:
         """What happened since the last step (an evaluation) does not count into the next one's time."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, documents: list[np.ndarray] | None, **known) -> None:
+    def step(self, values: Tensor, documents: list[tuple[int, ...]] | None, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
         values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. documents:

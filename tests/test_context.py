@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minitron.attention import FLASH_CPU, REFERENCE, Backend
 from minitron.mesh import Axis, Mesh
-from minitron.parallel.context import attention, gathered_blocks, local_positions, ring_blocks
+from minitron.parallel.context import as_documents, attention, gathered_blocks, local_positions, ring_blocks
 from minitron.testing import assert_close_rel
 
 SEQ_LEN, BATCH, HEAD_DIM = 48, 2, 8
@@ -162,7 +162,8 @@ def layouts(draw):
     if draw(st.booleans()):
         return seq_len, size, None
     inner = st.sets(st.integers(1, seq_len - 1))
-    return seq_len, size, [np.array([0, *sorted(draw(inner)), seq_len]) for _ in range(draw(st.integers(1, 2)))]
+    boundaries = [np.array([0, *sorted(draw(inner)), seq_len]) for _ in range(draw(st.integers(1, 2)))]
+    return seq_len, size, as_documents(boundaries)
 
 
 def count_pairs(counts, blocks, queries, keys):
@@ -178,7 +179,7 @@ def count_pairs(counts, blocks, queries, keys):
 @given(layouts())
 def test_blocks_cover_each_allowed_pair_once(layout):
     seq_len, size, documents = layout
-    expected = np.stack([allowed_pairs(seq_len, b) for b in documents or [None]])
+    expected = np.stack([allowed_pairs(seq_len, None if b is None else np.array(b)) for b in documents or [None]])
     ring, gathered = np.zeros((2, *expected.shape), dtype=int)
     held = [local_positions(seq_len, size, rank, "ring") for rank in range(size)]
     for rank in range(size):

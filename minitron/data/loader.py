@@ -22,7 +22,7 @@ from minitron.config import Config
 from minitron.data.gpt import Sample
 from minitron.mesh import Mesh
 from minitron.model.gpt import Batch
-from minitron.parallel.context import local_positions
+from minitron.parallel.context import as_documents, local_positions
 
 
 class Loader:
@@ -69,7 +69,7 @@ class Loader:
         if self.mesh.device.type == "cuda":
             host = {name: tensor.pin_memory() for name, tensor in host.items()}
         return Batch(**host, count=float(mask.sum(dtype=np.float64)),
-                     documents=[bounds for _, _, bounds in views] if self.separate else None)
+                     documents=as_documents(b for _, _, b in views) if self.separate else None)
 
     def _to_device(self, b: Batch, step: int) -> Batch:
         moved = {name: getattr(b, name).to(self.mesh.device, non_blocking=True)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -52,7 +51,7 @@ class Batch:
     samples: Tensor                     # [b] index in the run's sample order
     count: float                        # sum of mask, known to the host
     step: int = 0
-    documents: list[np.ndarray] | None = None
+    documents: context.Documents | None = None
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Microbatch:
     """What every block of a chunk needs of a batch, computed once."""
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: [s/cp, b, 1, d/2]
-    documents: list[np.ndarray] | None
+    documents: context.Documents | None
     keys: Tensor | None                 # dropout counters [s/cp, b]
     local_keys: Tensor | None           # of the rows this rank has between blocks: [s/cp/tp, b]
 

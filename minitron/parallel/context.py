@@ -32,8 +32,9 @@ overlapping the all-to-all with compute, and packing a step's documents into one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,7 +45,9 @@ from minitron.attention import Backend
 from minitron.collectives import all_to_all, gather_start, reduce_scatter_start
 from minitron.mesh import Axis
 
-Documents = Sequence[np.ndarray]  # for each sample its boundaries 0 = b_0 < b_1 < ... < b_m = s
+# For each sample its boundaries 0 = b_0 < b_1 < ... < b_m = s. Tuples, which can be looked up: every layer asks for the
+# same blocks, and gets those that the first one made.
+Documents = tuple[tuple[int, ...], ...]
 
 
 def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
@@ -61,16 +64,23 @@ def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarra
     return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
 
 
+def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
+    """Boundaries in any sequences or arrays, as this file works with them."""
+    return tuple(tuple(int(position) for position in sample) for sample in boundaries)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
               documents: Documents | None = None, dropout_mask: Callable[[], Tensor] | None = None) -> Tensor:
     """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
 
     The rank holds the positions that `local_positions` says. `documents` gives, for every sample of the batch, the
-    boundaries of its documents over the whole sequence, the same on every rank: queries see keys of their own
-    document only. dropout_mask makes the [b, n, s, s] that multiplies the probabilities (cp = 1 and the reference
+    boundaries of its documents over the whole sequence, the same on every rank (what is no tuple goes through
+    `as_documents`): queries see keys of their own document only. dropout_mask makes the [b, n, s, s] that multiplies the probabilities (cp = 1 and the reference
     backend only); it is called in both passes, so that nothing of that size is kept. Communicates along `axis`, in
     the forward and in the backward pass. Raises ValueError for what these styles cannot do.
     """
+    if documents is not None and type(documents) is not tuple:
+        documents = as_documents(documents)
     _check(q, k, axis, style, documents, dropout_mask)
     if axis.size == 1:
         return _on_one_rank(q, k, v, backend, documents, dropout_mask)
@@ -101,6 +111,7 @@ class Block:
     causal: bool
 
 
+@lru_cache(256)
 def ring_blocks(seq_len: int, size: int, rank: int, source: int, documents: Documents | None) -> list[Block]:
     """The blocks of `rank`'s queries with the keys of rank `source`, both in their local order.
 
@@ -118,6 +129,7 @@ def ring_blocks(seq_len: int, size: int, rank: int, source: int, documents: Docu
     return blocks
 
 
+@lru_cache(256)
 def gathered_blocks(seq_len: int, size: int, rank: int, documents: Documents | None) -> list[Block]:
     """The blocks of `rank`'s queries with the keys of all other ranks, the keys in global order."""
     chunk = seq_len // size // 2
@@ -141,7 +153,6 @@ def _each_document(seq_len: int, documents: Documents | None):
         yield slice(None), 0, seq_len
         return
     for sample, boundaries in enumerate(documents):
-        boundaries = np.asarray(boundaries).tolist()
         for start, stop in zip(boundaries, boundaries[1:]):
             yield slice(sample, sample + 1), start, stop
 
@@ -410,9 +421,14 @@ def _check(q, k, axis, style, documents, dropout_mask) -> None:
         raise ValueError(f"attention dropout needs parallel.cp=1, not {cp}")
     if documents is None:
         return
-    if len(documents) != b:
-        raise ValueError(f"documents has boundaries for {len(documents)} samples, the batch has {b}")
+    _check_documents(documents, b, s * cp)
+
+
+@lru_cache(256)
+def _check_documents(documents: Documents, num_samples: int, seq_len: int) -> None:
+    if len(documents) != num_samples:
+        raise ValueError(f"documents has boundaries for {len(documents)} samples, the batch has {num_samples}")
     for i, boundaries in enumerate(documents):
-        boundaries = np.asarray(boundaries)
-        if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != s * cp or (np.diff(boundaries) <= 0).any():
-            raise ValueError(f"documents[{i}]={boundaries.tolist()} must rise from 0 to the sequence length {s * cp}")
+        rising = all(start < stop for start, stop in zip(boundaries, boundaries[1:]))
+        if len(boundaries) < 2 or (boundaries[0], boundaries[-1]) != (0, seq_len) or not rising:
+            raise ValueError(f"documents[{i}]={list(boundaries)} must rise from 0 to the sequence length {seq_len}")
