@@ -83,7 +83,6 @@ class _Run:
 
     def __init__(self, executor: Executor, batches: Sequence, seed: Tensor | None):
         self.executor, self.batches, self.seed = executor, batches, seed
-        self.num_stages = executor.pp.size * len(executor.chunks)
         self.loss = torch.zeros((), device=executor.device)
         self.received: dict[Transfer, tuple[Tensor, _Flight]] = {}
         self.outbox: dict[Transfer, Tensor] = {}
