@@ -31,8 +31,10 @@ from benchmarks.cases import CASES, FP8_RECIPES, Case
 
 OURS = "benchmarks/step.py"
 PEER = "benchmarks/peers/megatron.py"
-# One work queue keeps kernels in the order of their launch, which overlap relies on; growing segments do not fragment.
-ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# Growing segments do not fragment. The peer relies on one work queue, which keeps kernels in the order of their launch;
+# minitron's pipelined products need several.
+ENVIRONMENT = {"ours": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+               "peer": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
 GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
 
 
@@ -81,7 +83,7 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
     for side, program in (("peer", PEER), ("ours", OURS)):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus),
                    program, *case.arguments(fp8), "--steps", str(args.steps)]
-        both[side] = launch(command, args.timeout)
+        both[side] = launch(command, args.timeout, ENVIRONMENT[side])
     ours, peer = both["ours"], both["peer"]
     return {"ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"], "ratio": ours["tflops"] / peer["tflops"],
             "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"], "fp8": fp8, "ours": ours, "peer_figures": peer}
@@ -94,9 +96,9 @@ def line(result: dict) -> str:
             f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}")
 
 
-def launch(command: list[str], timeout: float) -> dict:
+def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:
     """What a measured program reported. Raises Skipped, or Failed with the end of its output."""
-    process = subprocess.Popen(command, cwd=record.ROOT, env=os.environ | ENVIRONMENT, text=True,
+    process = subprocess.Popen(command, cwd=record.ROOT, env=os.environ | environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -27,7 +27,7 @@ from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.mesh import Mesh
 from minitron.pretrain import build_data, make_mesh
-from minitron.train import build, choose_kernels
+from minitron.train import build, choose_kernels, keep_collector_out
 
 PROFILED_STEPS = 2
 
@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> dict:
 def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tuple:
     """Train: (figures, what the floor consists of, kernels of the profile, one line about the run)."""
     trainer, loader, batch = build(cfg, mesh), Loader(data.train, cfg, mesh), cfg.train.global_batch_size
+    keep_collector_out()
 
     def step(i: int) -> None:
         trainer.step(loader.step(i % cfg.train.steps * batch, i), cfg.optimizer.lr)

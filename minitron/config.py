@@ -93,7 +93,7 @@ class ParallelConfig:
     sequence_parallel: bool = key(True, "norms and residuals on 1/tp of the sequence (no effect at tp=1)")
     layers_per_stage: tuple[int, ...] | None = key(
         None, "uneven pipeline: one layer count per global stage, pp*vp of them")
-    overlap_tp: bool = key(True, "hide tensor-parallel communication behind the backward GEMMs")
+    overlap_tp: bool = key(True, "hide tensor-parallel communication behind GEMMs")
     overlap_grads: bool = key(
         True, "reduce gradients during the last backward, gather parameters during the next forward")
 

@@ -123,14 +123,14 @@ class Fp8Gemm(Gemm):
                  record: bool = True) -> Payload:
         return self._cast(x, "dy" if gradient else "x", shared, columns, record)
 
-    def forward(self, x: Payload, weight: Tensor) -> Tensor:
+    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)
         return self.backend.multiply(Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True),
-                                     self.dtype, fast=True)
+                                     self.dtype, fast=True, out=out, bias=bias)
 
-    def input_grad(self, dy: Payload, weight: Tensor) -> Tensor:
+    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
         columns = self._columns(self._quantized(weight))._replace(tiled=True)
-        return self.backend.multiply(Operand(dy.rows, dy.rows_scale), columns, self.dtype)
+        return self.backend.multiply(Operand(dy.rows, dy.rows_scale), columns, self.dtype, out=out)
 
     def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
         dy, x = self._columns(dy), self._columns(x)

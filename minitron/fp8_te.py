@@ -53,8 +53,10 @@ class TensorScaling:
     def transpose(self, values: Tensor) -> Tensor:
         return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        return general_gemm(self._wrap(b), self._wrap(a), out_dtype=dtype, use_split_accumulator=not fast)[0]
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return general_gemm(self._wrap(b), self._wrap(a), out_dtype=dtype, out=out, bias=bias,
+                            use_split_accumulator=not fast)[0]
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
         general_gemm(self._wrap(b), self._wrap(a), out_dtype=torch.float32, out=out, accumulate=add, grad=True,

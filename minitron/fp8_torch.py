@@ -70,9 +70,11 @@ class TensorScaling:
         """A contiguous transpose of cast values; float8 has no copy kernel on some devices, so its bytes are moved."""
         return values.view(torch.uint8).t().contiguous().view(values.dtype)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """a b^T in `dtype`. fast: the tensor cores may add up in less than float32."""
-        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=dtype, use_fast_accum=fast)
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """a b^T + bias in `dtype`; in `out` if it is given. fast: the tensor cores may add up in less than float32."""
+        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype,
+                                use_fast_accum=fast, out=out)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
         """out (+)= a b^T in float32."""
@@ -92,9 +94,12 @@ class BlockScaling(TensorScaling):
         other = self._blocks(x.t().contiguous(), role) if columns else (None, None)
         return Payload(*self._blocks(x, role), *other)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """a b^T in `dtype`, from the values that the blocks stand for."""
-        return (dequantize(a) @ dequantize(b).t()).to(dtype)
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """a b^T + bias in `dtype`, from the values that the blocks stand for."""
+        product = dequantize(a) @ dequantize(b).t()
+        product = (product if bias is None else product + bias).to(dtype)
+        return product if out is None else out.copy_(product)
 
     def _blocks(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         x = x.float().unflatten(1, (-1, BLOCK))

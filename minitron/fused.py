@@ -17,6 +17,8 @@ kernels are one pass already.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -215,12 +217,14 @@ def _adamw(master, grad, average, square, param, corrections, divisor, found_inf
             tl.store(param + i, p, inside)
 
 
-def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper) -> None:
+def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
+           updated: Callable[[int], None]) -> None:
     """One pass over memory for each state; see minitron/plain.py."""
     corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
     rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
-    for s in states:
+    for i, s in enumerate(states):
         n = s.master.numel()
         _adamw[(triton.cdiv(n, 4096),)](
             s.master, s.grad, s.average, s.square, s.param, corrections, divisor, found_inf, hyper.lr, *hyper.betas,
             *rests, hyper.eps, s.decay, n, CAST=s.param.dtype != torch.float32, BLOCK=4096, num_warps=8)
+        updated(i)

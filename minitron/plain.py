@@ -14,6 +14,7 @@ A name that ends in `_` changes its arguments in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -115,17 +116,19 @@ class AdamHyper(NamedTuple):
     eps: float
 
 
-def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper) -> None:
+def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
+           updated: Callable[[int], None]) -> None:
     """One step on every state with grad / divisor, unless found_inf is 1; `param` becomes the master in its own dtype.
 
     steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are used
-    up.
+    up. updated(i) is called as soon as state i has its new parameters.
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
         torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), lr=hyper.lr,
                             beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay, eps=hyper.eps,
                             amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
-    for s in states:
+    for i, s in enumerate(states):
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)
+        updated(i)

@@ -21,13 +21,15 @@ an ordinary `.grad`, so layers can be tested alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
+from minitron.collectives import Done, all_reduce_
 from minitron.mesh import Axis
+from minitron.overlap import Pipelined, Separate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -104,6 +106,29 @@ class Payload(NamedTuple):
         """What the weight gradient needs: the columns, or rows if columns can be made from them."""
         return self if self.columns is None else Payload(None, None, self.columns, self.columns_scale)
 
+    def cut(self, m: slice) -> Payload:
+        """These rows, for a product that reads rows."""
+        return Payload(self.rows[m], self.rows_scale if self._is_whole(1) else self.rows_scale[:, m].contiguous())
+
+    def parts(self) -> list[Tensor]:
+        """What ranks exchange: all but scales of the whole tensor, float8 as bytes, which is how it can travel."""
+        return [x if x.itemsize > 1 else x.view(torch.uint8) for i, x in enumerate(self) if not self._is_whole(i)]
+
+    def of(self, parts: list[Tensor]) -> Payload:
+        """A payload like this one from parts that were gathered (one after another, along dim 0) or one rank's own."""
+        parts, dims = iter(parts), (0, 1, 1, 0)  # where m is
+        return Payload(*(x if self._is_whole(i) else _join(next(parts), x, dims[i]) for i, x in enumerate(self)))
+
+    def _is_whole(self, i: int) -> bool:
+        return self[i] is None or self[i].numel() == 1
+
+
+def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Ranks' tensors like `like`, one after another along dim 0 -> one after another along dim."""
+    if dim == 1 and stacked.shape[0] > like.shape[0]:
+        stacked = stacked.unflatten(0, (-1, like.shape[0])).transpose(0, 1).flatten(1)
+    return stacked.view(like.dtype)
+
 
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32)."""
@@ -118,13 +143,15 @@ class Gemm:
         """
         return Payload(x)
 
-    def forward(self, x: Payload, weight: Tensor) -> Tensor:
-        """y [m, n] = x [m, k] W^T, weight [n, k]."""
-        return x.rows @ weight.t()
+    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """y [m, n] = x [m, k] W^T + bias, weight [n, k]; in `out` if it is given."""
+        if bias is None:
+            return torch.mm(x.rows, weight.t(), out=out)
+        return torch.addmm(bias, x.rows, weight.t(), out=out)  # cuBLAS adds a bias before it stores
 
-    def input_grad(self, dy: Payload, weight: Tensor) -> Tensor:
-        """dx [m, k] = dy [m, n] W."""
-        return dy.rows @ weight
+    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """dx [m, k] = dy [m, n] W; in `out` if it is given."""
+        return torch.mm(dy.rows, weight, out=out)
 
     def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
         """weight.main_grad += dy^T x."""
@@ -135,24 +162,25 @@ class Gemm:
 
 
 class Traffic(NamedTuple):
-    """What a linear layer communicates along the tensor-parallel axis."""
+    """What a linear layer communicates along the tensor-parallel axis, and the way it does."""
 
-    axis: Axis
+    by: Separate | Pipelined
     before: str = "none"  # "copy": x is the same on every rank; "gather": x is a slice of the sequence
     after: str = "none"   # "reduce": y is a partial sum; "scatter": of it only a slice of the sequence is kept
-    overlap: bool = True
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, gemm, traffic, remake, training):
+    def forward(ctx, x, weight, bias, gemm, traffic, remake, training):
         gather, keep = traffic.before == "gather", training and remake is None and ctx.needs_input_grad[1]
         local = gemm.quantize(x.reshape(-1, x.shape[-1]), _shared(traffic, gather), columns=keep, record=training)
-        y = gemm.forward(_gather(local.for_forward(), traffic, gather)(), weight)
-        y, handle = _combine(y, traffic, traffic.after)
+        multiply = gemm.forward if bias is None else partial(gemm.forward, bias=bias)
+        y, _, handle = _product(multiply, local.for_forward(), weight, weight.shape[0], traffic.by, gather,
+                                traffic.after)
         handle.wait()
         # Not a saved tensor: recomputation hands those back as new tensors, without their main_grad.
-        ctx.weight, ctx.gemm, ctx.traffic, ctx.remake, ctx.leading = weight, gemm, traffic, remake, x.shape[1:-1]
+        ctx.weight, ctx.bias, ctx.gemm, ctx.traffic, ctx.remake = weight, bias, gemm, traffic, remake
+        ctx.leading = x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*local.for_weight_grad())
         return y.view(-1, *ctx.leading, y.shape[-1])
@@ -162,73 +190,67 @@ class _Linear(torch.autograd.Function):
         weight, gemm, traffic, saved = ctx.weight, ctx.gemm, ctx.traffic, ctx.saved_tensors
         need_dx, need_dw = ctx.needs_input_grad[:2]
         gather, scatter = traffic.before == "gather", traffic.after == "scatter"
-        dy = gemm.quantize(dy.reshape(-1, dy.shape[-1]), _shared(traffic, scatter), gradient=True, columns=need_dw)
-        dy = _gather(dy, traffic, scatter)()
+        dy = dy.reshape(-1, dy.shape[-1])
+        db = accumulate(ctx.bias, dy.sum(0, dtype=torch.float32)) if ctx.needs_input_grad[2] else None
+        dy = gemm.quantize(dy, _shared(traffic, scatter), gradient=True, columns=need_dw)
         dx, dx_handle, dw = None, Done(), None
         if need_dw:
             if ctx.remake is not None:
                 again = ctx.remake()
                 saved = gemm.quantize(again.reshape(-1, again.shape[-1]), _shared(traffic, gather), columns=True)
-            x = _gather(Payload(*saved).for_weight_grad(), traffic, gather)
+            x = _gather(Payload(*saved).for_weight_grad(), traffic.by, gather)
         if need_dx:
-            dx = gemm.input_grad(dy, weight)
             adjoint = {"copy": "reduce", "gather": "scatter", "none": "none"}[traffic.before]
-            dx, dx_handle = _combine(dx, traffic, adjoint)
+            dx, dy, dx_handle = _product(gemm.input_grad, dy, weight, weight.shape[1], traffic.by, scatter, adjoint)
+        else:
+            dy = _gather(dy, traffic.by, scatter)()
         if need_dw:
             dw = gemm.weight_grad(weight, dy, x())
         dx_handle.wait()
-        return None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dw, None, None, None, None
+        return None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dw, db, None, None, None, None
+
+
+def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, by: Separate | Pipelined, gather: bool,
+             after: str):
+    """multiply(x, weight) with its communication: (result [m', columns], x as it was multiplied, handle).
+
+    gather: x is gathered first. after: what becomes of the result, see Traffic; it is valid after handle.wait().
+    """
+    if by.axis.size == 1:
+        return multiply(x, weight), x, Done()
+    if gather:
+        y = weight.new_empty(by.axis.size * x.rows.shape[0], columns)
+        parts = by.gather_then(x.parts(), lambda rows, parts: multiply(x.of(parts), weight, y[rows]))
+        return y, x.of(parts), Done()
+    if after == "scatter":
+        partial = weight.new_empty(x.rows.shape[0], columns)
+        y, handle = by.then_scatter(lambda rows, out: multiply(x.cut(rows), weight, out), partial)
+        return y, x, handle
+    y, handle = multiply(x, weight), Done()
+    if after == "reduce":
+        handle = all_reduce_(y, by.axis, wait=not by.overlap)
+    return y, x, handle
 
 
 def _shared(traffic: Traffic, gathered: bool) -> Axis:
-    return traffic.axis if gathered else Axis.single()
+    return traffic.by.axis if gathered else Axis.single()
 
 
-def _gather(x: Payload, traffic: Traffic, wanted: bool) -> Callable[[], Payload]:
+def _gather(x: Payload, by: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:
     """Begin gathering a payload along the sequence, the m of [m, k]; the function returned waits for the result."""
-    if not wanted or traffic.axis.size == 1:
+    if not wanted or by.axis.size == 1:
         return lambda: x
-    # m is a dim of each part; a scale of the whole tensor is the same everywhere
-    parts = [_gather_part(part, dim, traffic.axis) for part, dim in zip(x, (0, 1, 1, 0))]
-    if traffic.overlap:
-        return lambda: Payload(*(part() for part in parts))
-    done = Payload(*(part() for part in parts))
-    return lambda: done
+    finish = by.gather(x.parts())
+    return lambda: x.of(finish())
 
 
-def _gather_part(x: Tensor | None, dim: int, axis: Axis) -> Callable[[], Tensor | None]:
-    if x is None or x.numel() == 1:
-        return lambda: x
-    kind = x.dtype if x.itemsize > 1 else torch.uint8  # float8 cannot be communicated as such
-    out, handle = gather_start(x.view(kind), axis)
-
-    def finish() -> Tensor:
-        handle.wait()
-        full = out if dim == 0 else out.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1)
-        return full.view(x.dtype)
-
-    return finish
-
-
-def _combine(y: Tensor, traffic: Traffic, how: str):
-    """Begin adding up partial sums: "reduce" keeps all of y, "scatter" this rank's slice of the sequence."""
-    if how == "none" or traffic.axis.size == 1:
-        return y, Done()
-    if how == "scatter":
-        y, handle = reduce_scatter_start(y, traffic.axis)
-    else:
-        handle = all_reduce_(y, traffic.axis, wait=False)
-    if not traffic.overlap:
-        handle.wait()
-        handle = Done()
-    return y, handle
-
-
-def linear(x: Tensor, weight: Tensor, gemm: Gemm, traffic: Traffic,
-           remake: Callable[[], Tensor] | None = None) -> Tensor:
-    """y = x W^T with the communication that `traffic` names.  x [s, b, k], weight [n, k] -> [s', b, n].
+def linear(x: Tensor, weight: Tensor, gemm: Gemm, traffic: Traffic, remake: Callable[[], Tensor] | None = None,
+           bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + bias with the communication that `traffic` names.  x [s, b, k], weight [n, k] -> [s', b, n].
 
     s' is s times the axis' size after "gather", s divided by it after "scatter".
     remake: makes x again in the backward pass, so that x is not kept (selective recomputation).
+    bias: [n], for layers that communicate nothing after the product.
     """
-    return _Linear.apply(x, weight, gemm, traffic, remake, torch.is_grad_enabled())
+    assert bias is None or traffic.after == "none"
+    return _Linear.apply(x, weight, bias, gemm, traffic, remake, torch.is_grad_enabled())

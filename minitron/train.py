@@ -9,6 +9,7 @@ and logged while n + 1 does.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from minitron.data.loader import Loader
 from minitron.log import Log
 from minitron.mesh import Mesh
 from minitron.meter import Meter
-from minitron.model.gpt import GPT, Batch
+from minitron.model.gpt import GPT, Batch, make_layout
 from minitron.model.init import initialise
 from minitron.optim.grads import Gradients
 from minitron.optim.lr import learning_rate
@@ -73,7 +74,7 @@ class Trainer:
         return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-                f"attention: {self.backend}")
+                f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
         """What a microbatch's loss sum is multiplied with before its backward.
@@ -113,7 +114,8 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     backend = choose_kernels(cfg, mesh.device)
     stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
     mine = range(pp.rank, pp.size * vp, pp.size)
-    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    layout = make_layout(cfg, mesh)
+    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1, layout=layout) for i in mine]
     initialise(chunks, cfg.train.seed)
     gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
                           overlap=cfg.parallel.overlap_grads)
@@ -128,6 +130,7 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
 def train(trainer: Trainer, data: Datasets, log: Log) -> None:
     """All steps of the run. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
+    keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh)
     for step in range(1, t.steps + 1):
         consumed = step * t.global_batch_size
@@ -143,6 +146,15 @@ def train(trainer: Trainer, data: Datasets, log: Log) -> None:
             meter.restart()
     meter.flush()
     loader.close()
+
+
+def keep_collector_out() -> None:
+    """Python's garbage collector, which stops a rank whenever it likes and so all ranks, leaves what exists alone.
+
+    What a step makes is freed by reference counts; the few cycles that remain are young and quickly found.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def evaluate(trainer: Trainer, data: Datasets) -> float:

@@ -11,6 +11,7 @@ from minitron.config import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.mesh import Mesh
+from minitron.overlap import Separate
 from minitron.parallel.tensor import Shard
 from minitron.train import Trainer, build
 
@@ -109,3 +110,19 @@ def part_of(whole: torch.Tensor, how) -> torch.Tensor:
         return whole
     dim, slices, _ = how
     return torch.cat([whole.narrow(dim, start, length) for _, start, length in slices], dim)
+
+
+class Pieces(Separate):
+    """Separate's communication with Pipelined's products: one for each rank's rows. Runs on CPUs."""
+
+    def gather_then(self, parts, consume):
+        whole, m = self.gather(parts)(), parts[0].shape[0]
+        for rank, shards in enumerate(zip(*(part.chunk(self.axis.size) for part in whole))):
+            consume(slice(rank * m, (rank + 1) * m), list(shards))
+        return whole
+
+    def then_scatter(self, produce, partial):
+        for rows in torch.arange(len(partial)).chunk(self.axis.size):
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)
+            produce(rows, partial[rows])
+        return super().then_scatter(lambda rows, out: None, partial)

@@ -158,13 +158,13 @@ def fake(text, status=0):
 
 
 def test_a_program_reports_skips_or_fails():
-    assert compare.launch(fake('noise\nRESULT {"tflops": 1.5}'), 60) == {"tflops": 1.5}
+    assert compare.launch(fake('noise\nRESULT {"tflops": 1.5}'), 60, {}) == {"tflops": 1.5}
     with pytest.raises(compare.Skipped, match="^not installed$"):
-        compare.launch(fake("SKIP not installed"), 60)
+        compare.launch(fake("SKIP not installed"), 60, {})
     with pytest.raises(compare.Failed, match="(?s)exit status 3: .*out of memory"):
-        compare.launch(fake("out of memory", 3), 60)
+        compare.launch(fake("out of memory", 3), 60, {})
     with pytest.raises(compare.Failed, match="took longer than 0.2 s"):
-        compare.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+        compare.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2, {})
 
 
 def test_comparisons_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
@@ -172,7 +172,7 @@ def test_comparisons_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
     peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0}
     launched = []
 
-    def launch(command, timeout):
+    def launch(command, timeout, environment):
         launched.append(command)
         if "precision.fp8=delayed" in command:
             raise compare.Failed("it broke")
@@ -205,13 +205,13 @@ def test_an_unknown_case_is_an_error(capsys):
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
 def test_a_peer_that_is_not_installed_is_skipped_with_a_reason():
     with pytest.raises(compare.Skipped, match="Megatron-core or Transformer Engine is not installed .*; pip install"):
-        compare.launch([sys.executable, compare.PEER], 60)
+        compare.launch([sys.executable, compare.PEER], 60, {})
 
 
 def test_two_ranks_of_our_side_really_run():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", compare.OURS,
                "configs/quickstart.yaml", *TINY, "train.eval_every=0", "--steps", "5"]
-    figures = compare.launch(command, 240.0)
+    figures = compare.launch(command, 240.0, {})
     assert figures["world"] == 2 and figures["step_seconds"] > 0
     both = {"ours": figures, "peer_figures": figures, "ratio": 1.0, "ours_mfu": float("nan"), "peer_mfu": float("nan"),
             "ours_gib": 0.0, "peer_gib": 0.0}

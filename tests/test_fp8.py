@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from layouts import LLAMA, config, dataset_of, mesh_of
+from layouts import LLAMA, Pieces, config, dataset_of, mesh_of
 
 from minitron import fp8_torch
 from minitron.config import PrecisionConfig
@@ -13,6 +13,7 @@ from minitron.data.loader import Loader
 from minitron.fp8 import HISTORY, DelayedScaling, Formats, Fp8Gemm, choose_backend
 from minitron.fp8_torch import Operand, limit
 from minitron.mesh import Axis, Mesh
+from minitron.overlap import Separate
 from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear
 from minitron.precision import Gemm
 from minitron.testing import assert_close_rel
@@ -85,10 +86,10 @@ def test_a_given_scale_saturates_and_notes_the_magnitude():
 # ---- products and communication -----------------------------------------------------------------------------------
 
 
-def two_layers(recipe, tp, sequence_parallel, remake):
+def two_layers(recipe, tp, by, sequence_parallel, remake):
     """column -> row on one rank: y, dx, and the two weight gradients."""
     mesh = Mesh.create(tp=tp)
-    layout = Layout(mesh.tp, sequence_parallel, True, torch.bfloat16)
+    layout = Layout(by(mesh.tp), sequence_parallel, torch.bfloat16)
     formats = Formats(precision(recipe), range(1), 1, mesh)
     column = ColumnParallelLinear(H, (F,), layout, std=0.1, bias=False, gemm=formats.gemm(0))
     row = RowParallelLinear(F, H, layout, std=0.1, bias=False, gemm=formats.gemm(0))
@@ -125,10 +126,11 @@ def plain_two_layers(recipe, tp):
 
 
 @recipes
-@pytest.mark.parametrize("tp, sequence_parallel, remake", [(1, False, False), (2, True, False), (2, True, True),
-                                                           (2, False, False)])
-def test_linear_layers(ranks, recipe, tp, sequence_parallel, remake):
-    results = ranks(tp, two_layers, recipe, tp, sequence_parallel, remake)
+@pytest.mark.parametrize("tp, by, sequence_parallel, remake", [
+    (1, Separate, False, False), (2, Separate, True, False), (2, Separate, True, True), (2, Separate, False, False),
+    (2, Pieces, True, False)])
+def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, remake):
+    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, remake)
     whole = lambda i: torch.cat([r[i] for r in results]) if sequence_parallel else results[0][i]
     actual = whole(0), whole(1), torch.cat([r[2] for r in results]), torch.cat([r[3] for r in results], 1)
     # A sum in another order rounds another way to bf16 (2^-9), and now and then to another FP8 value (2^-4 or 2^-3).

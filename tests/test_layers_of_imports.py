@@ -22,6 +22,7 @@ LAYERS = [
     ("parallel",),
     ("attention", "precision", "fp8", "fp8_te", "fp8_torch"),
     ("fused", "plain"),
+    ("overlap",),
     ("collectives",),
     ("mesh", "rng", "log", "profiling", "testing"),
     ("planner",),

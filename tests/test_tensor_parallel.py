@@ -1,12 +1,16 @@
 """Tensor-parallel layers equal plain ones on whole tensors: outputs, input gradients and weight gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import Pieces
 
 from minitron.mesh import Axis, Mesh
+from minitron.overlap import Separate
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm
@@ -31,11 +35,14 @@ def _part(x, mesh, sequence_parallel):
     return x.chunk(mesh.tp.size)[mesh.tp.rank].clone() if sequence_parallel else x.clone()
 
 
-def two_layers(tp, sequence_parallel, overlap, dtype, main_grad, remake):
+in_order = partial(Separate, overlap=False)
+
+
+def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
     """column -> relu -> row on one rank: y, dx, and gradients of the three parameters, each as this rank has it."""
     mesh = Mesh.create(tp=tp)
     dtype = DTYPES[dtype]
-    layout = Layout(mesh.tp, sequence_parallel, overlap, dtype)
+    layout = Layout(by(mesh.tp), sequence_parallel, dtype)
     column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
     row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm())
     params = {"w1": column.weight, "b1": column.bias, "w2": row.weight, "b2": row.bias}
@@ -67,15 +74,15 @@ def _plain_two_layers(dtype):
     return y.detach(), x.grad, {"w1": w1.grad, "b1": b1.grad, "w2": w2.grad, "b2": b2.grad}
 
 
-@pytest.mark.parametrize("tp,sequence_parallel,overlap,dtype,main_grad,remake", [
-    (1, False, True, "fp32", True, False), (2, True, True, "fp32", True, False), (4, True, True, "fp32", True, True),
-    (4, False, True, "fp32", True, False), (2, True, False, "fp32", False, True),
-    (2, False, False, "fp32", False, False),
-    (4, True, True, "bf16", True, True),
+@pytest.mark.parametrize("tp,sequence_parallel,by,dtype,main_grad,remake", [
+    (1, False, Separate, "fp32", True, False), (2, True, Separate, "fp32", True, False),
+    (4, True, Separate, "fp32", True, True), (4, False, Separate, "fp32", True, False),
+    (2, True, in_order, "fp32", False, True), (2, False, in_order, "fp32", False, False),
+    (4, True, Separate, "bf16", True, True), (4, True, Pieces, "fp32", True, False), (2, True, Pieces, "bf16", True, True),
 ])
-def test_column_then_row(ranks, tp, sequence_parallel, overlap, dtype, main_grad, remake):
+def test_column_then_row(ranks, tp, sequence_parallel, by, dtype, main_grad, remake):
     y, dx, grads = _plain_two_layers(DTYPES[dtype])
-    results = ranks(tp, two_layers_in_order, tp, sequence_parallel, overlap, dtype, main_grad, remake)
+    results = ranks(tp, two_layers_in_order, tp, sequence_parallel, by, dtype, main_grad, remake)
     tol = TOLERANCE[dtype]
     join = torch.cat if sequence_parallel else (lambda parts: parts[0])
     assert_close_rel(join([r[0] for r in results]).float(), y.float(), tol, "y")
@@ -109,7 +116,7 @@ def two_layers_in_order(*args):
 
 def embedding_and_loss(tp, sequence_parallel, main_grad):
     mesh = Mesh.create(tp=tp)
-    layout = Layout(mesh.tp, sequence_parallel)
+    layout = Layout(Separate(mesh.tp), sequence_parallel)
     words = VocabParallelEmbedding(V, H, layout, std=0.1)
     _set(words.weight, _full("words", V, H))
     if main_grad:

@@ -72,8 +72,7 @@ def _check(cfg: Config) -> None:
     m, p = cfg.model, cfg.parallel
     unknown = {"train.recompute": cfg.train.recompute != "none", "precision.dtype": cfg.precision.dtype != "bf16",
                "model.attention_dropout": m.attention_dropout > 0, "model.hidden_dropout": m.hidden_dropout > 0,
-               "parallel.cp_style": p.cp_style != "ring", "parallel.layers_per_stage": p.layers_per_stage is not None,
-               "data.separate_documents": cfg.data.separate_documents}
+               "parallel.cp_style": p.cp_style != "ring", "data.separate_documents": cfg.data.separate_documents}
     if any(unknown.values()):
         raise ValueError(f"{', '.join(k for k, v in unknown.items() if v)} is not what the Megatron-core runner knows; "
                          "leave it at its default")
@@ -93,7 +92,16 @@ def transformer_config(cfg: Config) -> TransformerConfig:
         bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_dtype=torch.bfloat16,
         bias_activation_fusion=True, bias_dropout_fusion=True, masked_softmax_fusion=True, persist_layer_norm=True,
         apply_rope_fusion=m.positions == "rope", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
-        gradient_accumulation_fusion=True, **FP8[cfg.precision.fp8])
+        gradient_accumulation_fusion=True, pipeline_model_parallel_layout=_stages(p.layers_per_stage),
+        **FP8[cfg.precision.fp8])
+
+
+def _stages(layers: tuple[int, ...] | None) -> list[list[str]] | None:
+    """What each global stage holds, as Megatron-core is told it; None: as many blocks in each."""
+    if layers is None:
+        return None
+    stages = [["decoder"] * count for count in layers]
+    return [["embedding"] + stages[0], *stages[1:-1], stages[-1] + ["loss"]]
 
 
 def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> list[DistributedDataParallel]:

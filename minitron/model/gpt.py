@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minitron import overlap
 from minitron.attention import Backend
 from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
@@ -171,8 +172,7 @@ class Head(nn.Module):
         self.weight = tied if tied is not None else parameter(
             shape, shard=Shard(0, layout.axis, shape[:1]), std=m.init_std, dtype=layout.dtype, device=layout.device)
         self.gemm = Gemm()
-        self.traffic = Traffic(layout.axis, before="gather" if layout.sequence_parallel else "copy",
-                               overlap=layout.overlap)
+        self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.norm(x), self.weight, self.gemm, self.traffic)
@@ -182,15 +182,15 @@ class GPT(nn.Module):
     """A pipeline chunk: blocks `layers` of the model, with the embedding if `first` and the head if `last`.
 
     Parameters carry `global_name`, their name in the whole model: the tied weight on the last stage has the
-    embedding's.
+    embedding's. The chunks of a rank share a `layout`.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, backend: Backend, layers: range, *, first: bool, last: bool):
+    def __init__(self, cfg: Config, mesh: Mesh, backend: Backend, layers: range, *, first: bool, last: bool,
+                 layout: Layout | None = None):
         super().__init__()
         m = cfg.model
         self.cfg, self.mesh = m, mesh
-        self.layout = Layout(mesh.tp, cfg.parallel.sequence_parallel and mesh.tp.size > 1, cfg.parallel.overlap_tp,
-                             DTYPES[cfg.precision.dtype], mesh.device, choose_ops(mesh.device))
+        self.layout = layout or make_layout(cfg, mesh)
         self.embedding = Embedding(cfg, self.layout) if first else None
         self.formats = Formats(cfg.precision, layers, m.num_layers, mesh)
         self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend, self.formats) for i in layers})
@@ -240,6 +240,13 @@ class GPT(nn.Module):
             keys = token_keys(self.seed, batch.step, batch.samples, batch.order)
             local = slice_along(keys, self.mesh.tp) if self.layout.sequence_parallel else keys
         return Microbatch(rope, batch.documents, keys, local)
+
+
+def make_layout(cfg: Config, mesh: Mesh) -> Layout:
+    """Collective over tp."""
+    p = cfg.parallel
+    return Layout(overlap.choose(mesh.tp, mesh.device, p.overlap_tp), p.sequence_parallel and mesh.tp.size > 1,
+                  DTYPES[cfg.precision.dtype], mesh.device, choose_ops(mesh.device))
 
 
 def output_std(m: ModelConfig) -> float:

@@ -193,7 +193,7 @@ class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
     A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
-    optimizer writes the buckets' data_slice; gather_parameters(). Parameters bring `global_name` (unique on this
+    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Parameters bring `global_name` (unique on this
     rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run
     over mesh.dp_cp, tp and embedding.
     """
@@ -265,6 +265,10 @@ class Gradients:
         """Bring back the slices that other ranks updated. With overlap the units wait, else this call does."""
         for bucket in self.buckets:
             bucket.start_gather()
+        self.after_gathers()
+
+    def after_gathers(self) -> None:
+        """To be called when all buckets' gathers have been started."""
         if not self.overlap:
             self.wait_parameters()
 

@@ -96,14 +96,15 @@ class Zero1Optimizer:
         if self.cfg.clip_grad:
             divisor = denominator * ((norm + CLIP_EPS) / self.cfg.clip_grad).clamp(min=1.0)
         self._update(lr, divisor.float(), skipped.float())
-        self.gradients.gather_parameters()
+        self.gradients.after_gathers()
         loss = loss_sum / count
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """AdamW on every slice with gradient / divisor, unless found_inf is 1; then the parameters from the masters."""
+        """AdamW on every slice with gradient / divisor, unless found_inf is 1; a slice travels while the next is made."""
         self.steps += 1 - found_inf
-        self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps))
+        self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
+                        updated=lambda i: self.gradients.buckets[i].start_gather())
 
     def state_slices(self) -> Iterator[tuple[OwnedPart, dict[str, Tensor]]]:
         """This rank's state by parameter: where each part lies, and 1-d float32 views into the state itself."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from minitron import collectives, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
+from minitron.overlap import Pipelined, Separate
 from minitron.precision import Gemm, Traffic, linear, use
 
 
@@ -102,12 +103,15 @@ def choose_ops(device: torch.device) -> ModuleType:
 class Layout:
     """What every layer needs to know: where it is, the format of its parameters, and its pointwise kernels."""
 
-    axis: Axis
+    by: Separate | Pipelined  # how it communicates along the tensor-parallel axis
     sequence_parallel: bool = True
-    overlap: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     ops: ModuleType = plain
+
+    @property
+    def axis(self) -> Axis:
+        return self.by.axis
 
 
 class ColumnParallelLinear(nn.Module):
@@ -126,11 +130,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight = parameter((sum(chunks), in_features), shard=shard, std=std, **make)
         self.bias = parameter((sum(chunks),), shard=shard, std=None, **make) if bias else None
         self.gemm = gemm
-        self.traffic = Traffic(axis, before="gather" if layout.sequence_parallel else "copy", overlap=layout.overlap)
+        self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
-        y = linear(x, self.weight, self.gemm, self.traffic, remake)
-        return y if self.bias is None else y + use(self.bias)
+        return linear(x, self.weight, self.gemm, self.traffic, remake, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -145,7 +148,7 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter((out_features, in_features), shard=Shard(1, axis, (in_features,)), std=std, **make)
         self.bias = parameter((out_features,), shard=None, std=None, **make) if bias else None
         self.gemm = gemm
-        self.traffic = Traffic(axis, after="scatter" if layout.sequence_parallel else "reduce", overlap=layout.overlap)
+        self.traffic = Traffic(layout.by, after="scatter" if layout.sequence_parallel else "reduce")
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
         y = linear(x, self.weight, self.gemm, self.traffic, remake)

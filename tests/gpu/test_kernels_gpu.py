@@ -107,9 +107,9 @@ def test_adamw_equals_torchs_and_skips(param_dtype):
     for step in range(1, 5):
         steps = torch.tensor(float(step), device="cuda")
         state.grad.copy_(grad * step)
-        fused.adamw_([state], steps, divisor, finite, AdamHyper(lr, betas, eps))
+        fused.adamw_([state], steps, divisor, finite, AdamHyper(lr, betas, eps), lambda i: None)
         before = [x.clone() for x in state[:5]]
-        fused.adamw_([state], steps, divisor, infinite, AdamHyper(lr, betas, eps))
+        fused.adamw_([state], steps, divisor, infinite, AdamHyper(lr, betas, eps), lambda i: None)
         assert all(torch.equal(a, b) for a, b in zip(before, state[:5]))
         reference.grad = grad * step / 2
         twin.step()
