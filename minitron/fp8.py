@@ -25,7 +25,8 @@ The head, and precision.fp8_bf16_layers at both ends of the model, stay in the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,6 +142,12 @@ class Fp8Gemm(Gemm):
         weight.grad_ready()
         return None
 
+    def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
+        return self._cast_result("x", ops.swiglu_forward, ops.swiglu_cast, (inner,), columns, record)
+
+    def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
+        return self._cast_result("dy", ops.swiglu_backward, ops.swiglu_backward_cast, (dy, inner), columns, True)
+
     def drop_casts(self) -> None:
         self._weight = None
 
@@ -151,6 +158,15 @@ class Fp8Gemm(Gemm):
 
     def _cast(self, x: Tensor, role: str, shared: Axis, columns: bool, record: bool) -> Payload:
         return self.backend.cast(x, role, shared, *self._scale(role, record), columns)
+
+    def _cast_result(self, role: str, operation: Callable[..., Tensor], with_cast: Callable[..., Payload],
+                     inputs: tuple[Tensor, ...], columns: bool, record: bool) -> Payload:
+        """The cast of operation(*inputs), in the same kernel if its scale is known beforehand."""
+        scale, amax = self._scale(role, record)
+        if scale is None:
+            return self._cast(operation(*inputs), role, Axis.single(), columns, record)
+        values, inverse, transposed = with_cast(*inputs, scale, amax, KINDS[role], columns)
+        return Payload(values, inverse, *((None, None) if transposed is None else (transposed, inverse)))
 
     def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.scaling is None else self.scaling.of(self.first + ROLES.index(role), record)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minitron import plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.precision import Payload
@@ -53,22 +54,19 @@ class TensorScaling:
         amax: [1], raised to the largest magnitude of x here. columns: cast the transpose too, unless x is to be
         gathered first.
         """
-        kind, top = KINDS[role], None
-        if scale is None or amax is not None:
-            top = x.abs().amax().float().view(1)
-        if amax is not None:
-            torch.maximum(amax, top, out=amax)
+        kind, both = KINDS[role], columns and shared.size == 1
         if scale is None:
+            top = x.abs().amax().float().view(1)
+            if amax is not None:
+                torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
-            scale = limit(kind) / top.clamp(min=1e-12)
-        # a float8 cast does not saturate by itself
-        values, inverse = (x.float() * scale).clamp(-limit(kind), limit(kind)).to(kind), scale.reciprocal()
-        both = columns and shared.size == 1
-        return Payload(values, inverse, *((self.transpose(values), inverse) if both else (None, None)))
+            scale, amax = limit(kind) / top.clamp(min=1e-12), None
+        values, inverse, transposed = plain.cast(x, scale, amax, kind, both)
+        return Payload(values, inverse, *((transposed, inverse) if both else (None, None)))
 
     def transpose(self, values: Tensor) -> Tensor:
-        """A contiguous transpose of cast values; float8 has no copy kernel on some devices, so its bytes are moved."""
-        return values.view(torch.uint8).t().contiguous().view(values.dtype)
+        """A contiguous transpose of cast values."""
+        return plain.transpose(values)
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
                  out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

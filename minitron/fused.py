@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitron.plain import AdamHyper, AdamState, Rope
+from minitron.plain import AdamHyper, AdamState, Cast, Rope
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------
 
@@ -65,6 +65,74 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty_like(x)
     _swiglu_backward[(dy.numel() // f, triton.cdiv(f, 2048))](dy, x, dx, f, BLOCK=2048, num_warps=8)
     return dx
+
+
+@triton.jit
+def _cast_tile(value, scale, rows, columns, amax, i, j, m, n, COLUMNS: tl.constexpr, NOTE: tl.constexpr):
+    """Store a tile of the [m, n] result, rounded as if to bf16 first, and its transpose; note its magnitude."""
+    value = value.to(tl.bfloat16).to(tl.float32)
+    inside = (i < m)[:, None] & (j < n)[None, :]
+    if NOTE:
+        tl.atomic_max(amax, tl.max(tl.where(inside, tl.abs(value), 0.0)), sem="relaxed")
+    small = (value * scale).to(rows.dtype.element_ty)  # saturates
+    tl.store(rows + i.to(tl.int64)[:, None] * n + j[None, :], small, inside)
+    if COLUMNS:
+        tl.store(columns + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(small), tl.trans(inside))
+
+
+@triton.jit
+def _swiglu_cast(x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.constexpr, NOTE: tl.constexpr,
+                 M: tl.constexpr, F: tl.constexpr):
+    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
+    source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
+    gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
+    factor = tl.load(scale)
+    _cast_tile(gate * tl.sigmoid(gate) * up, factor, rows, columns, amax, i, j, m, f, COLUMNS, NOTE)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse, 1.0 / factor)
+
+
+@triton.jit
+def _swiglu_backward_cast(dy, x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.constexpr, NOTE: tl.constexpr,
+                          M: tl.constexpr, F: tl.constexpr):
+    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
+    source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
+    gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
+    grad = tl.load(dy + i.to(tl.int64)[:, None] * f + j[None, :], inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu, factor = gate * sigmoid, tl.load(scale)
+    left = tl.where(j < f, j, 2 * f)  # a tile's columns beyond the left half are nowhere
+    _cast_tile(grad * up * (sigmoid + silu * (1 - sigmoid)), factor, rows, columns, amax, i, left, m, 2 * f, COLUMNS,
+               NOTE)
+    _cast_tile(grad * silu, factor, rows, columns, amax, i, j + f, m, 2 * f, COLUMNS, NOTE)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse, 1.0 / factor)
+
+
+def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """See minitron/plain.py."""
+    m, f = x.shape[0], x.shape[1] // 2
+    return _run_cast(_swiglu_cast, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
+
+
+def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
+                         columns: bool) -> Cast:
+    """See minitron/plain.py."""
+    return _run_cast(_swiglu_backward_cast, (dy.contiguous(), x.contiguous()), dy.shape, x.shape[1], scale, amax, kind,
+                     columns)
+
+
+def _run_cast(kernel, inputs: tuple[Tensor, ...], grid: tuple[int, int], n: int, scale: Tensor, amax: Tensor | None,
+              kind: torch.dtype, columns: bool) -> Cast:
+    """A kernel over tiles of `grid` [m, f] whose result is cast to [m, n]."""
+    m, f = grid
+    rows, inverse = scale.new_empty(m, n, dtype=kind), torch.empty_like(scale)
+    transposed = scale.new_empty(n, m, dtype=kind) if columns else None
+    tile = dict(M=128, F=64, num_warps=8)
+    kernel[(triton.cdiv(m, tile["M"]), triton.cdiv(f, tile["F"]))](
+        *inputs, scale, rows, inverse, rows if transposed is None else transposed, scale if amax is None else amax, m,
+        f, COLUMNS=columns, NOTE=amax is not None, **tile)
+    return rows, inverse, transposed
 
 
 # ---- rotary positions ------------------------------------------------------------------------------------------------

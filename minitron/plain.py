@@ -25,6 +25,7 @@ from minitron.rng import drop_elements
 
 __all__ = ["drop_elements"]
 
+Cast = tuple[Tensor, Tensor, Tensor | None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 
 
@@ -43,6 +44,34 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     return torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
+
+
+def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """cast(swiglu_forward(x)): x [m, 2f] -> rows [m, f], columns [f, m]."""
+    return cast(swiglu_forward(x), scale, amax, kind, columns)
+
+
+def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
+                         columns: bool) -> Cast:
+    """cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
+    return cast(swiglu_backward(dy, x), scale, amax, kind, columns)
+
+
+def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """x [m, k] times scale [1] in the FP8 format `kind`: (rows [m, k], what undoes the scale [1], columns [k, m]).
+
+    columns False: None in their place. amax [1], unless None, is raised to the largest magnitude of x.
+    """
+    if amax is not None:
+        torch.maximum(amax, x.abs().amax().float().view(1), out=amax)
+    limit = torch.finfo(kind).max  # a float8 conversion does not saturate by itself
+    rows = (x.float() * scale).clamp(-limit, limit).to(kind)
+    return rows, scale.reciprocal(), transpose(rows) if columns else None
+
+
+def transpose(x: Tensor) -> Tensor:
+    """A contiguous transpose of an FP8 matrix: of its bytes, since float8 has no copy kernel on some devices."""
+    return x.view(torch.uint8).t().contiguous().view(x.dtype)
 
 
 # ---- rotary positions ------------------------------------------------------------------------------------------------

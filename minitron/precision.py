@@ -22,6 +22,7 @@ an ordinary `.grad`, so layers can be tested alone.
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Callable, NamedTuple
 
 import torch
@@ -157,8 +158,16 @@ class Gemm:
         """weight.main_grad += dy^T x."""
         return accumulate_product(weight, dy.rows, x.rows)
 
+    def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
+        """quantize() of silu(gate) * up, which nobody else gathers; inner [m, 2f]."""
+        return Payload(ops.swiglu_forward(inner))
 
-# ---- linear: a GEMM and the collective beside it --------------------------------------------------------------------
+    def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
+        """quantize() of the gradient of `inner`; dy [m, f] of silu(gate) * up."""
+        return Payload(ops.swiglu_backward(dy, inner))
+
+
+# ---- a linear layer: a GEMM and the collective beside it ------------------------------------------------------------
 
 
 class Traffic(NamedTuple):
@@ -169,45 +178,84 @@ class Traffic(NamedTuple):
     after: str = "none"   # "reduce": y is a partial sum; "scatter": of it only a slice of the sequence is kept
 
 
+class Layer(NamedTuple):
+    """A linear layer as this file sees it."""
+
+    weight: Tensor
+    bias: Tensor | None  # only where nothing is communicated after the product
+    gemm: Gemm
+    traffic: Traffic
+
+    def quantize(self, x: Tensor, *, columns: bool, record: bool) -> Payload:
+        """The input x [m, k]."""
+        return self.gemm.quantize(x, self._shared(self.traffic.before == "gather"), columns=columns, record=record)
+
+    def quantize_grad(self, dy: Tensor, *, columns: bool) -> Payload:
+        """The gradient dy [m, n] of the output."""
+        return self.gemm.quantize(dy, self._shared(self.traffic.after == "scatter"), gradient=True, columns=columns)
+
+    def forward(self, x: Payload) -> Tensor:
+        """y [m', n] with its communication done."""
+        multiply = self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
+        y, _, handle = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic.by,
+                                self.traffic.before == "gather", self.traffic.after)
+        handle.wait()
+        return y
+
+    def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dW); x None: the weight has no gradient. dW is None also if it went into main_grad."""
+        by, before, scatter = self.traffic.by, self.traffic.before, self.traffic.after == "scatter"
+        dx, handle, dw = None, Done(), None
+        gathered = None if x is None else _gather(x.for_weight_grad(), by, before == "gather")
+        if need_dx:
+            adjoint = {"copy": "reduce", "gather": "scatter", "none": "none"}[before]
+            dx, dy, handle = _product(self.gemm.input_grad, dy, self.weight, self.weight.shape[1], by, scatter, adjoint)
+        else:
+            dy = _gather(dy, by, scatter)()
+        if gathered is not None:
+            dw = self.gemm.weight_grad(self.weight, dy, gathered())
+        handle.wait()
+        return dx, dw
+
+    def _shared(self, gathered: bool) -> Axis:
+        return self.traffic.by.axis if gathered else Axis.single()
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, gemm, traffic, remake, training):
-        gather, keep = traffic.before == "gather", training and remake is None and ctx.needs_input_grad[1]
-        local = gemm.quantize(x.reshape(-1, x.shape[-1]), _shared(traffic, gather), columns=keep, record=training)
-        multiply = gemm.forward if bias is None else partial(gemm.forward, bias=bias)
-        y, _, handle = _product(multiply, local.for_forward(), weight, weight.shape[0], traffic.by, gather,
-                                traffic.after)
-        handle.wait()
-        # Not a saved tensor: recomputation hands those back as new tensors, without their main_grad.
-        ctx.weight, ctx.bias, ctx.gemm, ctx.traffic, ctx.remake = weight, bias, gemm, traffic, remake
-        ctx.leading = x.shape[1:-1]
+    def forward(ctx, x, weight, bias, layer, remake, training):
+        keep = training and remake is None and ctx.needs_input_grad[1]
+        payload = layer.quantize(rows(x), columns=keep, record=training)
+        # Not saved tensors: recomputation hands those back as new tensors, without their main_grad.
+        ctx.layer, ctx.remake, ctx.leading = layer, remake, x.shape[1:-1]
         if keep:
-            ctx.save_for_backward(*local.for_weight_grad())
-        return y.view(-1, *ctx.leading, y.shape[-1])
+            ctx.save_for_backward(*payload.for_weight_grad())
+        return layer.forward(payload).unflatten(0, (-1, *ctx.leading))
 
     @staticmethod
     def backward(ctx, dy):
-        weight, gemm, traffic, saved = ctx.weight, ctx.gemm, ctx.traffic, ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        gather, scatter = traffic.before == "gather", traffic.after == "scatter"
-        dy = dy.reshape(-1, dy.shape[-1])
-        db = accumulate(ctx.bias, dy.sum(0, dtype=torch.float32)) if ctx.needs_input_grad[2] else None
-        dy = gemm.quantize(dy, _shared(traffic, scatter), gradient=True, columns=need_dw)
-        dx, dx_handle, dw = None, Done(), None
+        layer, x, dy = ctx.layer, None, rows(dy)
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        db = accumulate(layer.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
         if need_dw:
-            if ctx.remake is not None:
-                again = ctx.remake()
-                saved = gemm.quantize(again.reshape(-1, again.shape[-1]), _shared(traffic, gather), columns=True)
-            x = _gather(Payload(*saved).for_weight_grad(), traffic.by, gather)
-        if need_dx:
-            adjoint = {"copy": "reduce", "gather": "scatter", "none": "none"}[traffic.before]
-            dx, dy, dx_handle = _product(gemm.input_grad, dy, weight, weight.shape[1], traffic.by, scatter, adjoint)
-        else:
-            dy = _gather(dy, traffic.by, scatter)()
-        if need_dw:
-            dw = gemm.weight_grad(weight, dy, x())
-        dx_handle.wait()
-        return None if dx is None else dx.view(-1, *ctx.leading, dx.shape[-1]), dw, db, None, None, None, None
+            x = (Payload(*ctx.saved_tensors) if ctx.remake is None else
+                 layer.quantize(rows(ctx.remake()), columns=True, record=True))
+        dx, dw = layer.backward(layer.quantize_grad(dy, columns=need_dw), x, need_dx)
+        return None if dx is None else dx.unflatten(0, (-1, *ctx.leading)), dw, db, None, None, None
+
+
+def linear(x: Tensor, layer: Layer, remake: Callable[[], Tensor] | None = None) -> Tensor:
+    """y = x W^T + bias with the communication that layer.traffic names.  x [s, b, k], weight [n, k] -> [s', b, n].
+
+    s' is s times the axis' size after "gather", s divided by it after "scatter".
+    remake: makes x again in the backward pass, so that x is not kept (selective recomputation).
+    """
+    return _Linear.apply(x, layer.weight, layer.bias, layer, remake, torch.is_grad_enabled())
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., k] -> [m, k]"""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, by: Separate | Pipelined, gather: bool,
@@ -232,25 +280,9 @@ def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, by: S
     return y, x, handle
 
 
-def _shared(traffic: Traffic, gathered: bool) -> Axis:
-    return traffic.by.axis if gathered else Axis.single()
-
-
 def _gather(x: Payload, by: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:
     """Begin gathering a payload along the sequence, the m of [m, k]; the function returned waits for the result."""
     if not wanted or by.axis.size == 1:
         return lambda: x
     finish = by.gather(x.parts())
     return lambda: x.of(finish())
-
-
-def linear(x: Tensor, weight: Tensor, gemm: Gemm, traffic: Traffic, remake: Callable[[], Tensor] | None = None,
-           bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias with the communication that `traffic` names.  x [s, b, k], weight [n, k] -> [s', b, n].
-
-    s' is s times the axis' size after "gather", s divided by it after "scatter".
-    remake: makes x again in the backward pass, so that x is not kept (selective recomputation).
-    bias: [n], for layers that communicate nothing after the product.
-    """
-    assert bias is None or traffic.after == "none"
-    return _Linear.apply(x, weight, bias, gemm, traffic, remake, torch.is_grad_enabled())

@@ -31,7 +31,7 @@ from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, spl
 from minitron.parallel import context
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       choose_ops, parameter, vocab_parallel_cross_entropy)
-from minitron.precision import DTYPES, Gemm, Traffic, linear, use
+from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
 
@@ -175,7 +175,7 @@ class Head(nn.Module):
         self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(self.norm(x), self.weight, self.gemm, self.traffic)
+        return linear(self.norm(x), Layer(self.weight, None, self.gemm, self.traffic))
 
 
 class GPT(nn.Module):

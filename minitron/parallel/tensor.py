@@ -27,7 +27,7 @@ from minitron import collectives, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
-from minitron.precision import Gemm, Traffic, linear, use
+from minitron.precision import Gemm, Layer, Traffic, linear, use
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,11 @@ class ColumnParallelLinear(nn.Module):
         self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
-        return linear(x, self.weight, self.gemm, self.traffic, remake, self.bias)
+        return linear(x, self.layer, remake)
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.weight, self.bias, self.gemm, self.traffic)
 
 
 class RowParallelLinear(nn.Module):
@@ -151,8 +155,12 @@ class RowParallelLinear(nn.Module):
         self.traffic = Traffic(layout.by, after="scatter" if layout.sequence_parallel else "reduce")
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
-        y = linear(x, self.weight, self.gemm, self.traffic, remake)
+        y = linear(x, self.layer, remake)
         return y if self.bias is None else y + use(self.bias)  # once, after the sum
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.weight, None, self.gemm, self.traffic)
 
 
 class _Lookup(torch.autograd.Function):

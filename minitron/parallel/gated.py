@@ -1,0 +1,58 @@
+"""The MLP of Llama, w2 (silu(gate) * up) with gate and up from one product, as one operation.
+
+Problem: between its two linear layers an FP8 MLP casts what SwiGLU computed, and in the backward pass what SwiGLU's
+gradient computed, the largest tensors of the model. Apart, the operation writes bf16 that the cast reads back. The idea:
+as one autograd function the cast can happen where the values are made (`Gemm.quantize_swiglu`, one pass less each):
+
+    forward    x cast -> up -> inner -> silu(gate) * up, cast -> down -> y
+    backward   dy cast -> down -> d act -> gradient of inner, cast -> up -> dx
+
+In other formats it computes just what linear, swiglu, linear do. Kept for the backward pass: x as cast, inner, and the
+activation as cast; with `remake` (selective recomputation) only inner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from minitron.precision import Layer, Payload, rows
+
+
+class _SwigluMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up_weight, down_weight, up, down, ops, remake, training):
+        keep = training and remake is None
+        cast = up.quantize(rows(x), columns=keep and ctx.needs_input_grad[1], record=training)
+        inner = up.forward(cast)
+        act = down.gemm.quantize_swiglu(inner, ops, columns=keep and ctx.needs_input_grad[2], record=training)
+        ctx.up, ctx.down, ctx.ops, ctx.remake, ctx.leading = up, down, ops, remake, x.shape[1:-1]
+        ctx.save_for_backward(inner, *((*cast.for_weight_grad(), *act.for_weight_grad()) if keep else ()))
+        return down.forward(act).unflatten(0, (-1, *ctx.leading))
+
+    @staticmethod
+    def backward(ctx, dy):
+        up, down, (inner, *saved) = ctx.up, ctx.down, ctx.saved_tensors
+        need_dx, need_up, need_down = ctx.needs_input_grad[:3]
+        act = cast = None
+        if need_down:
+            act = Payload(*saved[4:]) if saved else down.gemm.quantize_swiglu(inner, ctx.ops, columns=True, record=True)
+        dy = down.quantize_grad(rows(dy), columns=need_down)
+        d_act, dw_down = down.backward(dy, act, need_dx=True)
+        d_inner = up.gemm.quantize_swiglu_grad(d_act, inner, ctx.ops, columns=need_up)
+        if need_up:
+            cast = Payload(*saved[:4]) if saved else up.quantize(rows(ctx.remake()), columns=True, record=True)
+        dx, dw_up = up.backward(d_inner, cast, need_dx)
+        dx = None if dx is None else dx.unflatten(0, (-1, *ctx.leading))
+        return dx, dw_up, dw_down, None, None, None, None, None
+
+
+def swiglu_mlp(x: Tensor, up: Layer, down: Layer, ops: ModuleType, remake: Callable[[], Tensor] | None) -> Tensor:
+    """x [s', b, h] -> the same; up: column-parallel, gate and up side by side, down: row-parallel, both without bias.
+
+    remake: makes x again in the backward pass, so that neither x nor the activation is kept.
+    """
+    return _SwigluMLP.apply(x, up.weight, down.weight, up, down, ops, remake, torch.is_grad_enabled())
