@@ -110,6 +110,11 @@ class Layout:
     ops: ModuleType = plain
 
 
+def plus(y: Tensor, bias: nn.Parameter | None) -> Tensor:
+    """y + bias if there is one."""
+    return y if bias is None else y + use(bias)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
@@ -129,8 +134,7 @@ class ColumnParallelLinear(nn.Module):
         self.traffic = Traffic(axis, before="gather" if layout.sequence_parallel else "copy", overlap=layout.overlap)
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
-        y = linear(x, self.weight, self.gemm, self.traffic, remake)
-        return y if self.bias is None else y + use(self.bias)
+        return plus(linear(x, self.weight, self.gemm, self.traffic, remake), self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -147,9 +151,10 @@ class RowParallelLinear(nn.Module):
         self.gemm = gemm
         self.traffic = Traffic(axis, after="scatter" if layout.sequence_parallel else "reduce", overlap=layout.overlap)
 
-    def forward(self, x: Tensor, remake=None) -> Tensor:
+    def forward(self, x: Tensor, remake=None, *, add_bias: bool = True) -> Tensor:
+        """add_bias: False leaves the addition to the caller, who has another one to make."""
         y = linear(x, self.weight, self.gemm, self.traffic, remake)
-        return y if self.bias is None else y + use(self.bias)  # once, after the sum
+        return plus(y, self.bias) if add_bias else y  # once, after the sum
 
 
 class _Lookup(torch.autograd.Function):
