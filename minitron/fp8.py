@@ -164,7 +164,7 @@ class Fp8Gemm(Gemm):
         """The cast of operation(*inputs), in the same kernel if its scale is known beforehand."""
         scale, amax = self._scale(role, record)
         if scale is None:
-            return self._cast(operation(*inputs), role, Axis.single(), columns, record)
+            return self.backend.cast(operation(*inputs), role, Axis.single(), None, amax, columns)
         values, inverse, transposed = with_cast(*inputs, scale, amax, KINDS[role], columns)
         return Payload(values, inverse, *((None, None) if transposed is None else (transposed, inverse)))
 

@@ -5,14 +5,15 @@ intermediate makes a round trip to memory. At Llama-3 8B sizes that took a fifth
 operation, everything in registers, arithmetic in float32 whatever the format in memory.
 
     kernel          of numbers as large as its result, it reads and writes
+    add_norm        2 and 2, backward 3 and 1
     swiglu          2 and 1, backward 3 and 2
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
     cross-entropy   1 and 0, backward 1 and 1 over the logits
     dropout         1 and 1
     adamw           4 and 3, and the bf16 parameter
 
-Imported where the device is CUDA and torch brings Triton. Left out: norms, where torch's
-kernels are one pass already.
+Imported where the device is CUDA and torch brings Triton. No kernel adds atomically, so that a run repeats bit by bit.
+Left out: GELU, where torch's kernels are one pass already.
 """
 
 from __future__ import annotations
@@ -25,6 +26,104 @@ import triton.language as tl
 from torch import Tensor
 
 from minitron.plain import AdamHyper, AdamState, Cast, Rope
+
+# ---- residual and norm -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_norm(x, delta, delta_bias, weight, bias, total, y, statistics, rows, h, eps, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, at = columns < h, row * h + columns
+    t = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    if delta is not None:
+        t += tl.load(delta + at, inside, other=0.0).to(tl.float32)
+        if delta_bias is not None:
+            t += tl.load(delta_bias + columns, inside, other=0.0).to(tl.float32)
+        rounded = t.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, inside)
+        t = rounded.to(tl.float32)
+    if bias is not None:
+        mean = tl.sum(t) / h
+        tl.store(statistics + rows + row, mean)
+        t = tl.where(inside, t - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(t * t) / h + eps)
+    tl.store(statistics + row, rstd)
+    t *= rstd * tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        t += tl.load(bias + columns, inside, other=0.0).to(tl.float32)
+    tl.store(y + at, t, inside)
+
+
+@triton.jit
+def _add_norm_backward(dy, dtotal, total, statistics, weight, dx, sums, rows, h, LAYER_NORM: tl.constexpr,
+                       DELTA_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Each program walks over every n-th row and keeps its part of the sums over rows in registers."""
+    program, programs, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
+    inside, stride, zeros = columns < h, tl.cast(h, tl.int64), tl.zeros([BLOCK], tl.float32)
+    w = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    dweight, dbias, ddelta_bias = zeros, zeros, zeros
+    for row in tl.range(program, rows, programs, num_stages=STAGES):
+        at = row * stride + columns
+        normal = tl.load(total + at, inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+        rstd = tl.load(statistics + row)
+        if LAYER_NORM:
+            normal -= tl.load(statistics + rows + row)
+            dbias += grad
+        normal *= rstd
+        dweight += grad * normal
+        grad *= w
+        out = grad - normal * (tl.sum(grad * normal) / h)
+        if LAYER_NORM:
+            out -= tl.sum(grad) / h
+        out *= rstd
+        if dtotal is not None:
+            out += tl.load(dtotal + at, inside, other=0.0).to(tl.float32)
+        if DELTA_BIAS:
+            ddelta_bias += out
+        tl.store(dx + at, out, inside)
+    mine = sums + program * h + columns
+    tl.store(mine, dweight, inside)
+    if LAYER_NORM:
+        tl.store(mine + programs * h, dbias, inside)
+    if DELTA_BIAS:
+        tl.store(mine + (1 + LAYER_NORM) * programs * h, ddelta_bias, inside)
+
+
+def _row_in_registers(h: int) -> dict[str, int]:
+    block = triton.next_power_of_2(h)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+             eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """total = x + delta + delta_bias, its norm and the statistics of each row; see minitron/plain.py."""
+    assert delta is not None or delta_bias is None
+    x, h = x.contiguous(), x.shape[-1]
+    total, y = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
+    rows = x.numel() // h
+    _add_norm[(rows,)](x, None if delta is None else delta.contiguous(), delta_bias, weight, bias, total, y, statistics,
+                       rows, h, eps, **_row_in_registers(h))
+    return total, y, statistics
+
+
+def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
+                      delta_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias, ddelta_bias; see minitron/plain.py."""
+    total, h, shape = total.contiguous(), total.shape[-1], _row_in_registers(total.shape[-1])
+    rows, layer_norm, gpu = total.numel() // h, len(statistics) == 2, torch.cuda.get_device_properties(total.device)
+    programs = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (2 if shape["BLOCK"] <= 4096 else 1))
+    prefetch = 6 * shape["BLOCK"] * total.itemsize  # of the next row three tensors, in two buffers
+    dx = torch.empty_like(total)
+    sums = total.new_empty(1 + layer_norm + delta_bias, programs, h, dtype=torch.float32)
+    _add_norm_backward[(programs,)](
+        dy.contiguous(), None if dtotal is None else dtotal.contiguous(), total, statistics, weight, dx, sums, rows, h,
+        LAYER_NORM=layer_norm, DELTA_BIAS=delta_bias, **shape,
+        STAGES=2 if prefetch < gpu.shared_memory_per_block_optin - 4096 else 1)
+    sums = sums.sum(1)
+    return dx, sums[0], sums[1] if layer_norm else None, sums[-1] if delta_bias else None
+
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------
 

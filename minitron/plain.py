@@ -3,6 +3,7 @@
 Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
 function, and so decide what is kept. One of the two modules is chosen, once, when a model is built.
 
+    add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu                       silu(gate) * up                         Shazeer 2020
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
@@ -27,6 +28,48 @@ __all__ = ["drop_elements"]
 
 Cast = tuple[Tensor, Tensor, Tensor | None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
+
+
+# ---- residual and norm -----------------------------------------------------------------------------------------------
+
+
+def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+             eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """total = x + delta + delta_bias (without delta x itself), and its RMSNorm, or with `bias` its LayerNorm.
+
+    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y that of the rounded total, and the
+    statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (deviation) and mean.
+    """
+    assert delta is not None or delta_bias is None
+    total = x
+    if delta is not None:
+        total = x.float() + delta.float()
+        total = (total if delta_bias is None else total + delta_bias.float()).to(x.dtype)
+    centred, means = total.float(), []
+    if bias is not None:
+        means = [centred.mean(-1)]
+        centred = centred - means[0].unsqueeze(-1)
+    rstd = (centred.square().mean(-1) + eps).rsqrt()
+    y = centred * rstd.unsqueeze(-1) * weight.float()
+    y = y if bias is None else y + bias.float()
+    return total, y.to(x.dtype), torch.stack([rstd, *means])
+
+
+def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
+                      delta_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm) and ddelta_bias (if wanted), float32 [h].
+
+    dtotal: the gradient of the sum, None where nothing but the norm read it.
+    """
+    rstd, *means = statistics.unsqueeze(-1)
+    normal = (total.float() - means[0] if means else total.float()) * rstd
+    dy = dy.float()
+    grad = dy * weight.float()
+    dx = grad - normal * (grad * normal).mean(-1, keepdim=True)
+    dx = (dx - grad.mean(-1, keepdim=True) if means else dx) * rstd
+    dx = dx if dtotal is None else dx + dtotal.float()
+    dweight, dbias, ddelta_bias = (x.flatten(0, -2).sum(0) for x in (dy * normal, dy, dx))
+    return dx.to(total.dtype), dweight, dbias if means else None, ddelta_bias if delta_bias else None
 
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------

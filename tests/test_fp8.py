@@ -236,13 +236,12 @@ def test_evaluation_leaves_no_trace(recipe):
     assert run(toy(recipe), 4, evaluate=True)[0] == run(toy(recipe), 4)[0]
 
 
-def test_what_is_cast_how_often():
+def test_what_is_cast_how_often(monkeypatch):
     """Weights once per step; activations and gradients once per microbatch."""
     cfg = toy("delayed", precision={"fp8_bf16_layers": 1})
     trainer, casts = build(cfg, mesh_of(cfg)), []
-    formats, backend = trainer.chunks[0].formats, trainer.chunks[0].formats.backend
-    cast = backend.cast
-    backend.cast = lambda x, role, *rest: casts.append(role) or cast(x, role, *rest)
+    formats, scale = trainer.chunks[0].formats, Fp8Gemm._scale
+    monkeypatch.setattr(Fp8Gemm, "_scale", lambda self, role, *rest: casts.append(role) or scale(self, role, *rest))
     run(cfg, 3, trainer)
     gemms = 4 * (MODEL["num_layers"] - 2)
     microbatches = TRAIN["global_batch_size"] // TRAIN["micro_batch_size"]

@@ -27,10 +27,11 @@ from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
 from minitron.fp8 import Formats
 from minitron.mesh import Mesh
-from minitron.model.layers import Norm, gelu, rope_frequencies, rope_tables, split_heads, swiglu
+from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
+from minitron.parallel.gated import swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_ops, parameter, vocab_parallel_cross_entropy)
+                                      choose_ops, parameter, plus, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
@@ -89,29 +90,33 @@ class Attention(nn.Module):
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
                               dropout_mask=dropped)
-        return self.out(y.flatten(2))
+        return self.out(y.flatten(2), add_bias=False)  # the block does
 
 
 class MLP(nn.Module):
     """Two linear layers around an activation: x [s/cp/tp, b, h] -> the same; f/tp inner channels on this rank."""
 
-    def __init__(self, cfg: Config, layout: Layout, gemm, keep_activation: bool):
+    def __init__(self, cfg: Config, layout: Layout, gemm):
         super().__init__()
-        m, gated, bias = cfg.model, cfg.model.family == "llama", cfg.model.family == "gpt"
-        f = m.ffn_hidden_size
-        self.up = ColumnParallelLinear(m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias,
+        m, bias = cfg.model, cfg.model.family == "gpt"
+        self.gated, self.ops, f = cfg.model.family == "llama", layout.ops, m.ffn_hidden_size
+        self.up = ColumnParallelLinear(m.hidden_size, (f, f) if self.gated else (f,), layout, std=m.init_std, bias=bias,
                                        gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
-        self.activation, self.ops, self.keep_activation = swiglu if gated else gelu, layout.ops, keep_activation
 
     def forward(self, x: Tensor, remake=None) -> Tensor:
+        if self.gated:
+            return swiglu_mlp(x, self.up.layer, self.down.layer, self.ops, remake)
         inner = self.up(x, remake)
-        again = None if self.keep_activation else partial(self.activation, inner.detach(), self.ops)
-        return self.down(self.activation(inner, self.ops), again)
+        again = None if remake is None else partial(gelu, inner.detach())
+        return self.down(gelu(inner), again, add_bias=False)  # the block does
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream x is [s/cp/tp, b, h]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream x is [s/cp/tp, b, h].
+
+    Each of these sums, with the bias that attention and MLP leave out, is made by the norm that reads it next.
+    """
 
     def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend, formats: Formats):
         super().__init__()
@@ -119,23 +124,30 @@ class Block(nn.Module):
         gemm = partial(formats.gemm, layer)
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, backend, gemm)
-        self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm, keep_activation=cfg.train.recompute != "selective")
+        self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm)
         self.layer, self.dropout, self.recompute, self.ops = layer, m.hidden_dropout, cfg.train.recompute, layout.ops
 
-    def forward(self, x: Tensor, mb: Microbatch) -> Tensor:
+    def forward(self, stream: Residual, mb: Microbatch) -> Residual:
         if self.recompute == "full" and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, mb, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(x, mb)
+            stream = Residual(stream.sum())  # one tensor to keep
+            return checkpoint(self._forward, stream, mb, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(stream, mb)
 
-    def _forward(self, x: Tensor, mb: Microbatch) -> Tensor:
-        x = x + self._drop(self.attention(self.norm1(x), mb, self._remake(self.norm1, x)), mb, site=1)
-        return x + self._drop(self.mlp(self.norm2(x), self._remake(self.norm2, x)), mb, site=2)
+    def _forward(self, stream: Residual, mb: Microbatch) -> Residual:
+        x, y = self.norm1(stream)
+        y = self.attention(y, mb, self._remake(self.norm1, x))
+        x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1))
+        y = self.mlp(y, self._remake(self.norm2, x))
+        return self._add(x, y, self.mlp.down.bias, mb, site=2)
 
     def _remake(self, norm: Norm, x: Tensor):
         return partial(norm.again, x.detach()) if self.recompute == "selective" else None
 
-    def _drop(self, x: Tensor, mb: Microbatch, site: int) -> Tensor:
-        return dropout(x, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements) if self.training else x
+    def _add(self, x: Tensor, delta: Tensor, bias: nn.Parameter | None, mb: Microbatch, site: int) -> Residual:
+        if not (self.dropout and self.training):
+            return Residual(x, delta, bias)
+        delta = plus(delta, bias)  # dropout drops the bias too
+        return Residual(x, dropout(delta, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements))
 
 
 class Embedding(nn.Module):
@@ -162,7 +174,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and vocabulary projection: x [s/cp/tp, b, h] -> logits [s/cp, b, v/tp]."""
+    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp]."""
 
     def __init__(self, cfg: Config, layout: Layout, tied: nn.Parameter | None):
         super().__init__()
@@ -174,8 +186,9 @@ class Head(nn.Module):
         self.gemm = Gemm()
         self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(self.norm(x), Layer(self.weight, None, self.gemm, self.traffic))
+    def forward(self, stream: Residual) -> Tensor:
+        _, y = self.norm(stream)
+        return linear(y, Layer(self.weight, None, self.gemm, self.traffic))
 
 
 class GPT(nn.Module):
@@ -212,26 +225,26 @@ class GPT(nn.Module):
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """hidden [s/cp/tp, b, h] of the stage before, None on the first -> hidden; on the last the loss sum (0-d)."""
-        mb = self._prepare(batch)
-        x = hidden if self.embedding is None else self.embedding(batch, mb)
-        for block in self.blocks.values():
-            x = block(x, mb)
+        stream = self._run_blocks(batch, hidden)
         if self.head is None:
-            return x
-        losses = vocab_parallel_cross_entropy(self.head(x), batch.labels, self.mesh.tp, self.layout.ops)
+            return stream.sum()
+        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.ops)
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:
         """[s/cp, b, v/tp] of a chunk that is the whole model."""
-        mb = self._prepare(batch)
-        x = self.embedding(batch, mb)
-        for block in self.blocks.values():
-            x = block(x, mb)
-        return self.head(x)
+        return self.head(self._run_blocks(batch, None))
 
     def on_weights_updated(self) -> None:
         """Once per step: number formats drop their casts of weights. Collective over tp and dp_cp with delayed FP8."""
         self.formats.on_weights_updated()
+
+    def _run_blocks(self, batch: Batch, hidden: Tensor | None) -> Residual:
+        mb = self._prepare(batch)
+        stream = Residual(hidden if self.embedding is None else self.embedding(batch, mb))
+        for block in self.blocks.values():
+            stream = block(stream, mb)
+        return stream
 
     def _prepare(self, batch: Batch) -> Microbatch:
         rope = None if self.frequencies is None else rope_tables(batch.positions, self.frequencies)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,40 @@ from torch import Tensor, nn
 
 from minitron import plain
 from minitron.config import RopeScaling
-from minitron.parallel.tensor import Layout, parameter
+from minitron.parallel.tensor import Layout, parameter, plus
 from minitron.plain import Rope
-from minitron.precision import use
+from minitron.precision import accumulate
+
+
+class Residual(NamedTuple):
+    """The residual stream x + delta + bias, a sum yet to be made: the norm that reads it makes it in the same pass."""
+
+    x: Tensor                           # [..., h]
+    delta: Tensor | None = None         # [..., h]
+    bias: nn.Parameter | None = None    # [h]
+
+    def sum(self) -> Tensor:
+        """One tensor, for where there is no norm: between pipeline stages."""
+        return self.x if self.delta is None else self.x + plus(self.delta, self.bias)
+
+
+class _AddNorm(torch.autograd.Function):
+    """Keeps the sum and two numbers a row. The gradient of the sum joins the norm's own in one pass."""
+
+    @staticmethod
+    def forward(ctx, x, delta, delta_bias, weight, bias, eps, ops):
+        total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps)
+        ctx.save_for_backward(total, statistics)
+        ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
+        ctx.set_materialize_grads(False)  # nothing reads the last sum but its norm
+        return total, y
+
+    @staticmethod
+    def backward(ctx, dtotal, dy):
+        weight, _, delta_bias = ctx.params
+        dx, *grads = ctx.ops.add_norm_backward(dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None)
+        dweight, dbias, ddelta_bias = (None if p is None else accumulate(p, g) for p, g in zip(ctx.params, grads))
+        return dx, dx if ctx.summed else None, ddelta_bias, dweight, dbias, None, None
 
 
 class Norm(nn.Module):
@@ -28,20 +60,16 @@ class Norm(nn.Module):
         make = dict(shard=None, std=None, dtype=layout.dtype, device=layout.device)
         self.weight = parameter((size,), fill=1.0, **make)
         self.bias = parameter((size,), **make) if bias else None
-        self.eps = eps
+        self.eps, self.ops = eps, layout.ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., h] -> [..., h]"""
-        return self._apply_to(x, use(self.weight), None if self.bias is None else use(self.bias))
+    def forward(self, stream: Residual) -> tuple[Tensor, Tensor]:
+        """The stream's sum and the norm of it, both [..., h]."""
+        return _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops)
 
-    def again(self, x: Tensor) -> Tensor:
-        """The same values without autograd: what selective recomputation calls in the backward pass."""
-        return self._apply_to(x.detach(), self.weight.detach(), None if self.bias is None else self.bias.detach())
-
-    def _apply_to(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+    @torch.no_grad()
+    def again(self, total: Tensor) -> Tensor:
+        """The norm of that sum once more: what selective recomputation calls in the backward pass."""
+        return self.ops.add_norm(total, None, None, self.weight, self.bias, self.eps)[1]
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -87,25 +115,6 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops
     return _SplitHeads.apply(qkv, sizes, rope, ops if power_of_two else plain)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Keeps its input alone: autograd's own version of the two operations would keep silu(gate) as well."""
-
-    @staticmethod
-    def forward(ctx, x, ops):
-        ctx.save_for_backward(x)
-        ctx.ops = ops
-        return ops.swiglu_forward(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.ops.swiglu_backward(dy, *ctx.saved_tensors), None
-
-
-def swiglu(x: Tensor, ops: ModuleType) -> Tensor:
-    """silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f] (Shazeer 2020)."""
-    return _SwiGLU.apply(x, ops)
-
-
-def gelu(x: Tensor, ops: ModuleType) -> Tensor:
+def gelu(x: Tensor) -> Tensor:
     """GELU in the tanh form that GPT-2 and GPT-3 use. One torch kernel on any device."""
     return F.gelu(x, approximate="tanh")

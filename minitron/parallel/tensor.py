@@ -114,6 +114,11 @@ class Layout:
         return self.by.axis
 
 
+def plus(y: Tensor, bias: nn.Parameter | None) -> Tensor:
+    """y + bias if there is one."""
+    return y if bias is None else y + use(bias)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
@@ -154,9 +159,10 @@ class RowParallelLinear(nn.Module):
         self.gemm = gemm
         self.traffic = Traffic(layout.by, after="scatter" if layout.sequence_parallel else "reduce")
 
-    def forward(self, x: Tensor, remake=None) -> Tensor:
+    def forward(self, x: Tensor, remake=None, *, add_bias: bool = True) -> Tensor:
+        """add_bias: False leaves the addition to the caller, who has another one to make."""
         y = linear(x, self.layer, remake)
-        return y if self.bias is None else y + use(self.bias)  # once, after the sum
+        return plus(y, self.bias) if add_bias else y  # once, after the sum
 
     @property
     def layer(self) -> Layer:

@@ -21,17 +21,36 @@ def randn(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("f", [48, 2048, 3000])
 def test_swiglu(dtype, f):
     from minitron import fused
-    from minitron.model.layers import swiglu
 
-    x, dy = randn(5, 3, 2 * f, dtype=dtype).requires_grad_(), randn(5, 3, f, dtype=dtype, seed=1)
-    y = swiglu(x, fused)
-    y.backward(dy)
-    plain = x.detach().float().requires_grad_()
+    x, dy = randn(5, 3, 2 * f, dtype=dtype), randn(5, 3, f, dtype=dtype, seed=1)
+    plain = x.float().requires_grad_()
     gate, up = plain.chunk(2, -1)
     expected = F.silu(gate) * up
     expected.backward(dy.float())
-    assert_close_rel(y.float(), expected, TOLERANCE[dtype], "y")
-    assert_close_rel(x.grad.float(), plain.grad, TOLERANCE[dtype], "dx")
+    assert_close_rel(fused.swiglu_forward(x).float(), expected, TOLERANCE[dtype], "y")
+    assert_close_rel(fused.swiglu_backward(dy, x).float(), plain.grad, TOLERANCE[dtype], "dx")
+
+
+@pytest.mark.parametrize("m, f", [(16, 48), (200, 128), (384, 1040)])
+@pytest.mark.parametrize("columns", [False, True])
+def test_swiglu_with_casts(m, f, columns):
+    from minitron import fused, plain
+
+    x, dy = randn(m, 2 * f, dtype=torch.bfloat16), randn(m, f, dtype=torch.bfloat16, seed=1)
+    for name, inputs, kind in (("swiglu_cast", (x,), torch.float8_e4m3fn),
+                               ("swiglu_backward_cast", (dy, x), torch.float8_e5m2)):
+        scale, amax = torch.full((1,), 100.0, device="cuda"), torch.full((1,), 0.5, device="cuda")  # large ones saturate
+        rows, inverse, transposed = getattr(fused, name)(*inputs, scale, amax, kind, columns)
+        other = torch.full((1,), 0.5, device="cuda")
+        expected, expected_inverse, _ = getattr(plain, name)(*(t.float() for t in inputs), scale, other, kind, columns)
+        # bf16 on the way: 2^-9; a value near the middle of two FP8 values may go to the other one
+        assert_close_rel(amax, other, 4e-3, "amax")
+        assert_close_rel(rows.float(), expected.float(), {torch.float8_e4m3fn: 8e-3, torch.float8_e5m2: 2e-2}[kind], name)
+        assert torch.equal(inverse, expected_inverse)
+        assert (transposed is not None) == columns
+        if columns:
+            assert torch.equal(transposed.float(), rows.float().t())
+        assert fused.swiglu_cast(x, scale, None, kind, columns)[0].shape == (m, f)
 
 
 @dtypes
@@ -133,3 +152,41 @@ def test_dropout(dtype, h):
     expected.backward(dy)
     assert_close_rel(y.float(), expected.float(), TOLERANCE[dtype])
     assert_close_rel(x.grad.float(), twin.grad.float(), TOLERANCE[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("h", [512, 4096, 5120, 8192, 12288])
+@pytest.mark.parametrize("layer_norm,delta,delta_bias,dtotal", [
+    (False, True, False, True), (False, False, False, False), (True, True, True, True), (True, True, False, False),
+    (True, False, False, True), (False, True, True, True)])
+def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
+    """1055 rows: more than programs in the backward, and no multiple of anything. Sums over rows are float32."""
+    from minitron import fused, plain
+
+    x, weight = 3 + randn(211, 5, h, dtype=dtype), 1 + randn(h, dtype=dtype, seed=1)
+    bias = randn(h, dtype=dtype, seed=2) if layer_norm else None
+    delta = randn(5, 211, h, dtype=dtype, seed=3).transpose(0, 1) if delta else None
+    delta_bias = randn(h, dtype=dtype, seed=4) if delta_bias else None
+    results = [ops.add_norm(x, delta, delta_bias, weight, bias, 1e-5) for ops in (fused, plain)]
+    (total, y, statistics), twins = results
+    assert torch.equal(total, twins[0]) and (delta is not None or total is x)
+    assert_close_rel(y.float(), twins[1].float(), TOLERANCE[dtype], "y")
+    assert_close_rel(statistics, twins[2], 2e-6, "statistics")
+
+    dy = randn(5, 211, h, dtype=dtype, seed=5).transpose(0, 1)
+    dtotal = randn(211, 5, h, dtype=dtype, seed=6) if dtotal else None
+    results = [ops.add_norm_backward(dy, dtotal, *twins[::2], weight, delta_bias is not None) for ops in (fused, plain)]
+    for name, mine, twin in zip(("dx", "dweight", "dbias", "ddelta_bias"), *results, strict=True):
+        assert (mine is None) == (twin is None), name
+        if mine is not None:
+            assert mine.dtype == (dtype if name == "dx" else torch.float32)
+            assert_close_rel(mine.float(), twin.float(), TOLERANCE[mine.dtype], name)
+
+
+def test_add_norm_repeats_bit_by_bit():
+    from minitron import fused
+
+    x, weight = randn(1055, 1, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16, seed=1)
+    total, y, statistics = fused.add_norm(x, x, weight, weight, weight, 1e-5)
+    first, second = (fused.add_norm_backward(y, x, total, statistics, weight, True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
