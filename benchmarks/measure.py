@@ -25,7 +25,7 @@ import torch.distributed as dist
 from minitron import cli, flops
 from minitron.config import Config
 
-WARMUP = 4
+WARMUP = 3
 
 
 def arguments(description: str, argv: list[str] | None, *add_options: Callable) -> tuple[Config, argparse.Namespace]:

@@ -126,7 +126,7 @@ def test_mfu_is_tflops_over_the_peak_of_the_format(monkeypatch):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--steps", "4"], "--steps 4 are all warm-up; use 5 or more"),
+    (["--steps", "3"], "--steps 3 are all warm-up; use 4 or more"),
     (["model.num_layer=4"], "unknown key model.num_layer; did you mean model.num_layers?"),
     (["--profile"], "--profile lists a GPU's kernels, and there is no GPU; leave it out"),
 ])

@@ -6,6 +6,7 @@ torchrun --nproc-per-node N tests/gpu/run_layouts.py       prints a row per layo
 import os
 import sys
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,6 +36,10 @@ LAYOUTS = [
     (4, dict(tp=4)), (4, dict(tp=2, pp=2, vp=2)), (4, dict(tp=2, cp=2)), (4, dict(pp=2, cp=2)), (4, dict(pp=4, vp=2)),
     (4, dict(pp=2)), (4, dict(tp=2)), (4, dict(cp=4)), (4, dict(cp=2, cp_style="ulysses", tp=2)),
 ]
+FORMATS = {name: dict(dtype=name) for name in ("fp32", "bf16", "fp16")}
+if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
+    import transformer_engine.pytorch  # noqa: F401
+    FORMATS |= {f"fp8 {recipe}": dict(dtype="bf16", fp8=recipe) for recipe in ("delayed", "current", "block")}
 
 
 @lru_cache
@@ -43,12 +48,12 @@ def mesh_of(tp: int, pp: int, cp: int, device: torch.device) -> Mesh:
     return Mesh.create(tp=tp, pp=pp, cp=cp, device=device)
 
 
-def train(base: dict, dtype: str, layout: dict, device: torch.device, world: int):
+def train(base: dict, name: str, layout: dict, device: torch.device, world: int):
     layout = dict(layout)
     train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=256, steps=2)
     data = dict(separate_documents=layout.pop("separate", False))
     model = BIG | dict(hidden_dropout=layout.pop("dropout", 0.0))
-    cfg = config(base, dict(model=model, parallel=layout, train=train_keys, data=data, precision=dict(dtype=dtype)))
+    cfg = config(base, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
     cfg.check(world)
     p = cfg.parallel
     mesh = Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
@@ -79,13 +84,14 @@ def main() -> None:
     for family, base in (("llama", LLAMA), ("gpt", GPT3)):
         twins = {}
         for size, layout in LAYOUTS:
-            if size != world and size != 1:
+            if size != world:
                 continue
             single = {key: value for key, value in layout.items() if key in ("separate", "dropout")}
             kind = str(single)
-            for dtype in ("fp32", "bf16", "fp16"):
-                if ("fp32", kind) not in twins:
-                    twins.update({(d, kind): train(base, d, single, device, 1) for d in ("fp32", "bf16", "fp16")})
+            for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel"} else list(FORMATS)[:3]:
+                for d in ("fp32", dtype):
+                    if (d, kind) not in twins:
+                        twins[d, kind] = train(base, d, single, device, 1)
                 exact, twin = twins["fp32", kind], twins[dtype, kind]
                 losses, gradients = train(base, dtype, layout, device, size)
                 error, loss_error = distance(gradients, exact[1]), abs(losses[1]["loss"] / exact[0][1]["loss"] - 1)
