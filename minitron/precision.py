@@ -197,25 +197,24 @@ class Layer(NamedTuple):
     def forward(self, x: Payload) -> Tensor:
         """y [m', n] with its communication done."""
         multiply = self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
-        y, _, handle = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic.by,
-                                self.traffic.before == "gather", self.traffic.after)
-        handle.wait()
-        return y
+        self.gemm.prepare(self.weight)
+        y, _, finish = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic)
+        return finish(y)
 
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dW); x None: the weight has no gradient. dW is None also if it went into main_grad."""
-        by, before, scatter = self.traffic.by, self.traffic.before, self.traffic.after == "scatter"
-        dx, handle, dw = None, Done(), None
-        gathered = None if x is None else _gather(x.for_weight_grad(), by, before == "gather")
+        traffic, weight = self.traffic, self.weight
+        dx, finish, dw = None, None, None
+        gathered = None if x is None else _gather(x.for_weight_grad(), traffic.by, traffic.before == "gather")
         if need_dx:
-            adjoint = {"copy": "reduce", "gather": "scatter", "none": "none"}[before]
-            dx, dy, handle = _product(self.gemm.input_grad, dy, self.weight, self.weight.shape[1], by, scatter, adjoint)
+            self.gemm.prepare(weight)
+            dx, dy, finish = _product(self.gemm.input_grad, dy, weight, weight.shape[1], traffic.adjoint(),
+                                      beside=x is not None)
         else:
-            dy = _gather(dy, by, scatter)()
+            dy = _gather(dy, traffic.by, traffic.after == "scatter")()
         if gathered is not None:
-            dw = self.gemm.weight_grad(self.weight, dy, gathered())
-        handle.wait()
-        return dx, dw
+            dw = self.gemm.weight_grad(weight, dy, gathered())
+        return finish(dx) if need_dx else None, dw
 
     def _shared(self, gathered: bool) -> Axis:
         return self.traffic.by.axis if gathered else Axis.single()
@@ -258,26 +257,32 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, by: Separate | Pipelined, gather: bool,
-             after: str):
-    """multiply(x, weight) with its communication: (result [m', columns], x as it was multiplied, handle).
+def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traffic: Traffic, beside: bool = False):
+    """multiply(x, weight) [m', columns] with its communication.
 
-    gather: x is gathered first. after: what becomes of the result, see Traffic; it is valid after handle.wait().
+    Returns (y, x as it was multiplied, finish): finish(y) is the result, once what follows the product has ended.
+    beside: there is other work to do before that.
     """
-    if by.axis.size == 1:
-        return multiply(x, weight), x, Done()
-    if gather:
-        y = weight.new_empty(by.axis.size * x.rows.shape[0], columns)
+    by, shape = traffic.by, (x.rows.shape[0], columns)
+    if by.axis.size > 1 and traffic.before == "gather":
+        y = weight.new_empty(by.axis.size * shape[0], columns)
         parts = by.gather_then(x.parts(), lambda rows, parts: multiply(x.of(parts), weight, y[rows]))
-        return y, x.of(parts), Done()
-    if after == "scatter":
-        partial = weight.new_empty(x.rows.shape[0], columns)
-        y, handle = by.then_scatter(lambda rows, out: multiply(x.cut(rows), weight, out), partial)
-        return y, x, handle
-    y, handle = multiply(x, weight), Done()
-    if after == "reduce":
-        handle = all_reduce_(y, by.axis, wait=not by.overlap)
-    return y, x, handle
+        return y, x.of(parts), _ready
+    if by.axis.size > 1 and traffic.after == "scatter":
+        produce = lambda rows, out: multiply(x.cut(rows), weight, out)  # noqa: E731
+        if not beside:
+            return by.then_scatter(produce, shape, weight), x, _ready
+        finish = by.scatter(produce, shape, weight)
+        return None, x, lambda _: finish()
+    y = multiply(x, weight)
+    if traffic.after != "reduce":
+        return y, x, _ready
+    handle = all_reduce_(y, by.axis, wait=not by.overlap)
+    return y, x, lambda y: (handle.wait(), y)[1]
+
+
+def _ready(y: Tensor) -> Tensor:
+    return y
 
 
 def _gather(x: Payload, by: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:
