@@ -142,6 +142,9 @@ class Fp8Gemm(Gemm):
         weight.grad_ready()
         return None
 
+    def prepare(self, weight: Tensor) -> None:
+        self._quantized(weight)
+
     def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
         return self._cast_result("x", ops.swiglu_forward, ops.swiglu_cast, (inner,), columns, record)
 

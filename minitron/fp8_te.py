@@ -14,7 +14,7 @@ import torch
 import transformer_engine.pytorch  # noqa: F401, loads the library that the next line needs
 import transformer_engine_torch as tex
 from torch import Tensor
-from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.quantized_tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -25,12 +25,16 @@ from minitron.fp8_torch import KINDS, Operand, limit
 from minitron.mesh import Axis
 from minitron.precision import Payload
 
+WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
 E4M3 = tex.DType.kFloat8E4M3
 CODES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 
 
 class TensorScaling:
     """One scale for a whole tensor."""
+
+    def __init__(self):
+        self.workspaces: dict[torch.cuda.Stream, Tensor] = {}
 
     def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
              columns: bool) -> Payload:
@@ -55,12 +59,25 @@ class TensorScaling:
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
                  out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return general_gemm(self._wrap(b), self._wrap(a), out_dtype=dtype, out=out, bias=bias,
-                            use_split_accumulator=not fast)[0]
+        return self._gemm(a, b, dtype, out, bias, add=False, fast=fast)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        general_gemm(self._wrap(b), self._wrap(a), out_dtype=torch.float32, out=out, accumulate=add, grad=True,
-                     use_split_accumulator=True)
+        self._gemm(a, b, torch.float32, out, None, add=add, fast=False)
+
+    def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, *, add: bool,
+              fast: bool) -> Tensor:
+        workspace = self._workspace(torch.cuda.current_stream())
+        transposed, gelu, gelu_input, grad, quantizer = True, False, None, False, None
+        return tex.generic_gemm(
+            self._wrap(b), transposed, self._wrap(a), not transposed, out, quantizer, TE_DType[dtype], bias,
+            TE_DType[torch.bfloat16], gelu, gelu_input, grad, workspace, workspace.shape[0], add, not fast,
+            comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=float(add))[0]
+
+    def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
+        """Of cuBLAS: one per stream. The library's own `general_gemm` has one, which products side by side would share."""
+        if stream not in self.workspaces:
+            self.workspaces[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
+        return self.workspaces[stream]
 
     def _wrap(self, x: Operand) -> Float8TensorStorage:
         return Float8TensorStorage(data=x.values.view(torch.uint8), fp8_scale_inv=x.scale,

@@ -56,12 +56,11 @@ def _add_norm(x, delta, delta_bias, weight, bias, total, y, statistics, rows, h,
 
 @triton.jit
 def _add_norm_backward(dy, dtotal, total, statistics, weight, dx, sums, rows, h, LAYER_NORM: tl.constexpr,
-                       DELTA_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Each program walks over every n-th row and keeps its part of the sums over rows in registers."""
+                       SUMS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Each program walks over every n-th row; with SUMS it keeps its part of RMSNorm's dweight in registers."""
     program, programs, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
-    inside, stride, zeros = columns < h, tl.cast(h, tl.int64), tl.zeros([BLOCK], tl.float32)
+    inside, stride, dweight = columns < h, tl.cast(h, tl.int64), tl.zeros([BLOCK], tl.float32)
     w = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
-    dweight, dbias, ddelta_bias = zeros, zeros, zeros
     for row in tl.range(program, rows, programs, num_stages=STAGES):
         at = row * stride + columns
         normal = tl.load(total + at, inside, other=0.0).to(tl.float32)
@@ -69,25 +68,46 @@ def _add_norm_backward(dy, dtotal, total, statistics, weight, dx, sums, rows, h,
         rstd = tl.load(statistics + row)
         if LAYER_NORM:
             normal -= tl.load(statistics + rows + row)
-            dbias += grad
         normal *= rstd
-        dweight += grad * normal
+        if SUMS:
+            dweight += grad * normal
         grad *= w
-        out = grad - normal * (tl.sum(grad * normal) / h)
+        out = grad - normal * (tl.sum(tl.where(inside, grad * normal, 0.0)) / h)
         if LAYER_NORM:
             out -= tl.sum(grad) / h
         out *= rstd
         if dtotal is not None:
             out += tl.load(dtotal + at, inside, other=0.0).to(tl.float32)
-        if DELTA_BIAS:
-            ddelta_bias += out
         tl.store(dx + at, out, inside)
-    mine = sums + program * h + columns
-    tl.store(mine, dweight, inside)
+    if SUMS:
+        tl.store(sums + program * h + columns, dweight, inside)
+
+
+@triton.jit
+def _norm_sums(dy, total, statistics, dx, sums, rows, h, LAYER_NORM: tl.constexpr, DELTA_BIAS: tl.constexpr,
+               ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums over rows, for a slice of the columns and every n-th tile of rows."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+    dweight, dbias, ddelta_bias = zeros, zeros, zeros
+    for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        here, inside = row < rows, (row < rows)[:, None] & (columns < h)[None, :]
+        at = row.to(tl.int64)[:, None] * h + columns[None, :]
+        normal = tl.load(total + at, inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+        if LAYER_NORM:
+            normal -= tl.load(statistics + rows + row, here, other=0.0)[:, None]
+            dbias += grad
+        dweight += grad * normal * tl.load(statistics + row, here, other=0.0)[:, None]
+        if DELTA_BIAS:
+            ddelta_bias += tl.load(dx + at, inside, other=0.0).to(tl.float32)
+    mine, size = sums + tl.program_id(1) * h + columns, tl.num_programs(1) * h
+    tl.store(mine, tl.sum(dweight, 0), columns < h)
     if LAYER_NORM:
-        tl.store(mine + programs * h, dbias, inside)
+        tl.store(mine + size, tl.sum(dbias, 0), columns < h)
     if DELTA_BIAS:
-        tl.store(mine + (1 + LAYER_NORM) * programs * h, ddelta_bias, inside)
+        tl.store(mine + (1 + LAYER_NORM) * size, tl.sum(ddelta_bias, 0), columns < h)
 
 
 def _row_in_registers(h: int) -> dict[str, int]:
@@ -111,16 +131,22 @@ def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight:
 def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
                       delta_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """dx, dweight, dbias, ddelta_bias; see minitron/plain.py."""
-    total, h, shape = total.contiguous(), total.shape[-1], _row_in_registers(total.shape[-1])
-    rows, layer_norm, gpu = total.numel() // h, len(statistics) == 2, torch.cuda.get_device_properties(total.device)
-    programs = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (2 if shape["BLOCK"] <= 4096 else 1))
-    prefetch = 6 * shape["BLOCK"] * total.itemsize  # three tensors of the next row, in two buffers at most
-    dx = torch.empty_like(total)
-    sums = total.new_empty(1 + layer_norm + delta_bias, programs, h, dtype=torch.float32)
+    dy, total, h = dy.contiguous(), total.contiguous(), total.shape[-1]
+    rows, layer_norm, shape = total.numel() // h, len(statistics) == 2, _row_in_registers(h)
+    gpu, dx = torch.cuda.get_device_properties(total.device), torch.empty_like(total)
+    # A short row and one sum fit into registers, and all is one pass; else the sums read once more, by columns.
+    one_pass = shape["BLOCK"] <= 8192 and not layer_norm and not delta_bias
+    programs, stages, parts = rows, 1, 32
+    if one_pass:
+        programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (2 if shape["BLOCK"] <= 4096 else 1))
+        stages = 2 if 6 * shape["BLOCK"] * total.itemsize < gpu.shared_memory_per_block_optin - 4096 else 1
+    sums = total.new_empty(1 + layer_norm + delta_bias, parts, h, dtype=torch.float32)
     _add_norm_backward[(programs,)](
-        dy.contiguous(), None if dtotal is None else dtotal.contiguous(), total, statistics, weight, dx, sums, rows, h,
-        LAYER_NORM=layer_norm, DELTA_BIAS=delta_bias, **shape,
-        STAGES=2 if prefetch < gpu.shared_memory_per_block_optin - 4096 else 1)
+        dy, None if dtotal is None else dtotal.contiguous(), total, statistics, weight, dx, sums, rows, h,
+        LAYER_NORM=layer_norm, SUMS=one_pass, **shape, STAGES=stages)
+    if not one_pass:
+        _norm_sums[(triton.cdiv(h, 128), parts)](dy, total, statistics, dx, sums, rows, h, LAYER_NORM=layer_norm,
+                                                 DELTA_BIAS=delta_bias, ROWS=16, BLOCK=128, num_warps=4)
     sums = sums.sum(1)
     return dx, sums[0], sums[1] if layer_norm else None, sums[-1] if delta_bias else None
 
@@ -167,10 +193,9 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _cast_tile(value, scale, rows, columns, amax, i, j, m, n, COLUMNS: tl.constexpr, NOTE: tl.constexpr):
+def _cast_tile(value, scale, rows, columns, amax, i, j, inside, m, n, COLUMNS: tl.constexpr, NOTE: tl.constexpr):
     """Store a tile of the [m, n] result, rounded as if to bf16 first, and its transpose; note its magnitude."""
     value = value.to(tl.bfloat16).to(tl.float32)
-    inside = (i < m)[:, None] & (j < n)[None, :]
     if NOTE:
         tl.atomic_max(amax, tl.max(tl.where(inside, tl.abs(value), 0.0)), sem="relaxed")
     small = (value * scale).to(rows.dtype.element_ty)  # saturates
@@ -186,7 +211,7 @@ def _swiglu_cast(x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.const
     source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
     gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
     factor = tl.load(scale)
-    _cast_tile(gate * tl.sigmoid(gate) * up, factor, rows, columns, amax, i, j, m, f, COLUMNS, NOTE)
+    _cast_tile(gate * tl.sigmoid(gate) * up, factor, rows, columns, amax, i, j, inside, m, f, COLUMNS, NOTE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inverse, 1.0 / factor)
 
@@ -200,10 +225,9 @@ def _swiglu_backward_cast(dy, x, scale, rows, inverse, columns, amax, m, f, COLU
     grad = tl.load(dy + i.to(tl.int64)[:, None] * f + j[None, :], inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu, factor = gate * sigmoid, tl.load(scale)
-    left = tl.where(j < f, j, 2 * f)  # a tile's columns beyond the left half are nowhere
-    _cast_tile(grad * up * (sigmoid + silu * (1 - sigmoid)), factor, rows, columns, amax, i, left, m, 2 * f, COLUMNS,
-               NOTE)
-    _cast_tile(grad * silu, factor, rows, columns, amax, i, j + f, m, 2 * f, COLUMNS, NOTE)
+    of_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    _cast_tile(of_gate, factor, rows, columns, amax, i, j, inside, m, 2 * f, COLUMNS, NOTE)
+    _cast_tile(grad * silu, factor, rows, columns, amax, i, j + f, inside, m, 2 * f, COLUMNS, NOTE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inverse, 1.0 / factor)
 

@@ -28,7 +28,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from minitron.collectives import Done, all_reduce_
+from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
 
@@ -158,6 +158,9 @@ class Gemm:
         """weight.main_grad += dy^T x."""
         return accumulate_product(weight, dy.rows, x.rows)
 
+    def prepare(self, weight: Tensor) -> None:
+        """To be called before products of this weight are launched on several streams."""
+
     def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
         """quantize() of silu(gate) * up, which nobody else gathers; inner [m, 2f]."""
         return Payload(ops.swiglu_forward(inner))
@@ -176,6 +179,11 @@ class Traffic(NamedTuple):
     by: Separate | Pipelined
     before: str = "none"  # "copy": x is the same on every rank; "gather": x is a slice of the sequence
     after: str = "none"   # "reduce": y is a partial sum; "scatter": of it only a slice of the sequence is kept
+
+    def adjoint(self) -> Traffic:
+        """What is communicated for dx from dy: a gather becomes a scatter, a copy a reduction, and the other way."""
+        return Traffic(self.by, {"reduce": "copy", "scatter": "gather"}.get(self.after, "none"),
+                       {"copy": "reduce", "gather": "scatter"}.get(self.before, "none"))
 
 
 class Layer(NamedTuple):

@@ -121,8 +121,10 @@ class Pieces(Separate):
             consume(slice(rank * m, (rank + 1) * m), list(shards))
         return whole
 
-    def then_scatter(self, produce, partial):
-        for rows in torch.arange(len(partial)).chunk(self.axis.size):
-            rows = slice(int(rows[0]), int(rows[-1]) + 1)
-            produce(rows, partial[rows])
-        return super().then_scatter(lambda rows, out: None, partial)
+    def then_scatter(self, produce, shape, like):
+        def pieces(_, partial):
+            m = shape[0] // self.axis.size
+            for rank, out in enumerate(partial.chunk(self.axis.size)):
+                produce(slice(rank * m, (rank + 1) * m), out)
+
+        return super().then_scatter(pieces, shape, like)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from minitron.mesh import Axis
 from minitron.model.layers import Norm, Residual
+from minitron.overlap import Separate
 from minitron.parallel.tensor import Layout, RowParallelLinear, parameter
 from minitron.precision import DTYPES, Gemm
 from minitron.testing import assert_close_rel
@@ -37,7 +38,7 @@ def watch(param):
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
     """Twice, without and with main_grad; two microbatches add up there, each reporting every gradient once."""
-    layout = Layout(Axis.single(), dtype=DTYPES[dtype])
+    layout = Layout(Separate(Axis.single()), dtype=DTYPES[dtype])
     norm = Norm(H, 1e-5, layout, bias=layer_norm)
     extra = parameter((H,), shard=None, std=None, dtype=layout.dtype, device=layout.device) if delta_bias else None
     params = [filled(p, i) for i, p in enumerate([*norm.parameters(), *([extra] if delta_bias else [])])]
@@ -76,7 +77,7 @@ def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
 
 
 def test_row_parallel_bias_left_to_the_caller():
-    layer = RowParallelLinear(8, H, Layout(Axis.single()), std=1.0, bias=True, gemm=Gemm())
+    layer = RowParallelLinear(8, H, Layout(Separate(Axis.single())), std=1.0, bias=True, gemm=Gemm())
     filled(layer.weight, 0), filled(layer.bias, 1)
     x = randn(S, B, 8, seed=2)
     assert torch.equal(layer(x, add_bias=False) + layer.bias, layer(x))

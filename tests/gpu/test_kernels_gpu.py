@@ -42,10 +42,12 @@ def test_swiglu_with_casts(m, f, columns):
         scale, amax = torch.full((1,), 100.0, device="cuda"), torch.full((1,), 0.5, device="cuda")  # large ones saturate
         rows, inverse, transposed = getattr(fused, name)(*inputs, scale, amax, kind, columns)
         other = torch.full((1,), 0.5, device="cuda")
-        expected, expected_inverse, _ = getattr(plain, name)(*(t.float() for t in inputs), scale, other, kind, columns)
-        # bf16 on the way: 2^-9; a value near the middle of two FP8 values may go to the other one
+        values = getattr(plain, name.removesuffix("_cast") + ("_forward" if name == "swiglu_cast" else ""))
+        expected, expected_inverse, _ = plain.cast(values(*(t.float() for t in inputs)).bfloat16(), scale, other, kind,
+                                                   columns)
+        # exp and division differ in the last bits, so now and then bf16 rounds the other way, and FP8 after it
         assert_close_rel(amax, other, 4e-3, "amax")
-        assert_close_rel(rows.float(), expected.float(), {torch.float8_e4m3fn: 8e-3, torch.float8_e5m2: 2e-2}[kind], name)
+        assert_close_rel(rows.float(), expected.float(), 4e-3, name)
         assert torch.equal(inverse, expected_inverse)
         assert (transposed is not None) == columns
         if columns:
