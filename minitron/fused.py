@@ -8,11 +8,12 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     add_norm        2 and 2, backward 3 and 1
     swiglu          2 and 1, backward 3 and 2
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
+    add_rows        3 and 2, of those rows that a token has
     cross-entropy   1 and 0, backward 1 and 1 over the logits
     dropout         1 and 1
     adamw           4 and 3, and the bf16 parameter
 
-Imported where the device is CUDA and torch brings Triton. No kernel adds atomically, so that a run repeats bit by bit.
+Imported where the device is CUDA and torch brings Triton. But for the embedding's gradient no kernel adds atomically.
 Left out: GELU, where torch's kernels are one pass already.
 """
 
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minitron import plain
 from minitron.plain import AdamHyper, AdamState, Cast, Rope
 
 # ---- residual and norm -----------------------------------------------------------------------------------------------
@@ -305,6 +307,28 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
     for grad, part, sign in zip(grads, out.split(sizes, 2), (-1, -1, 0)):
         _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), part, rope if sign else None, sign)
     return out
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_rows(table, ids, rows, first, size, h, BLOCK: tl.constexpr):
+    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    local, inside = tl.load(ids + token) - first, columns < h
+    if (local >= 0) & (local < size):
+        value = tl.load(rows + token * h + columns, inside).to(table.dtype.element_ty)
+        tl.atomic_add(table + local * h + columns, value, inside, sem="relaxed")
+
+
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
+    """See minitron/plain.py. Tokens that share a row add in any order, so a deterministic run takes the plain one."""
+    if torch.are_deterministic_algorithms_enabled():
+        return plain.add_rows_(table, ids, first, rows)
+    h = table.shape[1]
+    _add_rows[(ids.numel(), triton.cdiv(h, 2048))](table, ids.contiguous(), rows.contiguous(), first, table.shape[0], h,
+                                                   BLOCK=2048, num_warps=8)
+    return table
 
 
 # ---- cross-entropy ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ function, and so decide what is kept. One of the two modules is chosen, once, wh
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu                       silu(gate) * up                         Shazeer 2020
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
+    add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its random words         minitron/rng.py
     adamw_                       the update of flat optimizer states     Loshchilov & Hutter 2019
@@ -137,6 +138,17 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
     """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     dq, dk, dv = grads
     return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
+    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h]."""
+    local = ids.flatten() - first
+    elsewhere = (local < 0) | (local >= table.shape[0])
+    rows = rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return table.index_add_(0, local.masked_fill(elsewhere, 0), rows.to(table.dtype))
 
 
 # ---- cross-entropy ---------------------------------------------------------------------------------------------------

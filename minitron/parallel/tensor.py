@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron import collectives, plain
@@ -173,26 +174,24 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table that holds `first <= id < first + len(table)`; zeros for other ids."""
 
     @staticmethod
-    def forward(ctx, ids, table, first):
+    def forward(ctx, ids, table, first, ops):
         local = ids - first
-        inside = (local >= 0) & (local < table.shape[0])
-        local = local.masked_fill(~inside, 0)
-        ctx.table = table
-        ctx.save_for_backward(local, inside)
-        return table[local] * inside.unsqueeze(-1)
+        elsewhere = (local < 0) | (local >= table.shape[0])
+        ctx.table, ctx.first, ctx.ops = table, first, ops
+        ctx.save_for_backward(ids)
+        return F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
     @staticmethod
     def backward(ctx, dy):
-        (local, inside), table = ctx.saved_tensors, ctx.table
-        dy = (dy * inside.unsqueeze(-1)).flatten(0, -2)
+        (ids,), table = ctx.saved_tensors, ctx.table
         if not hasattr(table, "main_grad"):
-            return None, torch.zeros_like(table).index_add_(0, local.flatten(), dy), None
+            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy), None, None
         if table.grad_stale:
             table.main_grad.zero_()
             table.grad_stale = False
-        table.main_grad.index_add_(0, local.flatten(), dy.to(table.main_grad.dtype))
+        ctx.ops.add_rows_(table.main_grad, ids, ctx.first, dy)
         table.grad_ready()
-        return None, None, None
+        return None, None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -209,7 +208,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         axis = self.layout.axis
-        x = _Lookup.apply(ids, self.weight, axis.rank * self.weight.shape[0])
+        x = _Lookup.apply(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.ops)
         return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
 
 

@@ -81,6 +81,18 @@ def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
 
 
 @dtypes
+@pytest.mark.parametrize("h", [48, 2048, 3000])
+def test_rows_are_added(dtype, h):
+    from minitron import fused, plain
+
+    ids, rows = torch.randint(0, 40, (60, 3), device="cuda"), randn(60, 3, h, dtype=dtype)
+    tables = [torch.ones(16, h, device="cuda") for _ in range(2)]
+    fused.add_rows_(tables[0], ids, 12, rows)
+    plain.add_rows_(tables[1], ids, 12, rows)
+    assert_close_rel(*tables, 2e-6)
+
+
+@dtypes
 @pytest.mark.parametrize("vocab", [96, 8192, 20000])
 def test_cross_entropy(dtype, vocab):
     from minitron import fused
