@@ -21,7 +21,7 @@ from minitron.mesh import Mesh
 from minitron.train import build
 
 # Heads of 64 channels, so that the fused kernels are used; weights of 1/sqrt(h), so that activations keep their size.
-BIG = dict(hidden_size=512, ffn_hidden_size=768, vocab_size=1000, vocab_multiple=128, max_positions=256, num_layers=8,
+BIG = dict(hidden_size=512, ffn_hidden_size=1024, vocab_size=1000, vocab_multiple=128, max_positions=256, num_layers=8,
            init_std=512**-0.5)
 LAYOUTS = [
     (1, {}), (1, dict(recompute="selective")), (1, dict(recompute="full")), (1, dict(separate=True)),
