@@ -87,6 +87,10 @@ class TensorScaling:
 class BlockScaling(TensorScaling):
     """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
 
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return super().multiply(a, b, dtype, fast=False, out=out, bias=bias)  # these products have no fast form
+
     def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
              columns: bool) -> Payload:
         parts = _run(Float8BlockQuantizer(E4M3, rowwise=True, columnwise=columns,

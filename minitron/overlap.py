@@ -88,83 +88,131 @@ class Separate:
 
 
 class Pipelined:
-    """Symmetric memory between the GPUs of one node. Collective over the axis, as every method is."""
+    """Symmetric memory between the GPUs of one node. Collective over the axis, as every method is.
+
+    Two streams beside the current one: `copies` for what travels, `side` for every second piece of a product, so that
+    the end of one piece and the beginning of the next share the GPU.
+
+    What is to be read by others is written to memory that they see, then a barrier says that it is there. The memory
+    has two halves, used in turn: whoever has passed the barrier of one use knows that the use before it is over on all
+    ranks, so none has to end with a barrier too.
+    """
 
     def __init__(self, axis: Axis):
-        self.axis, self.name = axis, axis.group.group_name
-        self.stream = torch.cuda.Stream()
-        self._memory = {}  # of each method: (this rank's buffer, the handle to everyone's)
+        self.axis = axis
+        self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream()
+        self._halves: dict[str, list] = {}
 
     def gather(self, parts: Parts) -> Callable[[], Parts]:
-        """By copy engines, beside what the current stream does next. Keep `parts` until the result is there."""
+        """By copy engines, beside what the current stream does next."""
         parts, whole = self._prepare(parts)
-        _, memory = self._room("gather", sum(part.nbytes for part in parts), parts[0].device)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
-                mine.copy_(part)
-            memory.barrier(channel=0)
-            for source in self._others_first():
-                for out, theirs in zip(whole, _views(memory, source, parts)):
-                    out.chunk(self.axis.size)[source].copy_(theirs)
-            memory.barrier(channel=1)  # the next gather overwrites what others read in this one
-
-        def finish() -> Parts:
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return whole
-
-        return finish
+        _, memory = self._half("gather", sum(part.nbytes for part in parts), parts[0].device)
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            self._publish(memory, parts)
+            for source in self._ring(1):
+                self._fetch(memory, source, whole)
+        return lambda: (torch.cuda.current_stream().wait_stream(self.copies), whole, parts)[1]
 
     def gather_then(self, parts: Parts, consume: Consume) -> Parts:
         parts, whole = self._prepare(parts)
-        m = parts[0].shape[0]
-        symmetric_memory._pipelined_multi_all_gather_and_consume(
-            parts, lambda shards, rank: consume(slice(rank * m, (rank + 1) * m), shards), whole, self.name)
+        main, m = torch.cuda.current_stream(), parts[0].shape[0]
+        _, memory = self._half("gather", sum(part.nbytes for part in parts), parts[0].device)
+        self._publish(memory, parts)
+        self.copies.wait_stream(main)
+        self.side.wait_stream(main)
+        for i, source in enumerate(self._ring(0)):  # the own piece first: it needs no copy
+            stream, pieces = (main, self.side)[i % 2], parts
+            if i > 0:
+                with torch.cuda.stream(self.copies):
+                    pieces = self._fetch(memory, source, whole)
+                stream.wait_stream(self.copies)
+            with torch.cuda.stream(stream):
+                consume(slice(source * m, (source + 1) * m), pieces)
+        with torch.cuda.stream(self.copies):
+            self._fetch(memory, self.axis.rank, whole)
+        main.wait_stream(self.side)
+        main.wait_stream(self.copies)
         return whole
 
     def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
-        partial, m = like.new_empty(shape), shape[0] // self.axis.size
-        symmetric_memory._pipelined_produce_and_all2all(
-            lambda rank, out: produce(slice(rank * m, (rank + 1) * m), out), partial, self.name)
-        return partial.unflatten(0, (self.axis.size, m)).sum(0)
+        main, m = torch.cuda.current_stream(), shape[0] // self.axis.size
+        partial, memory = self._partial_sums(shape, like)
+        received = like.new_empty(self.axis.size, m, shape[1])
+        self.copies.wait_stream(main)
+        self.side.wait_stream(main)
+        for i, target in enumerate(self._ring(1)):  # the own piece last: nobody waits for it
+            stream, own = (main, self.side)[i % 2], target == self.axis.rank
+            with torch.cuda.stream(stream):
+                produce(slice(target * m, (target + 1) * m), received[target] if own else partial.chunk(
+                    self.axis.size)[target])
+            if not own:
+                self.copies.wait_stream(stream)
+                with torch.cuda.stream(self.copies):
+                    memory.barrier(channel=i)  # everyone has produced as many pieces
+                    self._receive(memory, (2 * self.axis.rank - target) % self.axis.size, received)
+        main.wait_stream(self.side)
+        main.wait_stream(self.copies)
+        return received.sum(0)
 
     def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
-        """The partial sums are produced in one piece, and travel beside what the current stream does next."""
-        count, m = self.axis.size, shape[0] // self.axis.size
-        buffer, memory = self._room("scatter", shape[0] * shape[1] * like.itemsize, like.device)
-        partial = buffer[:shape[0] * shape[1] * like.itemsize].view(like.dtype).view(shape)
+        """The product stays whole; its parts travel beside what the current stream does next."""
+        partial, memory = self._partial_sums(shape, like)
         produce(slice(None), partial)
-        received = like.new_empty(count, m, shape[1])
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        received = like.new_empty(self.axis.size, shape[0] // self.axis.size, shape[1])
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
             memory.barrier(channel=0)
-            for source in self._others_first():
-                mine = self.axis.rank * m * shape[1]
-                received[source].copy_(memory.get_buffer(source, received.shape[1:], like.dtype, mine))
-            memory.barrier(channel=1)  # the next product overwrites what others read
+            for source in self._ring(0):
+                self._receive(memory, source, received)
 
         def finish() -> Tensor:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream().wait_stream(self.copies)
             return received.sum(0)
 
         return finish
 
-    def _others_first(self) -> list[int]:
-        """Ranks in an order in which at any time everyone reads from another one."""
-        return [(self.axis.rank + step) % self.axis.size for step in range(1, self.axis.size + 1)]
+    def _ring(self, first: int) -> list[int]:
+        """All ranks from the `first` after this one on: at any time everyone reads from another one."""
+        return [(self.axis.rank + step) % self.axis.size for step in range(first, first + self.axis.size)]
 
     def _prepare(self, parts: Parts) -> tuple[Parts, Parts]:
         parts = [part.contiguous() for part in parts]
         return parts, [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
 
-    def _room(self, method: str, need: int, device: torch.device):
-        """The method's memory on all ranks, of `need` bytes or more; it grows in a run's first microbatch only."""
-        if method not in self._memory or self._memory[method][0].nbytes < need:
+    def _publish(self, memory, parts: Parts) -> None:
+        for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
+            mine.copy_(part)
+        memory.barrier(channel=0)
+
+    def _fetch(self, memory, source: int, whole: Parts) -> Parts:
+        pieces = [out.chunk(self.axis.size)[source] for out in whole]
+        for piece, theirs in zip(pieces, _views(memory, source, pieces)):
+            piece.copy_(theirs)
+        return pieces
+
+    def _partial_sums(self, shape: tuple[int, int], like: Tensor):
+        """[m, n] in memory that others see, and its handle."""
+        size = shape[0] * shape[1] * like.itemsize
+        buffer, memory = self._half("scatter", size, like.device)
+        return buffer[:size].view(like.dtype).view(shape), memory
+
+    def _receive(self, memory, source: int, received: Tensor) -> None:
+        """What `source` has for this rank."""
+        piece = received[source]
+        piece.copy_(memory.get_buffer(source, piece.shape, piece.dtype, self.axis.rank * piece.numel()))
+
+    def _half(self, use: str, need: int, device: torch.device):
+        """(buffer, handle to everyone's) of `need` bytes or more. Grows in the first microbatches of a run only."""
+        halves = self._halves.setdefault(use, [])
+        if not halves or halves[0][0].nbytes < need:
             torch.cuda.synchronize()
             dist.barrier(self.axis.group)  # someone may still read the old memory
-            buffer = symmetric_memory.empty(need, dtype=torch.uint8, device=device)
-            self._memory[method] = buffer, symmetric_memory.rendezvous(buffer, self.name)
-        return self._memory[method]
+            buffers = [symmetric_memory.empty(need, dtype=torch.uint8, device=device) for _ in range(2)]
+            halves[:] = [(buffer, symmetric_memory.rendezvous(buffer, self.axis.group.group_name))
+                         for buffer in buffers]
+        halves.reverse()
+        return halves[0]
 
 
 def _views(memory, rank: int, parts: Parts) -> Parts:

@@ -194,7 +194,8 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
         assert (mine is None) == (twin is None), name
         if mine is not None:
             assert mine.dtype == (dtype if name == "dx" else torch.float32)
-            assert_close_rel(mine.float(), twin.float(), TOLERANCE[mine.dtype], name)
+            # ddelta_bias adds up dx, which in bf16 is rounded by then
+            assert_close_rel(mine.float(), twin.float(), TOLERANCE[dtype if name in ("dx", "ddelta_bias") else mine.dtype], name)
 
 
 def test_add_norm_repeats_bit_by_bit():
