@@ -1,0 +1,98 @@
+"""Does FP8 learn as bf16 does? `python benchmarks/fp8_curves.py [CONFIG.yaml | section.key=value ...] [--plot FILE]`.
+
+Trains the same model from the same weights on the same text (the quickstart's corpus, unless told otherwise) in bf16 and
+with each FP8 recipe, and prints the mean training loss of every tenth of the run, with its distance from bf16's. The
+backend is Transformer Engine on a GPU, and plain torch, the same numbers, on a CPU. Appends a record of kind "fp8_curves".
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+
+import torch
+
+from benchmarks import measure, record
+from benchmarks.cases import FP8_RECIPES
+from minitron import cli
+from minitron.config import Config
+from minitron.data.loader import Loader
+from minitron.mesh import Mesh
+from minitron.optim.lr import learning_rate
+from minitron.pretrain import build_data
+from minitron.train import build, choose_kernels
+
+PARTS = 10
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | section.key=value")
+    parser.add_argument("--recipes", nargs="+", choices=FP8_RECIPES, default=list(FP8_RECIPES))
+    parser.add_argument("--plot", help="draw the curves to this file")
+    record.add_options(parser)
+    args = parser.parse_intermixed_args(argv)
+    device, capability = measure.choose_device()
+    backend, curves = "te" if capability else "torch", {}
+    for fp8 in ("none", *args.recipes):
+        with cli.user_errors():
+            keys = [] if fp8 == "none" else [f"precision.fp8={fp8}", f"precision.fp8_backend={backend}"]
+            cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
+            cfg.check(1, capability)
+        curves["bf16" if fp8 == "none" else fp8] = losses(cfg, device)
+    result = {"steps": cfg.train.steps, "backend": backend, "curves": {k: means(v) for k, v in curves.items()}}
+    result["last"] = {k: v[-1] / result["curves"]["bf16"][-1] - 1 for k, v in result["curves"].items() if k != "bf16"}
+    print(table(result["curves"]))
+    record.append(args, "fp8_curves", result)
+    if args.plot:
+        plot(curves, args.plot)
+    return result
+
+
+def losses(cfg: Config, device: torch.device) -> list[float]:
+    """The training loss of every step of a run in this process."""
+    choose_kernels(cfg, device)
+    data, mesh, t = build_data(cfg), Mesh.offline(device=device), cfg.train
+    trainer, loader, figures = build(cfg, mesh), Loader(data.train, cfg, mesh), []
+    for step in range(1, t.steps + 1):
+        consumed = step * t.global_batch_size
+        lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
+        figures.append(trainer.step(loader.step(consumed - t.global_batch_size, step), lr).values[0])
+    loader.close()
+    return torch.stack(figures).tolist()
+
+
+def means(curve: list[float]) -> list[float]:
+    """Of each tenth of the steps."""
+    return [float(part.mean()) for part in torch.tensor(curve, dtype=torch.float64).tensor_split(PARTS)]
+
+
+def table(curves: dict[str, list[float]]) -> str:
+    """A line per tenth: bf16's mean loss, and each recipe's with its distance in percent."""
+    recipes = [name for name in curves if name != "bf16"]
+    lines = ["tenth    bf16   " + "".join(f"{name:>18}" for name in recipes)]
+    for i, base in enumerate(curves["bf16"]):
+        lines.append(f"{i + 1:5d} {base:8.4f}  " + "".join(
+            f"{curves[name][i]:9.4f} {100 * (curves[name][i] / base - 1):+6.2f} %" for name in recipes))
+    return "\n".join(lines)
+
+
+def plot(curves: dict[str, list[float]], path: str) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, curve in curves.items():
+        axes.plot(range(1, len(curve) + 1), curve, label=name, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()
