@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     with log, cli.user_errors(DataError), cli.user_errors(CheckpointError, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         trainer = build(cfg, mesh)
-        restore(start, trainer.state, mesh)
+        restore(start, trainer.state)
         log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__, resumed_from=start.step or None,
                   **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
         log.info(trainer.describe())

@@ -148,7 +148,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, done: int = 0, consumed: i
             meter.flush()
             log.evaluation(step, evaluate(trainer, data))
             meter.restart()
-        if saves is not None and (step == t.steps or cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+        if saves is not None and saves.due(step):
             saves.save(step, consumed)
     meter.flush()
     loader.close()

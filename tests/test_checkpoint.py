@@ -23,7 +23,7 @@ def run(cfg, steps: int, directory: str | None = None) -> list[float]:
     start = find(cfg)
     mesh = mesh_of(cfg)
     trainer = build(cfg, mesh)
-    restore(start, trainer.state, mesh)
+    restore(start, trainer.state)
     loader, losses, consumed = Loader(dataset_of(cfg), cfg, mesh), [], start.consumed_samples
     for step in range(start.step + 1, steps + 1):
         batches = loader.step(consumed, step)

@@ -1,42 +1,38 @@
 """Checkpoints on disk: what the files hold, how they are written so that none is ever half there, how they are read.
 
 Problem: training is killed at any moment, also inside a save; disks fill up and flip bits; the next run has another
-layout; and a checkpoint comes from anywhere, so that opening one must not run code. The idea:
+layout; and a checkpoint may come from anywhere, so opening one must not run code. The idea:
 
-    runs/a/latest                             "step_00000020 7d3f..": the newest, and a checksum of that name
-    runs/a/step_00000020/index.json           which box of which tensor lies in which file, and each file's checksum
-    runs/a/step_00000020/rank_00003.safetensors      boxes of tensors, written by one rank
-    runs/a/step_00000030.tmp-5e0c91d2/        a save under way, or the rest of one that was killed
+    runs/a/latest                                   the name of the newest, and a checksum of that name
+    runs/a/step_00000020/index.json                 which box of which tensor is in which file; each file's checksum
+    runs/a/step_00000020/rank_00003.safetensors     boxes of tensors, written by one rank
+    runs/a/step_00000030.tmp-5e0c91d2/              a save under way, or what is left of one that was killed
 
-  1. Files are safetensors and JSON: data only. A box knows its place in the tensor of the whole model (boxes.py).
-  2. A save fills a folder of a temporary name. When everything in it has reached the disk, one rename makes it a
-     checkpoint, and only then is `latest` replaced. Whatever is killed leaves the last checkpoint as it was.
-  3. Checksums cover every byte: each file's is in the index, the index's in its own first line. They are computed from
-     the memory that was to be written, not from what was.
+  1. Safetensors and JSON are data only. A box knows its place in the tensor of the whole model (boxes.py).
+  2. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
+     and then `latest` is replaced. Killed before, it leaves everything as it was.
+  3. Checksums cover every byte and are made from the memory that was to be written. The index has each file's, and its
+     own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of everything else, at
+     6 GB/s a core. It is no protection against forgery.
 
-CRC-32 finds every flip of up to 32 neighbouring bits and other damage but once in 4 billion times, at 6 GB/s a core; it
-is no protection against forgery. Left out: compression, and repair: a damaged checkpoint is refused, not mended.
-
-index.json, after the line with its checksum:
-    {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
-     "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
-     "files": {"rank_00000.safetensors": {"bytes": 1234, "checksum": "9ae0daaf", "algorithm": "crc32"}},
-     "tensors": {"blocks.0.mlp.up.weight": {"shape": [96, 32], "kinds": {"master": {"dtype": "fp32", "boxes": [
-         {"file": "rank_00000.safetensors", "key": "master:blocks.0.mlp.up.weight:0", "start": [0, 0], "shape": [48, 32]},
-         ...]}}}}}
-Kinds: `master`, `exp_avg`, `exp_avg_sq` of a training checkpoint, whose parameters are the rounded masters; `param` of
-one with weights only; `fp8_history`. The boxes of a kind hold every element once.
+index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
+    "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
+    "files": {"rank_00003.safetensors": {"bytes": 1234, "checksum": "9ae0daaf", "algorithm": "crc32"}},
+    "tensors": {"blocks.0.mlp.up.weight": {"shape": [96, 32], "kinds": {"master": {"dtype": "fp32", "boxes": [
+        {"file": "rank_00003.safetensors", "key": "...", "start": [0, 0], "shape": [48, 32]}, ...]}}}}}
+Kinds: `master`, `exp_avg`, `exp_avg_sq` where the optimizer was saved (parameters are the rounded masters), `param` in a
+checkpoint of weights, `fp8_history`. The boxes of a kind hold each element once. Left out: compression.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import secrets
 import shutil
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,16 +46,25 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
 
-FORMAT, VERSION = "minitron-checkpoint", 1
-DTYPES = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16"), "fp16": (torch.float16, "F16")}
-NAMES = {dtype: (name, code) for name, (dtype, code) in DTYPES.items()}
-SHARD_BYTES = 2 << 30   # at which a Writer begins another file
-BLOCK_BYTES = 16 << 20  # written, or read and summed, at a time: it stays in a core's cache in between
+FORMAT = {"format": "minitron-checkpoint", "version": 1}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of safetensors
 STEP = re.compile(r"step_(\d{8,})")
+SHARD_BYTES = 2 << 30   # at which a Writer begins another file
+BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: one line that names the file."""
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError inside into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}") from error
 
 
 # ---- a directory of checkpoints ------------------------------------------------------------------------------------
@@ -71,17 +76,17 @@ def step_name(iteration: int) -> str:
 
 def checkpoints(directory: Path) -> dict[int, Path]:
     """The complete checkpoints in a directory by iteration, ascending."""
-    found = {int(match[1]): path for path in directory.glob("step_*") if (match := STEP.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    return dict(sorted((int(match[1]), path) for path in directory.glob("step_*")
+                       if (match := STEP.fullmatch(path.name))))
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names; without a `latest`, the one of the highest step; None if there is none.
+    """The checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
 
-    Raises CheckpointError if `latest` is damaged or names one that is not there.
+    Raises CheckpointError if `latest` is damaged or what it names is missing.
     """
     pointer = directory / "latest"
-    if not pointer.exists():  # its first save was killed after the rename, or somebody copied folders only
+    if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
         return next(reversed(checkpoints(directory).values()), None)
     name, _, checksum = pointer.read_bytes().decode(errors="replace").removesuffix("\n").partition(" ")
     if not STEP.fullmatch(name) or checksum != _crc(name.encode()):
@@ -92,20 +97,16 @@ def newest(directory: Path) -> Path | None:
 
 
 def make_writable(directory: Path) -> None:
-    """The directory is there afterwards. Raises CheckpointError if it cannot be made, or not be written."""
-    with _naming(directory):
+    """Make the directory if it is not there, and try to write. Raises CheckpointError."""
+    with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        tempfile.TemporaryFile(dir=directory).close()
 
 
 def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
-    """A fresh temporary folder for the save of an iteration; what killed saves left behind is removed.
-
-    Raises CheckpointError if the disk has no num_bytes left, or the directory cannot be written.
-    """
+    """A fresh temporary folder for a save; what killed saves left is removed. CheckpointError if the disk is full."""
     make_writable(directory)
-    with _naming(directory):
+    with disk_errors(directory):
         for stale in directory.glob("step_*.tmp-*"):
             shutil.rmtree(stale)
         free = shutil.disk_usage(directory).free
@@ -117,11 +118,17 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, index: dict) -> Path:
-    """Make a filled temporary folder the newest checkpoint of its directory: from here on it is there, and whole."""
+def commit(temporary: Path, about: dict, shards: Iterable[Written]) -> None:
+    """Make a filled temporary folder the newest checkpoint. about: what the index says beside files and tensors."""
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
-    with _naming(directory):
-        body = json.dumps({"format": FORMAT, "version": VERSION, **index})[1:].encode()
+    files, tensors = {}, {}
+    for shard in shards:
+        files[shard.file] = shard.record
+        for name, whole, kind, dtype, box in shard.boxes:
+            kinds = tensors.setdefault(name, {"shape": whole, "kinds": {}})["kinds"]
+            kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
+    body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
+    with disk_errors(directory):
         _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
         _sync(temporary)
         if folder.exists():  # of a run that went back to before it
@@ -131,13 +138,12 @@ def commit(temporary: Path, index: dict) -> Path:
         _write(directory / "latest.tmp", [f"{folder.name} {_crc(folder.name.encode())}\n".encode()])
         os.replace(directory / "latest.tmp", directory / "latest")
         _sync(directory)
-    return folder
 
 
 def prune(directory: Path, iteration: int, keep: int) -> None:
     """Of the checkpoints up to this iteration remove all but the `keep` newest; 0 keeps all."""
-    with _naming(directory):
-        old = [folder for step, folder in checkpoints(directory).items() if step <= iteration]
+    old = [folder for step, folder in checkpoints(directory).items() if step <= iteration]
+    with disk_errors(directory):
         for folder in old[:-keep] if keep else []:
             _remove(folder)
 
@@ -150,7 +156,7 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder reach the disk."""
+    """What the names in a folder stand for reaches the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,74 +164,53 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turns an error of the disk into a CheckpointError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}") from error
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_shard(path: Path, pieces: Sequence[Piece]) -> dict:
-    """Write boxes as one safetensors file, and see it on the disk; returns the part of the index that tells of it."""
-    header: dict[str, dict] = {}
-    tensors: dict[str, dict] = {}
-    end = 0
-    for number, piece in enumerate(pieces):
-        dtype, code = NAMES[piece.tensor.dtype]
-        key, shape = f"{piece.kind}:{piece.name}:{number}", list(piece.tensor.shape)
-        header[key] = {"dtype": code, "shape": shape, "data_offsets": [end, end + piece.tensor.nbytes]}
-        end += piece.tensor.nbytes
-        tensor = tensors.setdefault(piece.name, {"shape": list(piece.whole), "kinds": {}})
-        assert tensor["shape"] == list(piece.whole), f"{piece.name} has shapes {tensor['shape']} and {piece.whole}"
-        kind = tensor["kinds"].setdefault(piece.kind, {"dtype": dtype, "boxes": []})
-        kind["boxes"].append({"file": path.name, "key": key, "start": list(piece.start), "shape": shape})
+class Written(NamedTuple):
+    """A file that was written: its record in the index, and (name, whole shape, kind, dtype, box) of each box."""
+
+    file: str
+    record: dict
+    boxes: list[tuple]
+
+
+def write_shard(path: Path, pieces: Sequence[Piece]) -> Written:
+    """Write boxes as one safetensors file and see it on the disk. Raises CheckpointError."""
+    header, boxes, end = {}, [], 0
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
+        key, begin, end = f"{kind}:{name}:{number}", end, end + tensor.nbytes
+        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        box = {"file": path.name, "key": key, "start": start, "shape": list(tensor.shape)}
+        boxes.append((name, whole, kind, names[tensor.dtype], box))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with _naming(path):
-        written, checksum = _write(path, _bytes_of([struct.pack("<Q", len(text)) + text], pieces))
-    return {"files": {path.name: {"bytes": written, "checksum": checksum, "algorithm": "crc32"}}, "tensors": tensors}
-
-
-def merge(parts: Iterable[dict]) -> dict:
-    """The `files` and `tensors` of an index from those of all its shards."""
-    files: dict[str, dict] = {}
-    tensors: dict[str, dict] = {}
-    for part in parts:
-        files |= part["files"]
-        for name, tensor in part["tensors"].items():
-            kinds = tensors.setdefault(name, {"shape": tensor["shape"], "kinds": {}})["kinds"]
-            for kind, stored in tensor["kinds"].items():
-                boxes = kinds.setdefault(kind, {"dtype": stored["dtype"], "boxes": []})["boxes"]
-                boxes += stored["boxes"]
-    return {"files": files, "tensors": tensors}
+    with disk_errors(path):
+        return Written(path.name, _write(path, [struct.pack("<Q", len(text)), text, *(p.tensor for p in pieces)]), boxes)
 
 
 class Writer:
-    """Writes a checkpoint from one process, in files of about 2 GB: what makes checkpoints of other systems' weights.
+    """Writes a checkpoint from one process, in files of about 2 GB: for weights that come from elsewhere.
 
         with Writer(directory, iteration=0, config=config_dict) as writer:
             writer.add("head.weight", "param", (128, 32), (0, 0), tensor)
 
-    The boxes that were added exist on disk, whole and named by `latest`, once the `with` is left; if it is left by an
-    exception, nothing does. state, layout: as in the index. Raises CheckpointError if the directory cannot be written.
+    When the `with` is left, directory/step_00000000 is there, and `latest` names it; if by an exception, nothing is.
+    layout, state: as in the index. Raises CheckpointError.
     """
 
     def __init__(self, directory: str | os.PathLike, iteration: int, config: dict, *, consumed_samples: int = 0,
                  layout: dict | None = None, state: dict | None = None):
         one = dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)
-        self.index = {"iteration": iteration, "consumed_samples": consumed_samples, "config": config,
+        self.about = {"iteration": iteration, "consumed_samples": consumed_samples, "config": config,
                       "layout": layout or one, "state": state or {}}
         self.temporary = begin(Path(directory).expanduser(), iteration, 0)
         self.waiting: list[Piece] = []
-        self.parts: list[dict] = []
+        self.shards: list[Written] = []
 
     def add(self, name: str, kind: str, whole: Sequence[int], start: Sequence[int], tensor: Tensor) -> None:
-        """Take the box of `name` (of shape `whole`) that begins at `start`; the tensor is not to change afterwards."""
+        """Take the box of `name`, of shape `whole`, that begins at `start`. The tensor must not change afterwards."""
         self.waiting.append(Piece(name, kind, tuple(whole), tuple(start), tensor))
         if sum(piece.tensor.nbytes for piece in self.waiting) >= SHARD_BYTES:
             self._flush()
@@ -237,35 +222,33 @@ class Writer:
         try:
             if kind is None:
                 self._flush()
-                commit(self.temporary, self.index | merge(self.parts))
+                commit(self.temporary, self.about, self.shards)
         finally:
-            shutil.rmtree(self.temporary, ignore_errors=True)  # gone already if it was committed
+            shutil.rmtree(self.temporary, ignore_errors=True)  # not there if it was committed
 
     def _flush(self) -> None:
         if self.waiting:
-            path = self.temporary / f"part_{len(self.parts):05d}.safetensors"
-            self.parts.append(write_shard(path, self.waiting))
+            path = self.temporary / f"part_{len(self.shards):05d}.safetensors"
+            self.shards.append(write_shard(path, self.waiting))
             self.waiting = []
 
 
-def _bytes_of(head: list[bytes], pieces: Iterable[Piece]) -> Iterator[bytes | memoryview]:
-    yield from head
-    for piece in pieces:
-        whole = memoryview(piece.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        for begin in range(0, len(whole), BLOCK_BYTES):
-            yield whole[begin:begin + BLOCK_BYTES]
-
-
-def _write(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file and see it on the disk; returns its size and its checksum."""
+def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
+    """Write a file and see it on the disk; returns its record in the index."""
     size = checksum = 0
     with open(path, "wb") as file:
-        for block in blocks:
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
-            file.write(block)
+        for part in parts:
+            if isinstance(part, Tensor):
+                part = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            whole = memoryview(part)
+            for begin in range(0, len(whole), BLOCK_BYTES):
+                block = whole[begin:begin + BLOCK_BYTES]
+                checksum = zlib.crc32(block, checksum)
+                file.write(block)
+            size += len(whole)
         file.flush()
         os.fsync(file.fileno())
-    return size, f"{checksum:08x}"
+    return {"bytes": size, "checksum": f"{checksum:08x}", "algorithm": "crc32"}
 
 
 def _crc(data: bytes) -> str:
@@ -275,124 +258,106 @@ def _crc(data: bytes) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Stored(NamedTuple):
-    """A box on disk."""
-
-    file: str
-    key: str
-    box: Box
-
-
 class Reader:
-    """An open checkpoint. folder: its own, or a directory of checkpoints, then of its newest.
+    """An open checkpoint: its folder, or a directory of checkpoints, then the newest of them.
 
-    Opening reads the index alone and checks all of it; `verify` checks the files. Attributes: path, iteration,
+    Opening reads the index alone, and checks all of it; `verify` checks the files. Attributes: path, iteration,
     consumed_samples, config, layout, state and files as in the index. Raises CheckpointError.
     """
 
-    def __init__(self, folder: str | os.PathLike):
-        self.path = Path(folder).expanduser()
-        if not (self.path / "index.json").is_file() and not STEP.fullmatch(self.path.name):
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path).expanduser()
+        if not STEP.fullmatch(self.path.name):
             self.path = newest(self.path) or self.path
-        index = _read_index(self.path / "index.json")
+        self.index = self.path / "index.json"
+        index = _read_index(self.index)
         try:
-            self.iteration, self.consumed_samples = index["iteration"], index["consumed_samples"]
-            self.config, self.layout, self.state = index["config"], index["layout"], index["state"]
-            self.files: dict[str, dict] = index["files"]
-            self._shapes = {name: tuple(tensor["shape"]) for name, tensor in index["tensors"].items()}
-            self._stored = {(name, kind): (DTYPES[stored["dtype"]], [
-                Stored(b["file"], b["key"], Box(tuple(b["start"]), tuple(b["shape"]))) for b in stored["boxes"]])
-                for name, tensor in index["tensors"].items() for kind, stored in tensor["kinds"].items()}
-            self._check_boxes()
+            self.iteration, self.consumed_samples, self.config, self.layout, self.state, self.files, self._tensors = (
+                index[key] for key in ("iteration", "consumed_samples", "config", "layout", "state", "files", "tensors"))
+            for name in self._tensors:
+                for kind in self.kinds(name):
+                    self._check(name, kind)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path}/index.json is no index of version {VERSION}: {error!r}") from error
-        self._open = lru_cache(32)(self._open_file)
+            raise CheckpointError(f"{self.index} is not as version {FORMAT['version']} has it: {error!r}") from error
+        self._open = lru_cache(32)(lambda file: safe_open(self.path / file, framework="pt"))
 
     def names(self) -> list[str]:
-        return list(self._shapes)
+        return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return self._shapes[name]
+        return tuple(self._tensors[name]["shape"])
 
     def kinds(self, name: str) -> list[str]:
         """What is stored of a tensor; nothing of an unknown one."""
-        return [kind for other, kind in self._stored if other == name]
+        return list(self._tensors.get(name, {"kinds": ()})["kinds"])
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        return DTYPES[self._tensors[name]["kinds"][kind]["dtype"]]
 
     def files_of(self, name: str, kind: str, box: Box) -> set[str]:
         """The files that hold elements of a box."""
-        return {stored.file for stored in self._stored[name, kind][1] if stored.box.meet(box)}
+        return {file for file, _, stored in self._boxes(name, kind) if stored.meet(box)}
 
     def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Any box of a tensor, on the CPU and in the dtype it was saved in, put together from what is stored.
+        """Any box of a tensor, on the CPU and in the dtype it was saved in, put together from the boxes it meets.
 
-        It trusts the bytes that `verify` has checked. Memory: twice the box at most.
+        It trusts the bytes of the files, which `verify` checks. Memory: twice the box at most.
         """
-        wanted, (dtype, code) = Box(tuple(start), tuple(shape)), self._stored[name, kind][0]
-        result = torch.empty(wanted.shape, dtype=dtype)
-        for file, key, box in self._stored[name, kind][1]:
-            common = box.meet(wanted)
-            if common is None:
-                continue
-            try:
-                part = self._open(file).get_slice(key)
-                if part.get_dtype() != code or tuple(part.get_shape()) != box.shape:
-                    raise CheckpointError(f"{self.path / file}: {key} is not of the dtype and shape that index.json "
-                                          "says")
-                result[common.within(wanted)] = part[common.within(box)]
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.path / file} cannot be read: {error}") from error
+        wanted = Box(tuple(start), tuple(shape))
+        result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
+        for file, key, stored in self._boxes(name, kind):
+            if common := stored.meet(wanted):
+                try:
+                    part = self._open(file).get_slice(key)
+                    if (part.get_dtype(), tuple(part.get_shape())) != (CODES[result.dtype], stored.shape):
+                        raise CheckpointError(f"{self.path / file}: {key} has not the dtype and shape of {self.index}")
+                    result[common.within(wanted)] = part[common.within(stored)]
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{self.path / file} cannot be read: {error}") from error
         return result
 
     def verify(self, files: Iterable[str] | None = None) -> None:
-        """Sizes and checksums of these files, of all by default. Raises CheckpointError naming the first bad one."""
+        """Size and checksum of these files, by default of all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
-            self.check_size(name)
-            path, checksum, block = self.path / name, 0, memoryview(bytearray(BLOCK_BYTES))
-            with _naming(path), open(path, "rb", buffering=0) as file:
+            path, expected = self.path / name, self.files[name]
+            size, checksum, block = 0, 0, memoryview(bytearray(BLOCK_BYTES))
+            with disk_errors(path), open(path, "rb", buffering=0) as file:
                 while count := file.readinto(block):
-                    checksum = zlib.crc32(block[:count], checksum)
-            if f"{checksum:08x}" != self.files[name]["checksum"]:
-                raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x}, and index.json says "
-                                      f"{self.files[name]['checksum']}")
+                    size, checksum = size + count, zlib.crc32(block[:count], checksum)
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
+            if f"{checksum:08x}" != expected["checksum"]:
+                raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x} instead of "
+                                      f"{expected['checksum']}")
 
-    def check_size(self, name: str) -> None:
-        """Raises CheckpointError unless the file is there and as long as it was written."""
-        path, size = self.path / name, self.files[name]["bytes"]
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, and index.json says {size}")
+    def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
+        for box in self._tensors[name]["kinds"][kind]["boxes"]:
+            yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
 
-    def _check_boxes(self) -> None:
-        for (name, kind), (_, stored) in self._stored.items():
-            if not covers(self._shapes[name], [s.box for s in stored]):
-                raise CheckpointError(f"{self.path}/index.json: the boxes of {kind} of {name} do not hold every "
-                                      "element once")
-            for file in {s.file for s in stored}:
-                if Path(file).name != file or self.files[file]["algorithm"] != "crc32":
-                    raise CheckpointError(f"{self.path}/index.json names {file!r}, which is no file beside it with a "
-                                          "crc32 checksum")
-
-    def _open_file(self, name: str):
-        return safe_open(self.path / name, framework="pt")
+    def _check(self, name: str, kind: str) -> None:
+        """The boxes of a kind make a whole tensor, and their files lie beside the index."""
+        stored = list(self._boxes(name, kind))
+        if not covers(self.shape(name), [box for _, _, box in stored]):
+            raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+        for file in {file for file, _, _ in stored}:
+            if Path(file).name != file or self.files[file]["algorithm"] != "crc32":
+                raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+        self.dtype(name, kind)
 
 
 def _read_index(path: Path) -> dict:
-    """The index, its own checksum, format and version checked. Raises CheckpointError."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: {path.parent} is no checkpoint")
-    with _naming(path):
+    """The index, once its checksum, format and version are as they should be. Raises CheckpointError."""
+    with disk_errors(path):
         first, _, body = path.read_bytes().partition(b"\n")
-    match = re.fullmatch(rb'\{"checksum": "([0-9a-f]{8})",', first)
-    if not match or match[1].decode() != _crc(body):
-        raise CheckpointError(f"{path} is damaged, or no index of a minitron checkpoint: its checksum is not that of "
-                              "its contents")
+    if first.decode(errors="replace") != f'{{"checksum": "{_crc(body)}",':
+        raise CheckpointError(f"{path} is damaged, or no index of a minitron checkpoint: its first line is not the "
+                              "checksum of the rest")
     try:
         index = json.loads(b"{" + body)
     except ValueError as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if (index.get("format"), index.get("version")) != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} is of format {index.get('format')!r} version {index.get('version')!r}; this code "
-                              f"reads {FORMAT!r} version {VERSION}: use the minitron that wrote it")
+    found = {key: index.get(key) for key in FORMAT}
+    if found != FORMAT:
+        raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
     return index

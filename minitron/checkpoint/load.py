@@ -22,15 +22,13 @@ import torch
 
 from minitron.checkpoint.boxes import Piece
 from minitron.checkpoint.format import CheckpointError, Reader, checkpoints, make_writable, newest, step_name
-from minitron.checkpoint.save import State, pieces
-from minitron.collectives import all_reduce_
+from minitron.checkpoint.save import State, decide, pieces
 from minitron.config import Config
 from minitron.mesh import Mesh
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
-MESSAGE_BYTES = 2000
 
 
 class Start(NamedTuple):
@@ -84,17 +82,17 @@ def check_data(start: Start, info: dict) -> None:
 
 
 @torch.no_grad()
-def restore(start: Start, state: State, mesh: Mesh) -> None:
+def restore(start: Start, state: State) -> None:
     """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all."""
-    _check_all_see(start.step, mesh)
+    mesh = state.mesh
+    decide(start.step, _check_same, mesh)
     if start.reader is None:
         return
     reader, optimizer = start.reader, state.optimizer
-    with _agreement(start, mesh):
+    with _together(start, mesh):
         wanted = list(_wanted(start, state))
         files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
         reader.verify(sorted(files.union(list(reader.files)[mesh.rank::mesh.world.size])))
-    with _agreement(start, mesh):
         for piece in wanted:
             piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
     for bucket, master in zip(optimizer.gradients.buckets, optimizer.masters, strict=True):
@@ -154,33 +152,19 @@ def _check_model(reader: Reader, cfg: Config, names: tuple[str, ...]) -> None:
                                   f"{ours[name]}; set it to that, or use another checkpoint")
 
 
-# ---- all ranks together --------------------------------------------------------------------------------------------
-
-
-def _check_all_see(step: int, mesh: Mesh) -> None:
-    """Raises CheckpointError unless all ranks start after the same step."""
-    ends = torch.tensor([step, -step], device=mesh.device)
-    all_reduce_(ends, mesh.world, op=torch.distributed.ReduceOp.MAX)
-    high, negated = ends.tolist()
-    if high != -negated:
-        raise CheckpointError(f"the newest checkpoint is of step {high} for some ranks and of step {-negated} (0: none) "
-                              "for others; checkpoint.dir must be one directory that all nodes share")
-
-
 @contextmanager
-def _agreement(start: Start, mesh: Mesh) -> Iterator[None]:
+def _together(start: Start, mesh: Mesh) -> Iterator[None]:
     """A CheckpointError of one rank is raised on all, so that none waits for it in a collective."""
-    message = b""
+    failure = None
     try:
         yield
     except CheckpointError as error:
         path = start.reader.path
-        message = f"{error}; {_other(path.parent, path)}".encode() if start.resume else str(error).encode()
-    first = torch.tensor(-mesh.rank if message else -mesh.world.size, device=mesh.device)
-    all_reduce_(first, mesh.world, op=torch.distributed.ReduceOp.MAX)
-    if first > -mesh.world.size:
-        text = torch.zeros(MESSAGE_BYTES, dtype=torch.int32, device=mesh.device)
-        if mesh.rank == -first:
-            text[:len(message)] = torch.tensor(list(message[:MESSAGE_BYTES]))
-        all_reduce_(text, mesh.world)
-        raise CheckpointError(bytes(text.tolist()).rstrip(b"\0").decode(errors="replace"))
+        failure = CheckpointError(f"{error}; {_other(path.parent, path)}") if start.resume else error
+    decide(failure, lambda _: None, mesh)
+
+
+def _check_same(steps: list[int]) -> None:
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"the newest checkpoints that the ranks find are of steps {sorted(set(steps))} (0: none); "
+                              "checkpoint.dir must be one directory that all nodes share")

@@ -1,18 +1,17 @@
 """What of a run goes into a checkpoint, and how it gets there while training goes on.
 
-Problem: writing the state of a large model takes longer than many steps. The idea: copy it to host memory, which takes
-a fraction of a step, and let a thread write that copy. The state is the optimizer's (float32 masters and moments, of
-which every rank holds slices), fp16's loss scaler and the FP8 histories. There is nothing else: parameters are rounded
-masters, dropout hashes counters, and the order of the data follows from the samples consumed and from what the data
-were, which the index records.
+Problem: to write the state of a large model takes longer than many steps. The idea: copy it to the host, which takes a
+part of a step, and let a thread write the copy. The state is the optimizer's (float32 masters and moments, of which
+every rank holds slices), fp16's loss scale and the FP8 histories, and no more: parameters are rounded masters, dropout
+hashes counters, and the order of the data follows from the samples consumed and what the data are.
 
-    step 20   |-copy-| step 21 ----------| step 22 ----------|      the host copy exists once: a save that comes too
-    thread           |- files -|- fsync -|- index, rename -|        soon waits for the one before
+    training   step 20 |copy| step 21 ----------| step 22 ----------|      there is one copy: a save that comes too
+    thread                  |- files -|- index, rename -|                  soon waits for the one before
 
-All ranks write, each what nobody else writes: of a parameter that is replicated over tp, or tied between stages, only
-the first copy. They agree through a gloo group of their own, in the thread, so no training collective ever meets them:
-rank 0 makes the folder, every rank reports its part of the index or its error, rank 0 commits or gives up. A disk that
-fails costs a line in the log and the checkpoint, not the run.
+All ranks write, each what no other writes: of a parameter that is replicated over tp or tied between stages the first
+copy only. They agree over a gloo group of their own, in the thread, where no training collective meets them: rank 0
+makes the folder, every rank reports what it wrote or what went wrong, rank 0 commits or clears up. So a failing disk
+costs a checkpoint and a line in the log, not the run.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.format import CheckpointError, begin, commit, merge, prune, write_shard
+from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global
+from minitron.checkpoint.format import CheckpointError, begin, commit, prune, write_shard
 from minitron.config import Config
 from minitron.fp8 import Fp8Gemm
 from minitron.log import Log
+from minitron.mesh import Mesh
 from minitron.model.gpt import GPT
 from minitron.optim.grads import Gradients
 from minitron.optim.scaler import LossScaler
@@ -51,10 +52,14 @@ class State(NamedTuple):
     optimizer: Zero1Optimizer
     scaler: LossScaler | None
 
+    @property
+    def mesh(self) -> Mesh:
+        return self.optimizer.gradients.mesh
+
     def slices(self) -> dict[str, list[Tensor]]:
         """Kind -> one flat slice per bucket."""
-        return {kind: getattr(self.optimizer, name) for kind, name in
-                (("master", "masters"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))}
+        o = self.optimizer
+        return {"master": o.masters, "exp_avg": o.exp_avg, "exp_avg_sq": o.exp_avg_sq}
 
     def scalars(self) -> dict[str, Tensor]:
         """0-d tensors, the same on every rank, by their names in the index."""
@@ -77,14 +82,15 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
     slices: kind -> one flat tensor per bucket, laid out as the optimizer's; None leaves the bucket out.
     """
     for part in gradients.owned():
-        shape, shard, at = part.param.shape, part.param.shard, 0
+        shape, shard, at = tuple(part.param.shape), part.param.shard, 0
+        whole = shape if shard is None else (*shape[:shard.dim], sum(shard.chunks), *shape[shard.dim + 1:])
         for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
+            begin, at = at, at + prod(box.shape)
             for kind, flat in slices.items():
                 if flat[part.bucket] is not None:
-                    view = part.of(flat)[at:at + box.volume].view(box.shape)
+                    view = part.of(flat)[begin:at].view(box.shape)
                     for cut, start in to_global(box, shard):
-                        yield Piece(part.name, kind, whole_shape(shape, shard), start, view[cut.within(box)])
-            at += box.volume
+                        yield Piece(part.name, kind, whole, start, view[cut.within(box)])
 
 
 class Checkpointer:
@@ -95,15 +101,20 @@ class Checkpointer:
 
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
         self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
-        self.mesh, buckets = state.optimizer.gradients.mesh, state.optimizer.gradients.buckets
-        mesh, self.directory = self.mesh, Path(cfg.checkpoint.dir).expanduser()
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
+        self.mesh, self.directory = state.mesh, Path(cfg.checkpoint.dir).expanduser()
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.mesh.world.size > 1 else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.running: Future | None = None
-        ours = [(mesh.tp.rank == 0 or not b.kind.replicated) and (mesh.pp.rank == 0 or not b.kind.tied) for b in buckets]
-        pinned = mesh.device.type == "cuda"  # made now, so that memory that is short is short before the first step
+        ours = [(self.mesh.tp.rank == 0 or not bucket.kind.replicated) and (self.mesh.pp.rank == 0 or not bucket.kind.tied)
+                for bucket in state.optimizer.gradients.buckets]
+        pinned = self.mesh.device.type == "cuda"  # made now, so that too little memory is found before the first step
         self.host = {kind: [torch.empty(x.shape, pin_memory=pinned) if our else None for x, our in zip(flat, ours)]
                      for kind, flat in state.slices().items()}
+
+    def due(self, step: int) -> bool:
+        """Whether the configuration asks for a save after this step."""
+        every = self.cfg.checkpoint.every
+        return step == self.cfg.train.steps or (every > 0 and step % every == 0)
 
     def save(self, step: int, consumed_samples: int) -> None:
         """Begin to save the state after `step`; without checkpoint.async_save, also finish. Never the same step twice.
@@ -114,9 +125,20 @@ class Checkpointer:
         if step == self.saved:
             return
         started = time.perf_counter()
-        copied = self._copy()
+        for kind, flat in self.state.slices().items():
+            for host, device in zip(self.host[kind], flat, strict=True):
+                if host is not None:
+                    host.copy_(device, non_blocking=True)
+        first = self.mesh.tp.rank == self.mesh.dp_cp.rank == 0
+        histories = [p._replace(tensor=_to_host(p.tensor))
+                     for chunk in self.state.chunks if first for p in self.state.histories(chunk)]
+        scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
+        copied = torch.cuda.Event() if self.mesh.device.type == "cuda" else None
+        if copied is not None:
+            copied.record()
         stall = time.perf_counter() - started
-        self.running = self.thread.submit(self._write, step, consumed_samples, stall, *copied)
+        about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg)}
+        self.running = self.thread.submit(self._write, about, histories, scalars, copied, stall)
         if not self.cfg.checkpoint.async_save:
             self.wait()
 
@@ -126,78 +148,60 @@ class Checkpointer:
         if running is not None:
             running.result()
 
-    def _copy(self) -> tuple[list[Piece], dict[str, Tensor], torch.cuda.Event | None]:
-        """Begin to copy the state to the host: slices to self.host, FP8 histories and scalars to what is returned."""
-        for kind, flat in self.state.slices().items():
-            for host, device in zip(self.host[kind], flat, strict=True):
-                if host is not None:
-                    host.copy_(device, non_blocking=True)
-        first = self.mesh.tp.rank == self.mesh.dp_cp.rank == 0
-        histories = [p._replace(tensor=_to_host(p.tensor))
-                     for chunk in self.state.chunks if first for p in self.state.histories(chunk)]
-        scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
-        if self.mesh.device.type != "cuda":
-            return histories, scalars, None
-        copied = torch.cuda.Event()
-        copied.record()
-        return histories, scalars, copied
-
     # ---- in the thread --------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, consumed: int, stall: float, histories: list[Piece], scalars: dict[str, Tensor],
-               copied: torch.cuda.Event | None) -> None:
+    def _write(self, about: dict, histories: list[Piece], scalars: dict[str, Tensor], copied: torch.cuda.Event | None,
+               stall: float) -> None:
         if copied is not None:
             copied.synchronize()
-        started, temporary = time.perf_counter(), None
+        started, step = time.perf_counter(), about["iteration"]
         mine = [*pieces(self.state.optimizer.gradients, self.host), *histories]
         size = sum(piece.tensor.nbytes for piece in mine)
-        about = {"iteration": step, "consumed_samples": consumed, "config": asdict(self.cfg), "layout": self._layout(),
-                 "state": {name: value.item() for name, value in scalars.items()} | {"data": self.data}}
+        layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
+        about |= {"layout": layout | {"vp": len(self.state.chunks)},
+                  "state": {name: value.item() for name, value in scalars.items()} | {"data": self.data}}
+        temporary = None
         try:
-            temporary = self._decide(size, lambda sizes: begin(self.directory, step, sum(sizes)))
+            temporary = decide(size, lambda sizes: begin(self.directory, step, sum(sizes)), self.mesh, self.group)
             try:
-                part = write_shard(temporary / f"rank_{self.mesh.rank:05d}.safetensors", mine)
+                shard = write_shard(temporary / f"rank_{self.mesh.rank:05d}.safetensors", mine)
             except CheckpointError as error:
-                part = error
-            self._decide(part, lambda parts: self._finish(temporary, about | merge(parts)))
+                shard = error  # for rank 0 to hear of
+            decide(shard, lambda shards: self._commit(temporary, about, shards), self.mesh, self.group)
         except CheckpointError as error:
-            self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
             if temporary is not None and self.mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
+            self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
         else:
             self.saved = step
             self.log.info(f"checkpoint of step {step} saved: {size / 1e9:.3f} GB of this rank written in "
                           f"{time.perf_counter() - started:.2f} s, training stood for {stall:.3f} s")
 
-    def _finish(self, temporary: Path, index: dict) -> None:
-        commit(temporary, index)
-        prune(self.directory, index["iteration"], self.cfg.checkpoint.keep)
+    def _commit(self, temporary: Path, about: dict, shards: list) -> None:
+        commit(temporary, about, shards)
+        prune(self.directory, about["iteration"], self.cfg.checkpoint.keep)
 
-    def _layout(self) -> dict[str, int]:
-        sizes = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
-        return sizes | {"vp": len(self.state.chunks)}
 
-    def _decide(self, value: Any, rule: Callable[[list], Any]) -> Any:
-        """rule(the values of all ranks) as rank 0 finds it, on every rank.
+# ---- all ranks together --------------------------------------------------------------------------------------------
 
-        A CheckpointError that is among the values, or that the rule raises, is raised everywhere. Between these ranks
-        values travel pickled; no file is ever unpickled.
-        """
-        values, answer = [value], [None]
-        if self.group is not None:
-            values = [None] * self.mesh.world.size if self.mesh.rank == 0 else None
-            dist.gather_object(value, values, group=self.group)
-        if self.mesh.rank == 0:
-            errors = [v for v in values if isinstance(v, CheckpointError)]
-            try:
-                answer = errors[:1] or [rule(values)]
-            except CheckpointError as error:
-                answer = [error]
-        if self.group is not None:
-            dist.broadcast_object_list(answer, group=self.group)
-        if isinstance(answer[0], CheckpointError):
-            raise answer[0]
-        return answer[0]
+
+def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
+    """rule(the values of all ranks), found by rank 0, on every rank; a CheckpointError among the values or of the rule
+    is raised on every rank. What travels between these ranks is pickled in memory; no file is ever unpickled."""
+    values, answer = [value], [None]
+    if mesh.world.size > 1:
+        values = [None] * mesh.world.size if mesh.rank == 0 else None
+        dist.gather_object(value, values, group=group)
+    if mesh.rank == 0:
+        try:
+            answer = [v for v in values if isinstance(v, CheckpointError)][:1] or [rule(values)]
+        except CheckpointError as error:
+            answer = [error]
+    if mesh.world.size > 1:
+        dist.broadcast_object_list(answer, group=group)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    return answer[0]
 
 
 def _to_host(x: Tensor) -> Tensor:
