@@ -88,8 +88,9 @@ def newest(directory: Path) -> Path | None:
     pointer = directory / "latest"
     if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
         return next(reversed(checkpoints(directory).values()), None)
-    name, _, checksum = pointer.read_bytes().decode(errors="replace").removesuffix("\n").partition(" ")
-    if not STEP.fullmatch(name) or checksum != _crc(name.encode()):
+    text = pointer.read_bytes()
+    name = text.split()[0].decode(errors="replace") if text.strip() else ""
+    if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
     if not (directory / name).is_dir():
         raise CheckpointError(f"{directory / name} is missing, and {pointer} names it")
@@ -135,7 +136,7 @@ def commit(temporary: Path, about: dict, shards: Iterable[Written]) -> None:
             _remove(folder)
         os.rename(temporary, folder)
         _sync(directory)
-        _write(directory / "latest.tmp", [f"{folder.name} {_crc(folder.name.encode())}\n".encode()])
+        _write(directory / "latest.tmp", [_pointer(folder.name)])
         os.replace(directory / "latest.tmp", directory / "latest")
         _sync(directory)
 
@@ -249,6 +250,10 @@ def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "checksum": f"{checksum:08x}", "algorithm": "crc32"}
+
+
+def _pointer(name: str) -> bytes:
+    return f"{name} {_crc(name.encode())}\n".encode()
 
 
 def _crc(data: bytes) -> str:
