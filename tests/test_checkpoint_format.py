@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.checkpoint import format as files
-from minitron.checkpoint.boxes import Box, boxes_of_range, covers, to_global
-from minitron.checkpoint.format import CheckpointError, Reader, Writer, begin, newest, prune
+from minitron.checkpoint.boxes import Box, Piece, boxes_of_range, covers, to_global
+from minitron.checkpoint.format import CheckpointError, Reader, Writer, begin, commit, newest, write_shard
 from minitron.mesh import Axis
 from minitron.parallel.tensor import Shard
 
@@ -85,7 +85,7 @@ TENSORS = {"a.weight": torch.randn(6, 5), "b.bias": torch.randn(7), "c": torch.r
 
 def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TENSORS) -> None:
     """Every tensor as `cuts` flat ranges; dtypes as they are."""
-    with Writer(directory, iteration, {"model": {}}, consumed_samples=24) as writer:
+    with Writer(directory, iteration, {"model": {}}) as writer:
         for name, tensor in tensors.items():
             ends = [tensor.numel() * i // cuts for i in range(cuts + 1)]
             for first, last in itertools.pairwise(ends):
@@ -102,7 +102,7 @@ def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, dat
         write(directory, cuts=cuts)
     reader = Reader(directory)
     reader.verify()
-    assert (reader.path, reader.iteration, reader.consumed_samples) == (directory / "step_00000003", 3, 24)
+    assert (reader.path, reader.iteration) == (directory / "step_00000003", 3)
     assert reader.names() == list(TENSORS) and (len(reader.files) > 1) == (shard_bytes < 200 and len(reader.files) > 1)
     for name, tensor in TENSORS.items():
         assert reader.shape(name) == tensor.shape and reader.kinds(name) == ["param"]
@@ -213,9 +213,13 @@ def tensors_with(**box) -> dict:
     (dict(version=2), "'version': 2}, and this code reads .*'version': 1}; use the minitron that wrote it"),
     (dict(format="other"), "'format': 'other'"),
     (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias do not hold each element once"),
-    (dict(tensors=tensors_with(file="../step_00000002/part_00000.safetensors")), "no file beside it"),
+    (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias do not hold each element once"),
+    (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is no file beside it"),
+    (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
     (dict(tensors={"b.bias": {"shape": [7]}}), "not as version 1 has it: KeyError"),
-    (dict(files=3), "not as version 1 has it: TypeError"),
+    (dict(files=3), "not as version 1 has it: AttributeError"),
+    (dict(tensors=3), "not as version 1 has it: TypeError"),
+    (dict(tensors={"b.bias": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
 ])
 def test_a_foreign_index_is_refused(tmp_path, changes, message):
     write(tmp_path)
@@ -244,6 +248,13 @@ class Killed(BaseException):
     """A process that has died does nothing more, so every later call raises it again."""
 
 
+ABOUT = {"consumed_samples": 24, "config": {}, "layout": {}, "state": {}}
+
+
+def piece(step: int) -> Piece:
+    return Piece("a", "param", (2,), (0,), torch.full((2,), float(step)))
+
+
 def save_until(directory: Path, moment: int) -> list[int]:
     """Save steps 1, 2, 2 again (a run that had gone back) and 3, keeping one; die at the moment-th change of the disk.
 
@@ -263,10 +274,9 @@ def save_until(directory: Path, moment: int) -> list[int]:
             patch.setattr(os, name, deadly(getattr(os, name)))
         try:
             for step in 1, 2, 2, 3:
-                with Writer(directory, step, {}) as writer:
-                    writer.add("a", "param", (2,), (0,), torch.full((2,), float(step)))
+                shard = write_shard((folder := begin(directory, step, 8)) / "a.safetensors", [piece(step)])
+                commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1)
                 done.append(step)
-                prune(directory, step, keep=1)
         except Killed:
             pass
     return done
@@ -299,12 +309,12 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
 
 
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
-    for step in 1, 2, 3, 9:
+    for step in 1, 2, 9:
         write(tmp_path, step)
-    prune(tmp_path, 3, keep=0)
-    assert list(files.checkpoints(tmp_path)) == [1, 2, 3, 9]
-    prune(tmp_path, 3, keep=2)
+    commit(begin(tmp_path, 3, 0), {"iteration": 3}, [], keep=2)
     assert list(files.checkpoints(tmp_path)) == [2, 3, 9]
+    commit(begin(tmp_path, 10, 0), {"iteration": 10}, [])
+    assert list(files.checkpoints(tmp_path)) == [2, 3, 9, 10]
 
 
 def test_latest(tmp_path):

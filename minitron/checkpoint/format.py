@@ -5,14 +5,14 @@ layout; and a checkpoint may come from anywhere, so opening one must not run cod
 
     runs/a/latest                                   the name of the newest, and a checksum of that name
     runs/a/step_00000020/index.json                 which box of which tensor is in which file; each file's checksum
-    runs/a/step_00000020/rank_00003.safetensors     boxes of tensors, written by one rank
+    runs/a/step_00000020/rank_00003.safetensors     boxes of tensors (boxes.py), written by one rank
     runs/a/step_00000030.tmp-5e0c91d2/              a save under way, or what is left of one that was killed
 
-  1. Safetensors and JSON are data only. A box knows its place in the tensor of the whole model (boxes.py).
+  1. Safetensors and JSON are data only.
   2. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
      and then `latest` is replaced. Killed before, it leaves everything as it was.
   3. Checksums cover every byte and are made from the memory that was to be written. The index has each file's, and its
-     own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of everything else, at
+     own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of all other damage, at
      6 GB/s a core. It is no protection against forgery.
 
 index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
@@ -35,10 +35,9 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,9 +46,10 @@ from torch import Tensor
 from minitron.checkpoint.boxes import Box, Piece, covers
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of safetensors
-STEP = re.compile(r"step_(\d{8,})")
+# The names of a dtype in the index and in safetensors.
+NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("fp16", "F16")}
+DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
+STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
@@ -70,10 +70,6 @@ def disk_errors(path: Path) -> Iterator[None]:
 # ---- a directory of checkpoints ------------------------------------------------------------------------------------
 
 
-def step_name(iteration: int) -> str:
-    return f"step_{iteration:08d}"
-
-
 def checkpoints(directory: Path) -> dict[int, Path]:
     """The complete checkpoints in a directory by iteration, ascending."""
     return dict(sorted((int(match[1]), path) for path in directory.glob("step_*")
@@ -88,8 +84,8 @@ def newest(directory: Path) -> Path | None:
     pointer = directory / "latest"
     if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
         return next(reversed(checkpoints(directory).values()), None)
-    text = pointer.read_bytes()
-    name = text.split()[0].decode(errors="replace") if text.strip() else ""
+    text = pointer.read_bytes().decode(errors="replace")
+    name = text.split(" ")[0]
     if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
     if not (directory / name).is_dir():
@@ -105,7 +101,7 @@ def make_writable(directory: Path) -> None:
 
 
 def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
-    """A fresh temporary folder for a save; what killed saves left is removed. CheckpointError if the disk is full."""
+    """A fresh temporary folder for a save; what killed saves left goes. CheckpointError without room for num_bytes."""
     make_writable(directory)
     with disk_errors(directory):
         for stale in directory.glob("step_*.tmp-*"):
@@ -114,18 +110,21 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
         if free < num_bytes:
             raise CheckpointError(f"{directory} has {free / 1e9:.3f} GB free and a save needs {num_bytes / 1e9:.3f} GB;"
                                   " free some, or lower checkpoint.keep")
-        temporary = directory / f"{step_name(iteration)}.tmp-{secrets.token_hex(4)}"
+        temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
 
 
-def commit(temporary: Path, about: dict, shards: Iterable[Written]) -> None:
-    """Make a filled temporary folder the newest checkpoint. about: what the index says beside files and tensors."""
+def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0) -> None:
+    """Make a filled temporary folder the newest checkpoint; 0 or `keep` of those up to its iteration stay.
+
+    about: what the index says beside files and tensors. shards: from `write_shard`.
+    """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     files, tensors = {}, {}
-    for shard in shards:
-        files[shard.file] = shard.record
-        for name, whole, kind, dtype, box in shard.boxes:
+    for record, boxes in shards:
+        files |= record
+        for name, whole, kind, dtype, box in boxes:
             kinds = tensors.setdefault(name, {"shape": whole, "kinds": {}})["kinds"]
             kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
     body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
@@ -136,16 +135,11 @@ def commit(temporary: Path, about: dict, shards: Iterable[Written]) -> None:
             _remove(folder)
         os.rename(temporary, folder)
         _sync(directory)
-        _write(directory / "latest.tmp", [_pointer(folder.name)])
+        _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
         os.replace(directory / "latest.tmp", directory / "latest")
         _sync(directory)
-
-
-def prune(directory: Path, iteration: int, keep: int) -> None:
-    """Of the checkpoints up to this iteration remove all but the `keep` newest; 0 keeps all."""
-    old = [folder for step, folder in checkpoints(directory).items() if step <= iteration]
-    with disk_errors(directory):
-        for folder in old[:-keep] if keep else []:
+        passed = [folder for step, folder in checkpoints(directory).items() if step <= about["iteration"]]
+        for folder in passed[:-keep] if keep else []:
             _remove(folder)
 
 
@@ -157,67 +151,53 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """What the names in a folder stand for reaches the disk."""
+    """The names in a folder reach the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
-    """A file that was written: its record in the index, and (name, whole shape, kind, dtype, box) of each box."""
+def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]:
+    """Write boxes as one safetensors file and see it on the disk. Raises CheckpointError.
 
-    file: str
-    record: dict
-    boxes: list[tuple]
-
-
-def write_shard(path: Path, pieces: Sequence[Piece]) -> Written:
-    """Write boxes as one safetensors file and see it on the disk. Raises CheckpointError."""
+    Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
+    """
     header, boxes, end = {}, [], 0
-    names = {dtype: name for name, dtype in DTYPES.items()}
     for number, (name, kind, whole, start, tensor) in enumerate(pieces):
-        key, begin, end = f"{kind}:{name}:{number}", end, end + tensor.nbytes
-        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        box = {"file": path.name, "key": key, "start": start, "shape": list(tensor.shape)}
-        boxes.append((name, whole, kind, names[tensor.dtype], box))
+        key, begin, end, (dtype, code) = f"{kind}:{name}:{number}", end, end + tensor.nbytes, NAMES[tensor.dtype]
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        boxes.append((name, whole, kind, dtype, {"file": path.name, "key": key, "start": start, "shape": tensor.shape}))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with disk_errors(path):
-        return Written(path.name, _write(path, [struct.pack("<Q", len(text)), text, *(p.tensor for p in pieces)]), boxes)
+        return {path.name: _write(path, [struct.pack("<Q", len(text)), text, *(p.tensor for p in pieces)])}, boxes
 
 
-class Writer:
+class Writer(AbstractContextManager):
     """Writes a checkpoint from one process, in files of about 2 GB: for weights that come from elsewhere.
 
         with Writer(directory, iteration=0, config=config_dict) as writer:
             writer.add("head.weight", "param", (128, 32), (0, 0), tensor)
 
     When the `with` is left, directory/step_00000000 is there, and `latest` names it; if by an exception, nothing is.
-    layout, state: as in the index. Raises CheckpointError.
+    config: a whole Config as a dict. Raises CheckpointError.
     """
 
-    def __init__(self, directory: str | os.PathLike, iteration: int, config: dict, *, consumed_samples: int = 0,
-                 layout: dict | None = None, state: dict | None = None):
-        one = dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)
-        self.about = {"iteration": iteration, "consumed_samples": consumed_samples, "config": config,
-                      "layout": layout or one, "state": state or {}}
+    def __init__(self, directory: str | os.PathLike, iteration: int, config: dict):
+        self.about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {},
+                      "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)}
         self.temporary = begin(Path(directory).expanduser(), iteration, 0)
         self.waiting: list[Piece] = []
-        self.shards: list[Written] = []
+        self.shards: list[tuple] = []
 
     def add(self, name: str, kind: str, whole: Sequence[int], start: Sequence[int], tensor: Tensor) -> None:
         """Take the box of `name`, of shape `whole`, that begins at `start`. The tensor must not change afterwards."""
         self.waiting.append(Piece(name, kind, tuple(whole), tuple(start), tensor))
         if sum(piece.tensor.nbytes for piece in self.waiting) >= SHARD_BYTES:
             self._flush()
-
-    def __enter__(self) -> Writer:
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -228,10 +208,9 @@ class Writer:
             shutil.rmtree(self.temporary, ignore_errors=True)  # not there if it was committed
 
     def _flush(self) -> None:
-        if self.waiting:
-            path = self.temporary / f"part_{len(self.shards):05d}.safetensors"
-            self.shards.append(write_shard(path, self.waiting))
-            self.waiting = []
+        name = f"part_{len(self.shards):05d}.safetensors"
+        self.shards.append(write_shard(self.temporary / name, self.waiting))
+        self.waiting = []
 
 
 def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
@@ -252,8 +231,8 @@ def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
     return {"bytes": size, "checksum": f"{checksum:08x}", "algorithm": "crc32"}
 
 
-def _pointer(name: str) -> bytes:
-    return f"{name} {_crc(name.encode())}\n".encode()
+def _pointer(name: str) -> str:
+    return f"{name} {_crc(name.encode())}\n"
 
 
 def _crc(data: bytes) -> str:
@@ -275,15 +254,21 @@ class Reader:
         if not STEP.fullmatch(self.path.name):
             self.path = newest(self.path) or self.path
         self.index = self.path / "index.json"
-        index = _read_index(self.index)
         try:
+            index = _read_index(self.index)
             self.iteration, self.consumed_samples, self.config, self.layout, self.state, self.files, self._tensors = (
                 index[key] for key in ("iteration", "consumed_samples", "config", "layout", "state", "files", "tensors"))
-            for name in self._tensors:
-                for kind in self.kinds(name):
-                    self._check(name, kind)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.index} is not as version {FORMAT['version']} has it: {error!r}") from error
+            for file, record in self.files.items():
+                if Path(file).name != file or record["algorithm"] != "crc32":
+                    raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+            for name, kind in ((name, kind) for name in self._tensors for kind in self.kinds(name)):
+                files, _, boxes = zip(*self._boxes(name, kind))
+                if not (covers(self.shape(name), boxes) and self.files.keys() >= set(files)):
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{self.index} is not as version 1 has it: {error!r}") from error
         self._open = lru_cache(32)(lambda file: safe_open(self.path / file, framework="pt"))
 
     def names(self) -> list[str]:
@@ -315,7 +300,7 @@ class Reader:
             if common := stored.meet(wanted):
                 try:
                     part = self._open(file).get_slice(key)
-                    if (part.get_dtype(), tuple(part.get_shape())) != (CODES[result.dtype], stored.shape):
+                    if (part.get_dtype(), tuple(part.get_shape())) != (NAMES[result.dtype][1], stored.shape):
                         raise CheckpointError(f"{self.path / file}: {key} has not the dtype and shape of {self.index}")
                     result[common.within(wanted)] = part[common.within(stored)]
                 except (SafetensorError, OSError) as error:
@@ -330,25 +315,13 @@ class Reader:
             with disk_errors(path), open(path, "rb", buffering=0) as file:
                 while count := file.readinto(block):
                     size, checksum = size + count, zlib.crc32(block[:count], checksum)
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}")
-            if f"{checksum:08x}" != expected["checksum"]:
-                raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x} instead of "
-                                      f"{expected['checksum']}")
+            if (size, f"{checksum:08x}") != (expected["bytes"], expected["checksum"]):
+                raise CheckpointError(f"{path} is damaged: {size} bytes with checksum {checksum:08x} instead of "
+                                      f"{expected['bytes']} with {expected['checksum']}")
 
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
         for box in self._tensors[name]["kinds"][kind]["boxes"]:
             yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
-
-    def _check(self, name: str, kind: str) -> None:
-        """The boxes of a kind make a whole tensor, and their files lie beside the index."""
-        stored = list(self._boxes(name, kind))
-        if not covers(self.shape(name), [box for _, _, box in stored]):
-            raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
-        for file in {file for file, _, _ in stored}:
-            if Path(file).name != file or self.files[file]["algorithm"] != "crc32":
-                raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
-        self.dtype(name, kind)
 
 
 def _read_index(path: Path) -> dict:
@@ -356,13 +329,8 @@ def _read_index(path: Path) -> dict:
     with disk_errors(path):
         first, _, body = path.read_bytes().partition(b"\n")
     if first.decode(errors="replace") != f'{{"checksum": "{_crc(body)}",':
-        raise CheckpointError(f"{path} is damaged, or no index of a minitron checkpoint: its first line is not the "
-                              "checksum of the rest")
-    try:
-        index = json.loads(b"{" + body)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    found = {key: index.get(key) for key in FORMAT}
-    if found != FORMAT:
+        raise CheckpointError(f"{path} is damaged, or no index of minitron: its first line is no checksum of the rest")
+    index = json.loads(b"{" + body)
+    if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:
         raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
     return index

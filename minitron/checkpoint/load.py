@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from minitron.checkpoint.boxes import Piece
-from minitron.checkpoint.format import CheckpointError, Reader, checkpoints, make_writable, newest, step_name
+from minitron.checkpoint.format import STEP_NAME, CheckpointError, Reader, checkpoints, make_writable, newest
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.config import Config
 from minitron.mesh import Mesh
@@ -49,25 +49,25 @@ def find(cfg: Config) -> Start:
 
     Raises CheckpointError, also if checkpoint.dir cannot be written.
     """
-    c, reader = cfg.checkpoint, None
+    c = cfg.checkpoint
     if c.dir is not None:
-        make_writable(Path(c.dir).expanduser())
-    if c.dir is not None and c.resume:
         directory = Path(c.dir).expanduser()
+        make_writable(directory)
         try:
             folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
-            reader = folder and Reader(folder)
+            reader = Reader(folder) if c.resume and folder is not None else None
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_other(directory)}") from error
-    if reader is not None:
-        _check_model(reader, cfg, STRUCTURE + MEANING)
-        if "data" not in reader.state:
-            raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load={reader.path} "
-                                  "and another checkpoint.dir")
-        return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"])
-    if c.load is not None:
-        reader = Reader(c.load)
-        _check_model(reader, cfg, STRUCTURE)
+        if reader is not None:
+            _check_model(reader, cfg, STRUCTURE + MEANING)
+            if "data" not in reader.state:
+                raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
+                                      f"{reader.path} and another checkpoint.dir")
+            return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"])
+    if c.load is None:
+        return Start()
+    reader = Reader(c.load)
+    _check_model(reader, cfg, STRUCTURE)
     return Start(reader)
 
 
@@ -129,7 +129,7 @@ def _back(directory: Path, step: int) -> Path:
         folder = newest(directory)
         if folder is not None and Reader(folder).config["checkpoint"]["resume_step"] == step:
             return folder
-    return directory / step_name(step)
+    return directory / STEP_NAME(step)
 
 
 def _other(directory: Path, bad: Path | None = None) -> str:
@@ -166,5 +166,5 @@ def _together(start: Start, mesh: Mesh) -> Iterator[None]:
 
 def _check_same(steps: list[int]) -> None:
     if len(set(steps)) > 1:
-        raise CheckpointError(f"the newest checkpoints that the ranks find are of steps {sorted(set(steps))} (0: none); "
-                              "checkpoint.dir must be one directory that all nodes share")
+        raise CheckpointError(f"ranks would start after steps {sorted(set(steps))}; checkpoint.dir must be one directory "
+                              "that all nodes share")

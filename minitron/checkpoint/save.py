@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global
-from minitron.checkpoint.format import CheckpointError, begin, commit, prune, write_shard
+from minitron.checkpoint.format import CheckpointError, begin, commit, write_shard
 from minitron.config import Config
 from minitron.fp8 import Fp8Gemm
 from minitron.log import Log
@@ -101,13 +101,13 @@ class Checkpointer:
 
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
         self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
-        self.mesh, self.directory = state.mesh, Path(cfg.checkpoint.dir).expanduser()
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.mesh.world.size > 1 else None
+        self.mesh = mesh = state.mesh
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.running: Future | None = None
-        ours = [(self.mesh.tp.rank == 0 or not bucket.kind.replicated) and (self.mesh.pp.rank == 0 or not bucket.kind.tied)
-                for bucket in state.optimizer.gradients.buckets]
-        pinned = self.mesh.device.type == "cuda"  # made now, so that too little memory is found before the first step
+        kinds = [bucket.kind for bucket in state.optimizer.gradients.buckets]
+        ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in kinds]
+        pinned = mesh.device.type == "cuda"  # made now, so that too little memory is found before the first step
         self.host = {kind: [torch.empty(x.shape, pin_memory=pinned) if our else None for x, our in zip(flat, ours)]
                      for kind, flat in state.slices().items()}
 
@@ -119,26 +119,23 @@ class Checkpointer:
     def save(self, step: int, consumed_samples: int) -> None:
         """Begin to save the state after `step`; without checkpoint.async_save, also finish. Never the same step twice.
 
-        Errors of the disk are logged.
+        Errors of the disk are logged; `saved` is the last step that was saved.
         """
         self.wait()
         if step == self.saved:
             return
-        started = time.perf_counter()
         for kind, flat in self.state.slices().items():
             for host, device in zip(self.host[kind], flat, strict=True):
                 if host is not None:
                     host.copy_(device, non_blocking=True)
-        first = self.mesh.tp.rank == self.mesh.dp_cp.rank == 0
-        histories = [p._replace(tensor=_to_host(p.tensor))
-                     for chunk in self.state.chunks if first for p in self.state.histories(chunk)]
+        mine = list(pieces(self.state.optimizer.gradients, self.host))
+        if self.mesh.tp.rank == self.mesh.dp_cp.rank == 0:
+            mine += [p._replace(tensor=_to_host(p.tensor)) for c in self.state.chunks for p in self.state.histories(c)]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
         copied = torch.cuda.Event() if self.mesh.device.type == "cuda" else None
         if copied is not None:
             copied.record()
-        stall = time.perf_counter() - started
-        about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg)}
-        self.running = self.thread.submit(self._write, about, histories, scalars, copied, stall)
+        self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()
 
@@ -148,48 +145,42 @@ class Checkpointer:
         if running is not None:
             running.result()
 
-    # ---- in the thread --------------------------------------------------------------------------------------------
-
-    def _write(self, about: dict, histories: list[Piece], scalars: dict[str, Tensor], copied: torch.cuda.Event | None,
-               stall: float) -> None:
+    def _write(self, step: int, consumed_samples: int, mine: list[Piece], scalars: dict[str, Tensor],
+               copied: torch.cuda.Event | None) -> None:
+        """In the thread: from the copy to a checkpoint, together with the other ranks' threads."""
         if copied is not None:
             copied.synchronize()
-        started, step = time.perf_counter(), about["iteration"]
-        mine = [*pieces(self.state.optimizer.gradients, self.host), *histories]
+        c, mesh, temporary, started = self.cfg.checkpoint, self.mesh, None, time.perf_counter()
+        layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
+        about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg),
+                 "layout": layout | {"vp": len(self.state.chunks)},
+                 "state": {name: value.item() for name, value in scalars.items()} | {"data": self.data}}
         size = sum(piece.tensor.nbytes for piece in mine)
-        layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
-        about |= {"layout": layout | {"vp": len(self.state.chunks)},
-                  "state": {name: value.item() for name, value in scalars.items()} | {"data": self.data}}
-        temporary = None
         try:
-            temporary = decide(size, lambda sizes: begin(self.directory, step, sum(sizes)), self.mesh, self.group)
+            directory = Path(c.dir).expanduser()
+            temporary = decide(size, lambda sizes: begin(directory, step, sum(sizes)), mesh, self.group)
             try:
-                shard = write_shard(temporary / f"rank_{self.mesh.rank:05d}.safetensors", mine)
+                shard = write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine)
             except CheckpointError as error:
                 shard = error  # for rank 0 to hear of
-            decide(shard, lambda shards: self._commit(temporary, about, shards), self.mesh, self.group)
+            decide(shard, lambda shards: commit(temporary, about, shards, c.keep), mesh, self.group)
         except CheckpointError as error:
-            if temporary is not None and self.mesh.rank == 0:
+            if temporary is not None and mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
-        else:
-            self.saved = step
-            self.log.info(f"checkpoint of step {step} saved: {size / 1e9:.3f} GB of this rank written in "
-                          f"{time.perf_counter() - started:.2f} s, training stood for {stall:.3f} s")
-
-    def _commit(self, temporary: Path, about: dict, shards: list) -> None:
-        commit(temporary, about, shards)
-        prune(self.directory, about["iteration"], self.cfg.checkpoint.keep)
-
-
-# ---- all ranks together --------------------------------------------------------------------------------------------
+            return self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
+        self.saved = step
+        self.log.info(f"checkpoint of step {step} saved: {size / 1e9:.3f} GB of each rank in "
+                      f"{time.perf_counter() - started:.2f} s")
 
 
 def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
-    """rule(the values of all ranks), found by rank 0, on every rank; a CheckpointError among the values or of the rule
-    is raised on every rank. What travels between these ranks is pickled in memory; no file is ever unpickled."""
-    values, answer = [value], [None]
-    if mesh.world.size > 1:
+    """rule(the values of all ranks) as rank 0 finds it, on every rank.
+
+    A CheckpointError among the values, or of the rule, is raised on every rank. What travels between these ranks is
+    pickled in memory; no file is ever unpickled.
+    """
+    together, values, answer = mesh.world.size > 1, [value], [None]
+    if together:
         values = [None] * mesh.world.size if mesh.rank == 0 else None
         dist.gather_object(value, values, group=group)
     if mesh.rank == 0:
@@ -197,7 +188,7 @@ def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.Proc
             answer = [v for v in values if isinstance(v, CheckpointError)][:1] or [rule(values)]
         except CheckpointError as error:
             answer = [error]
-    if mesh.world.size > 1:
+    if together:
         dist.broadcast_object_list(answer, group=group)
     if isinstance(answer[0], CheckpointError):
         raise answer[0]
