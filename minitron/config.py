@@ -155,7 +155,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are any; null: nothing is saved")
+    dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
     every: int = key(100, "steps between saves, 0: only at the end of the run", NOT_NEGATIVE)
     keep: int = key(2, "the newest checkpoints that are kept, 0: all", NOT_NEGATIVE)
     resume: bool = key(True, "go on from the newest checkpoint in dir")

@@ -36,12 +36,13 @@ def main(argv: list[str] | None = None) -> None:
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
+    # an id in this rank's own samples; a checkpoint that all ranks find damaged
     with log, cli.user_errors(DataError), cli.user_errors(CheckpointError, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         trainer = build(cfg, mesh)
         restore(start, trainer.state)
-        log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__, resumed_from=start.step or None,
-                  **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+        log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
+                  first_step=start.step + 1, **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
         log.info(trainer.describe())
         if start.reader is not None:
             log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
@@ -75,8 +76,8 @@ def build_data(cfg: Config, start: Start = Start()) -> Datasets:
     check_data(start, data.info)
     if len(data.train) < needed:
         most = start.step + (len(data.train) - start.consumed_samples) // t.global_batch_size
-        raise ValueError(f"train.steps={t.steps} needs {needed} samples, and the run was laid out for {len(data.train)}; "
-                         f"use at most {most}, or begin a run of its own from its weights with checkpoint.load")
+        raise ValueError(f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
+                         f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)")
     return data
 
 

@@ -96,7 +96,8 @@ def assert_same(mine: dict, other: dict) -> None:
 
 LLAMA_LEGS = [
     (2, dict(tp=2), "none"), (4, dict(pp=2, vp=2), "none"), (8, dict(tp=2, pp=2, cp=2), "none"), (1, {}, "none"),
-    (4, dict(tp=4, sequence_parallel=False), "selective"), (4, dict(pp=4), "none"), (4, dict(overlap_grads=False), "none"),
+    (4, dict(tp=4, sequence_parallel=False), "selective"), (4, dict(pp=4), "none"),
+    (4, dict(overlap_grads=False), "none"),
     (2, dict(pp=2, layers_per_stage=(1, 4)), "full"), (4, dict(tp=2, pp=2, vp=2), "none"),
     (4, dict(cp=2, cp_style="ulysses"), "full"), (4, dict(pp=2, vp=2, layers_per_stage=(2, 1, 1, 1)), "selective"),
 ]
@@ -350,7 +351,8 @@ def test_the_same_command_goes_on(tmp_path, capsys):
 
     inspect_checkpoint.main([str(tmp_path / "saves"), "--tensors"])
     shown = capsys.readouterr().out
-    for text in ("iteration 8   consumed samples 64", "world 1   tp 1", "optimizer_steps 8.0", "beside it: step_00000006",
+    for text in ("iteration 8   consumed samples 64", "world 1   tp 1", "optimizer_steps 8.0",
+                 "beside it: step_00000006",
                  "blocks.1.mlp.up.weight   [96, 32]   master float32, exp_avg float32", "all 1 checksums are right"):
         assert text in shown
     shard = tmp_path / "saves" / "step_00000008" / "rank_00000.safetensors"
@@ -392,9 +394,11 @@ def test_the_data_index_is_pinned(tmp_path):
     assert build_data(with_("train", steps=12)).info["train"] != data.info["train"]  # which is why it is pinned
     most = len(data.train) // 8
     build_data(with_("train", steps=most), start)
-    with pytest.raises(ValueError, match=rf"train.steps={most + 1} needs {8 * most + 8} samples.*use at most {most}, or"):
+    message = rf"train.steps={most + 1} needs {8 * most + 8} samples.*use at most {most}, or"
+    with pytest.raises(ValueError, match=message):
         build_data(with_("train", steps=most + 1), start)
-    for changed, name in (with_("train", seed=5), "seed was 1234 and is 5"), (with_("data", split="2,1"), "split was '1'"):
+    for changed, name in ((with_("train", seed=5), "seed was 1234 and is 5"),
+                          (with_("data", split="2,1"), "split was '1' and is '2,1'")):
         with pytest.raises(CheckpointError, match=f"index.json was saved with other data: {name}.*checkpoint.load="):
             build_data(changed, start)
     write(61)

@@ -67,8 +67,9 @@ def test_coverage_is_each_element_once(shape, data):
     """Against counting: any handful of boxes, most of which leave holes or overlap."""
     box = st.tuples(*(st.tuples(st.integers(0, n - 1), st.integers(1, n)) for n in shape))
     boxes = [Box(*zip(*drawn)) for drawn in data.draw(st.lists(box, max_size=4))]
-    boxes = data.draw(st.sampled_from([boxes, [Box((0,) * len(shape), shape)], boxes_of_range(shape, 0, prod(shape) // 2)
-                                       + boxes_of_range(shape, prod(shape) // 2, prod(shape))]))
+    half = prod(shape) // 2
+    boxes = data.draw(st.sampled_from([boxes, [Box((0,) * len(shape), shape)],
+                                       boxes_of_range(shape, 0, half) + boxes_of_range(shape, half, prod(shape))]))
     count = torch.zeros([2 * n for n in shape])
     for b in boxes:
         at(count, b).add_(1)
@@ -219,7 +220,7 @@ def tensors_with(**box) -> dict:
     (dict(tensors={"b.bias": {"shape": [7]}}), "not as version 1 has it: KeyError"),
     (dict(files=3), "not as version 1 has it: AttributeError"),
     (dict(tensors=3), "not as version 1 has it: TypeError"),
-    (dict(tensors={"b.bias": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
+    (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
 ])
 def test_a_foreign_index_is_refused(tmp_path, changes, message):
     write(tmp_path)
@@ -232,7 +233,7 @@ def test_a_foreign_index_is_refused(tmp_path, changes, message):
 def test_a_box_that_is_not_what_the_index_says(tmp_path):
     write(tmp_path, cuts=1)
     reindex(tmp_path, tensors=tensors_with(key="param:d:3"))
-    with pytest.raises(CheckpointError, match="part_00000.safetensors: param:d:3 has not the dtype and shape of"):
+    with pytest.raises(CheckpointError, match="part_00000.safetensors is not what .* says: param:d:3 is not of"):
         Reader(tmp_path).read("b.bias", "param", (0,), (7,))
 
 
@@ -331,7 +332,7 @@ def test_latest(tmp_path):
 
 
 def test_a_disk_without_room_or_rights(tmp_path):
-    with pytest.raises(CheckpointError, match="GB free and a save needs 1000000.000 GB; free some, or lower checkpoint"):
+    with pytest.raises(CheckpointError, match="GB free and a save needs 1000000.000 GB; free some, or"):
         begin(tmp_path, 1, 10**15)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: file exists"):

@@ -143,13 +143,12 @@ def _other(directory: Path, bad: Path | None = None) -> str:
 
 def _check_model(reader: Reader, cfg: Config, names: tuple[str, ...]) -> None:
     """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
-    ours, saved = asdict(cfg.model), reader.config["model"]
-    for model in ours, saved:
-        model["num_kv_heads"] = model["num_kv_heads"] or model["num_heads"]
+    ours, saved = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
+                   for m in (asdict(cfg.model), reader.config["model"]))
     for name in names:
         if ours[name] != saved[name]:
-            raise CheckpointError(f"{reader.path}/index.json is of another model: model.{name} was {saved[name]} and is "
-                                  f"{ours[name]}; set it to that, or use another checkpoint")
+            raise CheckpointError(f"{reader.path}/index.json is of another model: model.{name} was {saved[name]} and "
+                                  f"is {ours[name]}; set it to that, or use another checkpoint")
 
 
 @contextmanager
@@ -166,5 +165,5 @@ def _together(start: Start, mesh: Mesh) -> Iterator[None]:
 
 def _check_same(steps: list[int]) -> None:
     if len(set(steps)) > 1:
-        raise CheckpointError(f"ranks would start after steps {sorted(set(steps))}; checkpoint.dir must be one directory "
-                              "that all nodes share")
+        raise CheckpointError(f"ranks would start after steps {sorted(set(steps))}; checkpoint.dir must be one "
+                              "directory that all nodes share")

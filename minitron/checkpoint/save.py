@@ -107,9 +107,9 @@ class Checkpointer:
         self.running: Future | None = None
         kinds = [bucket.kind for bucket in state.optimizer.gradients.buckets]
         ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in kinds]
-        pinned = mesh.device.type == "cuda"  # made now, so that too little memory is found before the first step
-        self.host = {kind: [torch.empty(x.shape, pin_memory=pinned) if our else None for x, our in zip(flat, ours)]
-                     for kind, flat in state.slices().items()}
+        pinned = mesh.device.type == "cuda"  # filled now: no page is missing at a save, too little memory shows before
+        self.host = {kind: [torch.empty(x.shape, pin_memory=pinned).zero_() if our else None
+                            for x, our in zip(flat, ours)] for kind, flat in state.slices().items()}
 
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a save after this step."""
