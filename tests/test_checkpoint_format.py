@@ -332,7 +332,7 @@ def test_latest(tmp_path):
 
 
 def test_a_disk_without_room_or_rights(tmp_path):
-    with pytest.raises(CheckpointError, match="GB free and a save needs 1000000.000 GB; free some, or"):
+    with pytest.raises(CheckpointError, match="MB free and a save needs 1000000000 MB; free some, or"):
         begin(tmp_path, 1, 10**15)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: file exists"):

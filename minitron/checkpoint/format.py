@@ -106,20 +106,19 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
     make_writable(directory)
     with disk_errors(directory):
         for stale in directory.glob("step_*.tmp-*"):
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=True)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
-            raise CheckpointError(f"{directory} has {free / 1e9:.3f} GB free and a save needs {num_bytes / 1e9:.3f} GB;"
-                                  " free some, or lower checkpoint.keep")
+            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB; "
+                                  "free some, or lower checkpoint.keep")
         temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
 
 
 def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0) -> None:
-    """Make a filled temporary folder the newest checkpoint; 0 or `keep` of those up to its iteration stay.
-
-    about: what the index says beside files and tensors. shards: from `write_shard`.
+    """Make a filled temporary folder the newest checkpoint. about: the index but files and tensors, which come from
+    the shards (`write_shard`). keep: how many checkpoints up to this iteration stay, 0: all. Raises CheckpointError.
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     files, tensors = {}, {}
@@ -145,10 +144,10 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
 
 
 def _remove(folder: Path) -> None:
-    """Renamed first, so that no half of it is ever taken for a checkpoint."""
+    """Rename it first, so that no half of it is ever taken for a checkpoint."""
     doomed = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
 
 
 def _sync(folder: Path) -> None:

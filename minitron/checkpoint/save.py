@@ -169,7 +169,7 @@ class Checkpointer:
                 shutil.rmtree(temporary, ignore_errors=True)
             return self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
         self.saved = step
-        self.log.info(f"checkpoint of step {step} saved: {size / 1e9:.3f} GB of each rank in "
+        self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
                       f"{time.perf_counter() - started:.2f} s")
 
 
