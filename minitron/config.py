@@ -154,6 +154,17 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
+    every: int = key(100, "steps between saves, 0: only at the end of the run", NOT_NEGATIVE)
+    keep: int = key(2, "the newest checkpoints that are kept, 0: all", NOT_NEGATIVE)
+    resume: bool = key(True, "go on from the newest checkpoint in dir")
+    resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
+    async_save: bool = key(True, "write while training goes on, from a copy in host memory")
+    load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
+
+
+@dataclass(frozen=True)
 class LogConfig:
     format: Literal["megatron", "megatron-core"] = key("megatron", "form of the iteration line")
     every: int = key(1, "steps between iteration lines", COUNT)
@@ -168,6 +179,7 @@ class Config:
     precision: PrecisionConfig = key(PrecisionConfig, "number formats")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     data: DataConfig = key(DataConfig, "what is read")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "what is saved and started from")
     log: LogConfig = key(LogConfig, "what is written")
 
     def check(self, world: int, capability: tuple[int, int] | None = None) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from minitron import cli
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.load import Start, check_data, find, restore
 from minitron.config import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
@@ -31,15 +33,20 @@ def main(argv: list[str] | None = None) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         choose_kernels(cfg, device)
-        data = build_data(cfg)
+        start = find(cfg)
+        data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
-    with log, cli.user_errors(DataError):  # an id in this rank's own samples
+    # an id in this rank's own samples; a checkpoint that all ranks find damaged
+    with log, cli.user_errors(DataError), cli.user_errors(CheckpointError, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         trainer = build(cfg, mesh)
+        restore(start, trainer.state)
         log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
-                  **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+                  first_step=start.step + 1, **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
         log.info(trainer.describe())
-        train(trainer, data, log)
+        if start.reader is not None:
+            log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
+        train(trainer, data, log, start.step, start.consumed_samples)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -56,12 +63,22 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def build_data(cfg: Config) -> Datasets:
-    """What the run reads. Safe on all ranks at once, and needs no process group."""
+def build_data(cfg: Config, start: Start = Start()) -> Datasets:
+    """What the run reads; of one that goes on, in the order it began with, however many steps it has now.
+
+    Safe on all ranks at once, and needs no process group. Raises ValueError.
+    """
     t = cfg.train
-    return build_datasets(cfg.data, vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed,
-                          train_samples=t.steps * t.global_batch_size,
+    needed = start.consumed_samples + max(0, t.steps - start.step) * t.global_batch_size
+    data = build_datasets(cfg.data, vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed,
+                          train_samples=start.data.get("train_samples", needed),
                           valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0)
+    check_data(start, data.info)
+    if len(data.train) < needed:
+        most = start.step + (len(data.train) - start.consumed_samples) // t.global_batch_size
+        raise ValueError(f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
+                         f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)")
+    return data
 
 
 def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:

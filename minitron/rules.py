@@ -31,6 +31,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None) -> None:
     _check_precision(cfg, capability)
     _check_optimizer(cfg)
     _check_data(cfg)
+    _check_checkpoint(cfg)
 
 
 def _check_ranges(section, prefix: str) -> None:
@@ -193,6 +194,13 @@ def _check_data(cfg: Config) -> None:
     if d.source != "indexed" and d.paths:
         raise ValueError(f"data.paths={','.join(d.paths)} is not read with data.source={d.source}; drop it, or set "
                          "data.source=indexed")
+
+
+def _check_checkpoint(cfg: Config) -> None:
+    c = cfg.checkpoint
+    if c.resume_step is not None and (c.dir is None or not c.resume):
+        raise ValueError(f"checkpoint.resume_step={c.resume_step} has no effect with checkpoint."
+                         f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them")
 
 
 # ---- their fixes --------------------------------------------------------------------------------------------------

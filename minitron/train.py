@@ -1,6 +1,6 @@
 """The page to read first: how a run is built, and what one step does.
 
-    config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log)
+    config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log, save)
 
 `build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout.
 `train` is the loop around it. Nothing in a step waits for the device: the figures of step n are copied while it runs
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minitron import attention, fp8
+from minitron.checkpoint.save import Checkpointer, State
 from minitron.collectives import all_reduce_
 from minitron.config import Config
 from minitron.data.build import Datasets
@@ -66,6 +67,11 @@ class Trainer:
         total = torch.stack(self.contribution(self.executor.evaluate(batches), batches)).double()
         all_reduce_(total, self.mesh.world)
         return total
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds of this rank."""
+        return State(self.chunks, self.optimizer, self.scaler)
 
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
@@ -127,14 +133,15 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, backend.name)
 
 
-def train(trainer: Trainer, data: Datasets, log: Log) -> None:
-    """All steps of the run. Collective over the world."""
+def train(trainer: Trainer, data: Datasets, log: Log, done: int = 0, consumed: int = 0) -> None:
+    """The steps of the run after the `done` ones, which took `consumed` samples. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
     keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh)
-    for step in range(1, t.steps + 1):
-        consumed = step * t.global_batch_size
-        batches = loader.step(consumed - t.global_batch_size, step)
+    saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
+    for step in range(done + 1, t.steps + 1):
+        batches = loader.step(consumed, step)
+        consumed += t.global_batch_size
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
         scale = trainer.loss_scale()
         stats = trainer.step(batches, lr)
@@ -144,8 +151,12 @@ def train(trainer: Trainer, data: Datasets, log: Log) -> None:
             meter.flush()
             log.evaluation(step, evaluate(trainer, data))
             meter.restart()
+        if saves is not None and saves.due(step):
+            saves.save(step, consumed)
     meter.flush()
     loader.close()
+    if saves is not None:
+        saves.wait()
 
 
 def keep_collector_out() -> None:

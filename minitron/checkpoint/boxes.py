@@ -1,0 +1,97 @@
+"""Boxes: rectangular parts of a tensor, the one coordinate system that all layouts share.
+
+Problem: what a rank holds is a *flat* range of a *tensor-parallel slice* of a parameter (ZeRO cuts wherever a rank's
+share ends), and no two layouts cut alike. The idea: translate each range, once, into a few boxes of the whole tensor.
+From there on nobody knows of layouts: a wanted box is put together from the saved boxes that it meets.
+
+    local slice [4, 5], elements 3 to 14        of a tensor [8, 5] this rank has rows 4 to 7, so
+        . . . a a                               a: row 4, columns 3 and 4
+        b b b b b        one range,             b: row 5
+        c c c c .        three boxes            c: row 6, columns 0 to 3
+        . . . . .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minitron.parallel.tensor import Shard
+
+
+class Box(NamedTuple):
+    """The elements from `start`, `shape` of them along each dim."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def meet(self, other: Box) -> Box | None:
+        """What both hold, None if nothing."""
+        start = tuple(map(max, self.start, other.start))
+        shape = tuple(min(a + m, b + n) - s for a, m, b, n, s in zip(*self, *other, start, strict=True))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The index of this box in a tensor that holds `outer`."""
+        return tuple(slice(s - o, s - o + n) for s, o, n in zip(self.start, outer.start, self.shape, strict=True))
+
+
+class Piece(NamedTuple):
+    """A tensor in memory that is one box of a global tensor: `name`, of this `kind`, of shape `whole`."""
+
+    name: str
+    kind: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, tuple(self.tensor.shape))
+
+
+def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
+    """Elements [first, last) of a flattened tensor as boxes, in memory order: at most 2 * dims - 1 of them."""
+    if first >= last:
+        return []
+    if len(shape) == 1:
+        return [Box((first,), (last - first,))]
+    row = prod(shape[1:])
+    head, tail = -(-first // row), last // row  # rows [head, tail) are whole
+
+    def part(i: int, begin: int, end: int) -> list[Box]:
+        return [Box((i, *box.start), (1, *box.shape)) for box in boxes_of_range(shape[1:], begin, end)]
+
+    if head > tail:
+        return part(tail, first - tail * row, last - tail * row)
+    rows = [Box((head, *[0] * (len(shape) - 1)), (tail - head, *shape[1:]))] if head < tail else []
+    return part(head - 1, first - (head - 1) * row, row) + rows + part(tail, 0, last - tail * row)
+
+
+def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """A box of a rank's slice, cut where the slice's chunks end: (each part, its start in the whole parameter)."""
+    if shard is None:
+        yield local, local.start
+        return
+    before, after = slice(shard.dim), slice(shard.dim + 1, None)
+    for begin, full, length in shard.slices():
+        chunk = Box(*((*old[before], new, *old[after]) for old, new in zip(local, (begin, length))))
+        if part := local.meet(chunk):
+            yield part, (*part.start[before], part.start[shard.dim] - begin + full, *part.start[after])
+
+
+def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes hold every element of a tensor of this shape exactly once."""
+    whole = Box((0,) * len(shape), shape)
+    if sum(prod(box.shape) for box in boxes) != prod(shape) or any(box.meet(whole) != box for box in boxes):
+        return False
+    reaching: list[Box] = []  # the row at which a sweep along dim 0 stands
+    for box in sorted(boxes):
+        reaching = [other for other in reaching if other.start[0] + other.shape[0] > box.start[0]]
+        if any(box.meet(other) for other in reaching):
+            return False
+        reaching.append(box)
+    return True

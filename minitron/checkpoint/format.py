@@ -1,0 +1,361 @@
+"""Checkpoints on disk: what the files hold, how they are written so that none is ever half there, how they are read.
+
+Problem: training is killed at any moment, also inside a save; disks fill up and flip bits; the next run has another
+layout; and a checkpoint may come from anywhere, so opening one must not run code. The idea:
+
+    runs/a/latest                                   the name of the newest, and a checksum of that name
+    runs/a/step_00000020/index.json                 which box of which tensor is in which file; each file's checksum
+    runs/a/step_00000020/rank_00003.safetensors     boxes of tensors (boxes.py), written by one rank
+    runs/a/step_00000030.tmp-5e0c91d2/              a save under way, or what is left of one that was killed
+
+  1. Safetensors and JSON are data only.
+  2. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
+     and then `latest` is replaced. Killed before, it leaves everything as it was.
+  3. Checksums cover every byte and are made from the memory that was to be written. The index has each file's, and its
+     own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of all other damage, at
+     6 GB/s a core. It is no protection against forgery.
+
+index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
+    "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
+    "files": {"rank_00003.safetensors": {"bytes": 1234, "checksum": "9ae0daaf", "algorithm": "crc32"}},
+    "tensors": {"blocks.0.mlp.up.weight": {"shape": [96, 32], "kinds": {"master": {"dtype": "fp32", "boxes": [
+        {"file": "rank_00003.safetensors", "key": "...", "start": [0, 0], "shape": [48, 32]}, ...]}}}}}
+Kinds: `master`, `exp_avg`, `exp_avg_sq` where the optimizer was saved (parameters are the rounded masters), `param`
+where only weights were, `fp8_history`. The boxes of a kind hold each element once. Left out: compression.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minitron.checkpoint.boxes import Box, Piece, covers
+
+FORMAT = {"format": "minitron-checkpoint", "version": 1}
+# The names of a dtype in the index and in safetensors.
+NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("fp16", "F16")}
+DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
+STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
+SHARD_BYTES = 2 << 30   # at which a Writer begins another file
+HEADER_BYTES = 1 << 27  # of safetensors, at most
+BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read: one line that names the file."""
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError inside into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}") from error
+
+
+# ---- a directory of checkpoints ------------------------------------------------------------------------------------
+
+
+def checkpoints(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in a directory by iteration, ascending."""
+    return dict(sorted((int(match[1]), path) for path in directory.glob("step_*")
+                       if (match := STEP.fullmatch(path.name))))
+
+
+def newest(directory: Path) -> Path | None:
+    """The checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
+
+    Raises CheckpointError if `latest` is damaged or what it names is missing.
+    """
+    pointer = directory / "latest"
+    if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
+        return next(reversed(checkpoints(directory).values()), None)
+    text = pointer.read_bytes().decode(errors="replace")
+    name = text.split(" ")[0]
+    if not STEP.fullmatch(name) or text != _pointer(name):
+        raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
+    if not (directory / name).is_dir():
+        raise CheckpointError(f"{directory / name} is missing, and {pointer} names it")
+    return directory / name
+
+
+def make_writable(directory: Path) -> None:
+    """Make the directory if it is not there, and try to write. Raises CheckpointError."""
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+
+
+def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
+    """A fresh temporary folder for a save; what killed saves left goes. CheckpointError without room for num_bytes."""
+    make_writable(directory)
+    with disk_errors(directory):
+        for stale in directory.glob("step_*.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        free = shutil.disk_usage(directory).free
+        if free < num_bytes:
+            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB; "
+                                  "free some, or lower checkpoint.keep")
+        temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
+        temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0) -> None:
+    """Make a filled temporary folder the newest checkpoint. about: the index but files and tensors, which come from
+    the shards (`write_shard`). keep: how many checkpoints up to this iteration stay, 0: all. Raises CheckpointError.
+    """
+    directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
+    files, tensors = {}, {}
+    for record, boxes in shards:
+        files |= record
+        for name, whole, kind, dtype, box in boxes:
+            kinds = tensors.setdefault(name, {"shape": whole, "kinds": {}})["kinds"]
+            kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
+    body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
+    with disk_errors(directory):
+        _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
+        _sync(temporary)
+        if folder.exists():  # of a run that went back to before it
+            _remove(folder)
+        os.rename(temporary, folder)
+        _sync(directory)
+        _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
+        os.replace(directory / "latest.tmp", directory / "latest")
+        _sync(directory)
+        passed = [folder for step, folder in checkpoints(directory).items() if step <= about["iteration"]]
+        for folder in passed[:-keep] if keep else []:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Rename it first, so that no half of it is ever taken for a checkpoint."""
+    doomed = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]:
+    """Write boxes as one safetensors file and see it on the disk. Raises CheckpointError.
+
+    Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
+    """
+    header, boxes, end = {}, [], 0
+    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
+        key, begin, end, (dtype, code) = f"{kind}:{name}:{number}", end, end + tensor.nbytes, NAMES[tensor.dtype]
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        boxes.append((name, whole, kind, dtype, {"file": path.name, "key": key, "start": start, "shape": tensor.shape}))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with disk_errors(path):
+        return {path.name: _write(path, [struct.pack("<Q", len(text)), text, *(p.tensor for p in pieces)])}, boxes
+
+
+class Writer(AbstractContextManager):
+    """Writes a checkpoint from one process, in files of about 2 GB: for weights that come from elsewhere.
+
+        with Writer(directory, iteration=0, config=config_dict) as writer:
+            writer.add("head.weight", "param", (128, 32), (0, 0), tensor)
+
+    When the `with` is left, directory/step_00000000 is there, and `latest` names it; if by an exception, nothing is.
+    config: a whole Config as a dict. Raises CheckpointError.
+    """
+
+    def __init__(self, directory: str | os.PathLike, iteration: int, config: dict):
+        self.about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {},
+                      "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)}
+        self.temporary = begin(Path(directory).expanduser(), iteration, 0)
+        self.waiting: list[Piece] = []
+        self.shards: list[tuple] = []
+
+    def add(self, name: str, kind: str, whole: Sequence[int], start: Sequence[int], tensor: Tensor) -> None:
+        """Take the box of `name`, of shape `whole`, that begins at `start`. The tensor must not change afterwards."""
+        self.waiting.append(Piece(name, kind, tuple(whole), tuple(start), tensor))
+        if sum(piece.tensor.nbytes for piece in self.waiting) >= SHARD_BYTES:
+            self._flush()
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                commit(self.temporary, self.about, self.shards)
+        finally:
+            shutil.rmtree(self.temporary, ignore_errors=True)  # not there if it was committed
+
+    def _flush(self) -> None:
+        name = f"part_{len(self.shards):05d}.safetensors"
+        self.shards.append(write_shard(self.temporary / name, self.waiting))
+        self.waiting = []
+
+
+def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
+    """Write a file and see it on the disk; returns its record in the index."""
+    size = checksum = 0
+    with open(path, "wb") as file:
+        for part in parts:
+            whole = _bytes(part.detach().cpu().contiguous()) if isinstance(part, Tensor) else memoryview(part)
+            for begin in range(0, len(whole), BLOCK_BYTES):
+                block = whole[begin:begin + BLOCK_BYTES]
+                checksum = zlib.crc32(block, checksum)
+                file.write(block)
+            size += len(whole)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "checksum": f"{checksum:08x}", "algorithm": "crc32"}
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """Of a contiguous tensor on the CPU."""
+    return memoryview(x.view(-1).view(torch.uint8).numpy())
+
+
+def _pointer(name: str) -> str:
+    return f"{name} {_crc(name.encode())}\n"
+
+
+def _crc(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """An open checkpoint: its folder, or a directory of checkpoints, then the newest of them.
+
+    Opening reads the index alone, and checks all of it; `verify` checks the files. Attributes: path, iteration,
+    consumed_samples, config, layout, state and files as in the index. Raises CheckpointError.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path).expanduser()
+        if not STEP.fullmatch(self.path.name):
+            self.path = newest(self.path) or self.path
+        self.index = self.path / "index.json"
+        try:
+            index = _read_index(self.index)
+            self.iteration, self.consumed_samples = index["iteration"], index["consumed_samples"]
+            self.config, self.layout, self.state = index["config"], index["layout"], index["state"]
+            self.files, self._tensors = index["files"], index["tensors"]
+            for file, record in self.files.items():
+                if Path(file).name != file or record["algorithm"] != "crc32":
+                    raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+            for name, kind in ((name, kind) for name in self._tensors for kind in self.kinds(name)):
+                files, _, boxes = zip(*self._boxes(name, kind))
+                if not (covers(self.shape(name), boxes) and self.files.keys() >= set(files)):
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{self.index} is not as version 1 has it: {error!r}") from error
+        self._header = lru_cache(_header)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self._tensors[name]["shape"])
+
+    def kinds(self, name: str) -> list[str]:
+        """What is stored of a tensor; nothing of an unknown one."""
+        return list(self._tensors.get(name, {"kinds": ()})["kinds"])
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        return DTYPES[self._tensors[name]["kinds"][kind]["dtype"]]
+
+    def files_of(self, name: str, kind: str, box: Box) -> set[str]:
+        """The files that hold elements of a box."""
+        return {file for file, _, stored in self._boxes(name, kind) if stored.meet(box)}
+
+    def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Any box of a tensor, on the CPU and in the dtype it was saved in, put together from the boxes it meets.
+
+        It trusts the bytes of the files, which `verify` checks. Files are read, not mapped: pages of a mapped file count
+        as this process's memory. What is read at once is the rows that a stored box and the wanted one share.
+        """
+        wanted = Box(tuple(start), tuple(shape))
+        result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
+        for file, key, stored in self._boxes(name, kind):
+            if common := stored.meet(wanted):
+                rows = Box((common.start[0], *stored.start[1:]), (common.shape[0], *stored.shape[1:]))
+                part = self._rows(file, key, stored, rows, result.dtype)
+                if rows == wanted:
+                    return part
+                result[common.within(wanted)] = part[common.within(rows)]
+        return result
+
+    def _rows(self, file: str, key: str, stored: Box, rows: Box, dtype: torch.dtype) -> Tensor:
+        path, row_bytes = self.path / file, prod(stored.shape[1:]) * dtype.itemsize
+        result = torch.empty(rows.shape, dtype=dtype)
+        with disk_errors(path), open(path, "rb") as opened:
+            try:
+                entry, begin = self._header(path)
+                if (entry[key]["dtype"], entry[key]["shape"]) != (NAMES[dtype][1], list(stored.shape)):
+                    raise ValueError(f"{key} is not of the dtype and shape that index.json says")
+                opened.seek(begin + entry[key]["data_offsets"][0] + (rows.start[0] - stored.start[0]) * row_bytes)
+                if opened.readinto(_bytes(result)) != result.nbytes:
+                    raise ValueError(f"it ends within {key}")
+            except (KeyError, TypeError, ValueError, struct.error) as error:
+                raise CheckpointError(f"{path} is not what index.json says: {error}") from error
+        return result
+
+    def verify(self, files: Iterable[str] | None = None) -> None:
+        """Size and checksum of these files, by default of all. Raises CheckpointError naming the first bad one."""
+        for name in self.files if files is None else files:
+            path, expected = self.path / name, self.files[name]
+            size, checksum, block = 0, 0, memoryview(bytearray(BLOCK_BYTES))
+            with disk_errors(path), open(path, "rb", buffering=0) as file:
+                while count := file.readinto(block):
+                    size, checksum = size + count, zlib.crc32(block[:count], checksum)
+            if (size, f"{checksum:08x}") != (expected["bytes"], expected["checksum"]):
+                raise CheckpointError(f"{path} is damaged: {size} bytes with checksum {checksum:08x} instead of "
+                                      f"{expected['bytes']} with {expected['checksum']}")
+
+    def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
+        for box in self._tensors[name]["kinds"][kind]["boxes"]:
+            yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
+
+
+def _header(path: Path) -> tuple[dict, int]:
+    """What a safetensors file says of its tensors, and where their bytes begin."""
+    with open(path, "rb") as file:
+        length, = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(min(length, HEADER_BYTES))), 8 + length
+
+
+def _read_index(path: Path) -> dict:
+    """The index, once its checksum, format and version are as they should be. Raises CheckpointError."""
+    with disk_errors(path):
+        first, _, body = path.read_bytes().partition(b"\n")
+    if first.decode(errors="replace") != f'{{"checksum": "{_crc(body)}",':
+        raise CheckpointError(f"{path} is damaged, or no index of minitron: its first line is no checksum of the rest")
+    index = json.loads(b"{" + body)
+    if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:
+        raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
+    return index
