@@ -1,0 +1,1 @@
+"""Sharded checkpoints that any layout can save and any other can load."""
