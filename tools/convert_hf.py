@@ -58,6 +58,8 @@ def main(argv: list[str]) -> None:
     for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
         command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")
     options = parser.parse_args(argv)
+    if os.path.exists(options.target):
+        raise ValueError(f"{options.target} exists already; delete it or name a new folder")
     if options.command == "import":
         import_folder(options.source, options.target, options.dtype, options.vocab_multiple)
     elif not 0 < options.max_shard_gb < math.inf:
@@ -178,8 +180,6 @@ def safetensors_header(parts: list[hf.Part], dtype: torch.dtype) -> bytes:
 def new_folder(target: str) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its name at the end, or vanishes."""
     path = Path(target)
-    if path.exists():
-        raise ValueError(f"{path} exists already; delete it or name a new folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
