@@ -72,7 +72,7 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
     """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = hf.Reader(source, vocab_multiple)
     shapes = {name: reader.shape(name) for name in reader.names()}
-    stored = functools.reduce(torch.promote_types, map(reader.dtype, shapes))
+    stored = functools.reduce(torch.promote_types, (reader.dtype(name, "param") for name in shapes))
     dtype = dtype or next(name for name, kind in DTYPES.items() if kind == stored)
     config, values = Config(model=reader.model, precision=PrecisionConfig(dtype)), sum(map(math.prod, shapes.values()))
     with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
@@ -90,7 +90,7 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
 def export_folder(source: str, target: str, dtype: str | None, max_bytes: int) -> None:
     """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = Reader(source)
-    cfg = cli.from_tree({name: reader.config[name] for name in ("model", "precision")}, f"{reader.path}/index.json")
+    cfg = cli.from_tree({name: reader.config[name] for name in ("model", "precision")}, str(reader.index))
     kinds, dtype = check_tensors(reader, cfg.model), dtype or cfg.precision.dtype
     settings = hf.settings_of(cfg.model, dtype)
 

@@ -250,7 +250,7 @@ class Reader:
         """Of the whole tensor, the vocabulary padded."""
         return self._shapes[name]
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str, kind: str) -> torch.dtype:
         """The one that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
 
@@ -259,7 +259,7 @@ class Reader:
         assert kind == "param" and len(start) == len(shape) == len(self.shape(name))
         begin, end = start[0], start[0] + shape[0]
         columns = [slice(s, s + n) for s, n in zip(start[1:], shape[1:])]
-        box, row = torch.empty(shape, dtype=self.dtype(name)), 0
+        box, row = torch.empty(shape, dtype=self.dtype(name, kind)), 0
         for part in self._map[name]:
             first, last = max(begin, row), min(end, row + part.shape[0])
             if first < last:
@@ -281,7 +281,7 @@ class Reader:
         if name not in self._means:
             (part,) = self._map[name]
             sums = (self._slice(part, rows).sum(0, dtype=torch.float64) for rows in self._blocks())
-            self._means[name] = (sum(sums) / self.model.vocab_size).to(self.dtype(name))
+            self._means[name] = (sum(sums) / self.model.vocab_size).to(self.dtype(name, "param"))
         return self._means[name]
 
     def _blocks(self) -> Iterator[slice]:
