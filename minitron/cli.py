@@ -87,7 +87,7 @@ def load(argv: list[str]) -> Config:
 def from_tree(tree: dict, origin: str) -> Config:
     """The Config of a nested mapping, checked like a file. Errors are ValueErrors that begin with `origin`."""
     if "${" in str(tree):
-        raise _interpolation(origin)
+        raise _interpolation(f"{origin}: it")
     return _merge(_settings(tree, f"{origin}: "))
 
 

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     importer.add_argument("--vocab-multiple", type=int, default=ModelConfig.vocab_multiple, metavar="N",
                           help="pad the vocabulary to a multiple of N, so that parallel.tp divides it (%(default)s)")
     exporter = commands.add_parser("export", help="CHECKPOINT_DIR HF_FOLDER: minitron to Hugging Face")
-    exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="its newest checkpoint, or one step_... folder in it")
+    exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
     exporter.add_argument("target", metavar="HF_FOLDER", help="new")
     exporter.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (%(default)s)")
     for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
@@ -83,16 +83,17 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
                     writer.add(name, "param", shape, start, tensor)
                     bar.update(tensor.numel())
         (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(reader.model)}, sort_keys=False))
-    print(f"{values / 1e9:.3g} B weights of a {reader.model.family} model in {dtype}; to train them:\n"
+    print(f"{values:,} weights of a {reader.model.family} model in {dtype}; to train them:\n"
           f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=...")
 
 
 def export_folder(source: str, target: str, dtype: str | None, max_bytes: int) -> None:
     """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = Reader(source)
-    cfg = cli.from_tree({name: reader.config[name] for name in ("model", "precision")}, str(reader.index))
-    kinds, dtype = check_tensors(reader, cfg.model), dtype or cfg.precision.dtype
-    settings = hf.settings_of(cfg.model, dtype)
+    sections = {name: keys for name, keys in reader.config.items() if name in ("model", "precision")}
+    cfg = cli.from_tree(sections, str(reader.index))
+    dtype = dtype or cfg.precision.dtype
+    settings, kinds = hf.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
@@ -103,8 +104,8 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int) -
     with new_folder(target) as folder:
         write_model(folder, cfg.model, DTYPES[dtype], hf.export(cfg.model, read), max_bytes)
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    print(f"iteration {reader.iteration} in {dtype}: transformers.AutoModelForCausalLM.from_pretrained({target!r}) loads "
-          "it; the tokenizer's files go beside it")
+    print(f"iteration {reader.iteration} in {dtype}; to load it, copy the tokenizer's files there and call\n"
+          f"transformers.AutoModelForCausalLM.from_pretrained({target!r})")
 
 
 def check_tensors(reader: Reader, model: ModelConfig) -> dict[str, str]:

@@ -17,8 +17,8 @@ mean exp, so p padding rows beside v real ones raise a loss by less than p/v. Ex
 `Reader` has the read interface of checkpoint/format.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.
 
-Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout, which is a choice
-of a run and no property of weights; tokenizers.
+Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout and the initial
+standard deviation, which belong to a run and not to weights; tokenizers.
 """
 
 from __future__ import annotations
@@ -60,18 +60,16 @@ FORMATS = {
         "llama", "LlamaForCausalLM", "model.",
         dict(num_layers="num_hidden_layers", hidden_size="hidden_size", ffn_hidden_size="intermediate_size",
              num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", vocab_size="vocab_size",
-             max_positions="max_position_embeddings", tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps",
-             init_std="initializer_range"),
-        dict(num_key_value_heads=None, max_position_embeddings=2048, tie_word_embeddings=False, rms_norm_eps=1e-6,
-             initializer_range=0.02),
+             max_positions="max_position_embeddings", tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps"),
+        dict(num_key_value_heads=None, max_position_embeddings=2048, tie_word_embeddings=False, rms_norm_eps=1e-6),
         dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
         r"\.rotary_emb\.inv_freq$"),
     "gpt2": Format(
         "gpt", "GPT2LMHeadModel", "transformer.",
         dict(num_layers="n_layer", hidden_size="n_embd", ffn_hidden_size="n_inner", num_heads="n_head",
              vocab_size="vocab_size", max_positions="n_positions", tie_embeddings="tie_word_embeddings",
-             norm_eps="layer_norm_epsilon", init_std="initializer_range"),
-        dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5, initializer_range=0.02),
+             norm_eps="layer_norm_epsilon"),
+        dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
         dict(activation_function="gelu_new", scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
              add_cross_attention=False),
         r"\.attn\.(masked_)?bias$"),
@@ -228,12 +226,12 @@ class Reader:
     """
 
     def __init__(self, folder: str | Path, vocab_multiple: int = ModelConfig.vocab_multiple):
-        self.folder = Path(folder)
-        settings = _json(self.folder / "config.json")
-        self.model = model_config(settings, str(self.folder / "config.json"), vocab_multiple)
+        self.path = Path(folder)
+        settings = _json(self.path / "config.json")
+        self.model = model_config(settings, str(self.path / "config.json"), vocab_multiple)
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
-        self._places = _find_tensors(self.folder)
+        self._places = _find_tensors(self.path)
         if not any(name.startswith(fmt.prefix) for name in self._places):
             self._places = {name if name.startswith("lm_head.") else fmt.prefix + name: place
                             for name, place in self._places.items()}
@@ -295,7 +293,7 @@ class Reader:
         for name, part in parts.items():
             place = self._places.get(name)
             if place is None:
-                raise CheckpointError(f"{self.folder} lacks the tensor {name} of config.json's model; copy it again")
+                raise CheckpointError(f"{self.path} lacks the tensor {name} of config.json's model; copy it again")
             if place.shape != part.stored:
                 raise CheckpointError(f"{place.path}: {name} has shape {place.shape}, config.json's model {part.stored}"
                                       "; copy the files of one model")
