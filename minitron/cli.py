@@ -81,8 +81,19 @@ def load(argv: list[str]) -> Config:
             files += _settings(_read(arg), f"{arg}: ")
         else:
             raise ValueError(f"{arg} is neither a YAML file nor an override; write FILE.yaml or section.key=value")
+    return _merge(files + overrides)
+
+
+def from_tree(tree: dict, origin: str) -> Config:
+    """The Config of a nested mapping, checked like a file. Errors are ValueErrors that begin with `origin`."""
+    if "${" in str(tree):
+        raise _interpolation(f"{origin}: it")
+    return _merge(_settings(tree, f"{origin}: "))
+
+
+def _merge(settings: list[tuple[str, str, Any]]) -> Config:
     tree: dict = {}
-    for origin, key, value in files + overrides:
+    for origin, key, value in settings:
         _check_type(origin, key, value)
         *sections, name = key.split(".")
         node = tree

@@ -1,0 +1,369 @@
+"""Hugging Face folders (config.json and safetensors) of Llama 2, 3, 3.1 and GPT-2, as minitron's global tensors.
+
+Problem: both sides hold the same numbers under other names, cut differently. The idea: one table, `tensor_map`, says of
+which Hugging Face tensors each of minitron's is a stack, row upon row. Reading and writing both follow it.
+
+    minitron                           Llama                                      GPT-2, under transformer.
+    embedding.words.weight [v, h]      model.embed_tokens                         wte
+    blocks.0.attention.qkv.weight      q_proj [h, h] over k_proj, v_proj [g d, h] h.0.attn.c_attn [h, 3h], transposed
+    blocks.0.mlp.up.weight             gate_proj [f, h] over up_proj [f, h]       h.0.mlp.c_fc [h, f], transposed
+
+Rows of q and k keep their order: minitron's rotary positions too pair channel i of a head with channel i + d/2.
+
+The vocabulary is padded. All logits of GPT-2 lie far below zero, so rows of zeros would take nearly the whole softmax.
+A padding row is the mean row instead, whose logit is the mean logit. By Jensen's inequality exp(mean) is at most the
+mean exp, so p padding rows beside v real ones raise a loss by less than p/v. Export drops them.
+
+`Reader` has the read interface of checkpoint/format.py and reads only the box that is asked for, so a model is
+converted, or loaded in any layout, in the memory of one tensor.
+
+Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout and the initial
+standard deviation, which belong to a run and not to weights; tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minitron import cli
+from minitron.checkpoint.format import CheckpointError
+from minitron.config import ModelConfig
+from minitron.precision import DTYPES
+
+STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+BLOCK_ROWS = 1024  # of a vocabulary, read at a time
+
+
+class Format(NamedTuple):
+    """One model_type of config.json."""
+
+    family: str                    # minitron's
+    architecture: str              # transformers' class
+    prefix: str                    # of every tensor but the head; files of the bare model lack it
+    keys: dict[str, str]           # field of ModelConfig -> its key
+    absent: dict[str, object]      # keys that may be missing -> transformers' value then
+    fixed: dict[str, object]       # keys that change the network -> what minitron computes, and transformers' default
+    buffers: str                   # tensors that old versions saved and none reads
+
+
+FORMATS = {
+    "llama": Format(
+        "llama", "LlamaForCausalLM", "model.",
+        dict(num_layers="num_hidden_layers", hidden_size="hidden_size", ffn_hidden_size="intermediate_size",
+             num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", vocab_size="vocab_size",
+             max_positions="max_position_embeddings", tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps"),
+        dict(num_key_value_heads=None, max_position_embeddings=2048, tie_word_embeddings=False, rms_norm_eps=1e-6),
+        dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
+        r"\.rotary_emb\.inv_freq$"),
+    "gpt2": Format(
+        "gpt", "GPT2LMHeadModel", "transformer.",
+        dict(num_layers="n_layer", hidden_size="n_embd", ffn_hidden_size="n_inner", num_heads="n_head",
+             vocab_size="vocab_size", max_positions="n_positions", tie_embeddings="tie_word_embeddings",
+             norm_eps="layer_norm_epsilon"),
+        dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
+        dict(activation_function="gelu_new", scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+             add_cross_attention=False),
+        r"\.attn\.(masked_)?bias$"),
+}
+ROPE_SCALING = dict(factor="factor", low_freq_factor="low_freq_factor", high_freq_factor="high_freq_factor",
+                    original_max_positions="original_max_position_embeddings")
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+
+def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.vocab_multiple) -> ModelConfig:
+    """The model of a config.json. Raises ValueError, in a line that begins with `origin`.
+
+    transformers 5 writes `rope_parameters`, older versions wrote `rope_theta` and `rope_scaling`.
+    """
+    kind = settings.get("model_type")
+    if str(kind) not in FORMATS:
+        raise CheckpointError(f"{origin}: model_type={kind!r} is not supported; {' and '.join(FORMATS)} are")
+    fmt = FORMATS[kind]
+    model = {"family": fmt.family, "vocab_multiple": vocab_multiple} | _take(fmt.absent | settings, fmt.keys, origin)
+    fixed = {key: (value,) for key, value in fmt.fixed.items()}
+    fixed |= {key: (None,) for key in ("sliding_window", "quantization_config", "auto_map")}
+    if kind == "llama":
+        rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            raise CheckpointError(f"{origin}: the rotary parameters {rope!r} are no JSON object; copy it again")
+        rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default")} | settings | rope
+        fixed |= {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1)}
+        settings = settings | {key: rope.get(key) for key in ("rope_type", "partial_rotary_factor")}
+        scaling = _take(rope, ROPE_SCALING, origin) if rope["rope_type"] == "llama3" else None
+        model |= {"positions": "rope", "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    else:
+        model |= {"positions": "learned", "num_kv_heads": None}
+        if model["ffn_hidden_size"] is None and isinstance(model["hidden_size"], int):
+            model["ffn_hidden_size"] = 4 * model["hidden_size"]
+    cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
+    try:
+        cfg.check(world=1)
+    except ValueError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+    for key, allowed in (fixed | {"head_dim": (None, cfg.model.head_dim)}).items():
+        if settings.get(key, allowed[0]) not in allowed:
+            raise CheckpointError(f"{origin}: {key}={settings[key]!r} is not supported, minitron's {fmt.family} has "
+                                  f"{' or '.join(map(repr, allowed))}; convert another model")
+    return cfg.model
+
+
+def _take(settings: dict, keys: dict[str, str], origin: str) -> dict:
+    missing = [key for key in keys.values() if key not in settings]
+    if missing:
+        raise CheckpointError(f"{origin}: {missing[0]} is missing; copy the file that belongs to these weights")
+    return {field: settings[key] for field, key in keys.items()}
+
+
+def settings_of(m: ModelConfig, dtype: str) -> dict:
+    """The config.json of a model in a `dtype` of precision.DTYPES, in the form that transformers 4 and 5 both read.
+
+    Raises ValueError for a mixture of the families that transformers does not have.
+    """
+    kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
+    fmt, gpt = FORMATS[kind], kind == "gpt2"
+    for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
+        if getattr(m, key) != wanted:
+            raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
+    settings = {"architectures": [fmt.architecture], "model_type": kind,
+                "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
+                "bos_token_id": None, "eos_token_id": None}  # a tokenizer's; the defaults are those of one model
+    settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
+    if not gpt:
+        s = m.rope_scaling
+        scaling = s and {"rope_type": "llama3"} | {key: getattr(s, field) for field, key in ROPE_SCALING.items()}
+        settings |= {"num_key_value_heads": m.kv_heads, "rope_theta": m.rope_theta, "rope_scaling": scaling}
+    return settings
+
+
+# ---- names and shapes -----------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A Hugging Face tensor that is some rows of one of minitron's. `across`: it is stored transposed."""
+
+    name: str
+    shape: tuple[int, ...]
+    across: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape in a file."""
+        return self.shape[::-1] if self.across else self.shape
+
+
+def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
+    """Global tensor name -> its parts, first rows first, without the padding of the vocabulary."""
+    h, f, kv, vocab = m.hidden_size, m.ffn_hidden_size, m.kv_heads * m.head_dim, (m.vocab_size, m.hidden_size)
+    if m.family == "llama":
+        layer, parts = "model.layers", {
+            "embedding.words": [Part("model.embed_tokens", vocab)], "head.norm": [Part("model.norm", (h,))]}
+        block = {"norm1": [Part("input_layernorm", (h,))],
+                 "attention.qkv": [Part(f"self_attn.{x}_proj", (rows, h)) for x, rows in zip("qkv", (h, kv, kv))],
+                 "attention.out": [Part("self_attn.o_proj", (h, h))],
+                 "norm2": [Part("post_attention_layernorm", (h,))],
+                 "mlp.up": [Part(f"mlp.{x}_proj", (f, h)) for x in ("gate", "up")],
+                 "mlp.down": [Part("mlp.down_proj", (h, f))]}
+    else:
+        layer, parts = "transformer.h", {
+            "embedding.words": [Part("transformer.wte", vocab)], "head.norm": [Part("transformer.ln_f", (h,))]}
+        block = {"norm1": [Part("ln_1", (h,))], "attention.qkv": [Part("attn.c_attn", (3 * h, h), True)],
+                 "attention.out": [Part("attn.c_proj", (h, h), True)], "norm2": [Part("ln_2", (h,))],
+                 "mlp.up": [Part("mlp.c_fc", (f, h), True)], "mlp.down": [Part("mlp.c_proj", (h, f), True)]}
+    parts |= {f"blocks.{i}.{ours}": [part._replace(name=f"{layer}.{i}.{part.name}") for part in stack]
+              for i in range(m.num_layers) for ours, stack in block.items()}
+    if not m.tie_embeddings:
+        parts["head"] = [Part("lm_head", vocab)]
+    result = {f"{ours}.weight": [part._replace(name=f"{part.name}.weight") for part in stack]
+              for ours, stack in parts.items()}
+    if m.family == "gpt":
+        result |= {f"{ours}.bias": [Part(f"{part.name}.bias", part.shape[:1]) for part in stack]
+                   for ours, stack in parts.items() if ours not in ("embedding.words", "head")}
+        result["embedding.positions"] = [Part("transformer.wpe.weight", (m.max_positions, h))]
+    return result
+
+
+def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Global tensor name -> its shape, the vocabulary padded."""
+    shapes = {name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+              for name, parts in tensor_map(m).items()}
+    vocabulary = {"embedding.words.weight", "head.weight"} & shapes.keys()
+    return shapes | dict.fromkeys(vocabulary, (m.padded_vocab_size, m.hidden_size))
+
+
+def export(m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+           ) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the whole model, one at a time, in the order of `tensor_map`.
+
+    read(global name, start, shape) -> that box.
+    """
+    for name, parts in tensor_map(m).items():
+        row = 0
+        for part in parts:
+            tensor = read(name, (row, 0)[:len(part.shape)], part.shape)
+            yield part.name, (tensor.t() if part.across else tensor).contiguous()
+            row += part.shape[0]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A Hugging Face folder with the read interface of `format.Reader`; every tensor has the one kind "param".
+
+    Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
+    Raises CheckpointError in one line that names the file or the tensor.
+    """
+
+    def __init__(self, folder: str | Path, vocab_multiple: int = ModelConfig.vocab_multiple):
+        self.path = Path(folder)
+        settings = _json(self.path / "config.json")
+        self.model = model_config(settings, str(self.path / "config.json"), vocab_multiple)
+        self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
+        fmt = FORMATS[settings["model_type"]]
+        self._places = _find_tensors(self.path)
+        if not any(name.startswith(fmt.prefix) for name in self._places):
+            self._places = {name if name.startswith("lm_head.") else fmt.prefix + name: place
+                            for name, place in self._places.items()}
+        self._check(fmt)
+
+    def names(self) -> list[str]:
+        """Global names of all tensors."""
+        return list(self._map)
+
+    def kinds(self, name: str) -> list[str]:
+        return ["param"]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor, the vocabulary padded."""
+        return self._shapes[name]
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        """The one that holds the values of all parts exactly."""
+        return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
+
+    def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The box [start, start + shape) of a global tensor, in the format of the file."""
+        assert kind == "param" and len(start) == len(shape) == len(self.shape(name))
+        begin, end = start[0], start[0] + shape[0]
+        columns = [slice(s, s + n) for s, n in zip(start[1:], shape[1:])]
+        box, row = torch.empty(shape, dtype=self.dtype(name, kind)), 0
+        for part in self._map[name]:
+            first, last = max(begin, row), min(end, row + part.shape[0])
+            if first < last:
+                box[first - begin:last - begin] = self._slice(part, slice(first - row, last - row), *columns)
+            row += part.shape[0]
+        if end > row:
+            box[max(row - begin, 0):] = self._mean(name)[columns[0]]
+        return box
+
+    def _slice(self, part: Part, *index: slice) -> Tensor:
+        """Opens the file each time: its pages count as memory of the process for as long as it is mapped."""
+        place = self._places[part.name]
+        with safe_open(place.path, "pt") as file:
+            tensor = file.get_slice(place.name)[index[::-1] if part.across else index]
+        return tensor.t() if part.across else tensor
+
+    def _mean(self, name: str) -> Tensor:
+        """The mean row of a vocabulary: [h]."""
+        if name not in self._means:
+            (part,) = self._map[name]
+            sums = (self._slice(part, rows).sum(0, dtype=torch.float64) for rows in self._blocks())
+            self._means[name] = (sum(sums) / self.model.vocab_size).to(self.dtype(name, "param"))
+        return self._means[name]
+
+    def _blocks(self) -> Iterator[slice]:
+        """The rows of the vocabulary, some at a time."""
+        for row in range(0, self.model.vocab_size, BLOCK_ROWS):
+            yield slice(row, min(row + BLOCK_ROWS, self.model.vocab_size))
+
+    def _check(self, fmt: Format) -> None:
+        """The tensors are the model's, no fewer, no more, and of its shapes."""
+        parts = {part.name: part for stack in self._map.values() for part in stack}
+        for name, part in parts.items():
+            place = self._places.get(name)
+            if place is None:
+                raise CheckpointError(f"{self.path} lacks the tensor {name} of config.json's model; copy it again")
+            if place.shape != part.stored:
+                raise CheckpointError(f"{place.path}: {name} has shape {place.shape}, config.json's model {part.stored}"
+                                      "; copy the files of one model")
+            if place.dtype not in STORED_DTYPES:
+                raise CheckpointError(f"{place.path}: {name} is {place.dtype}, none of {', '.join(STORED_DTYPES)}; "
+                                      "save the model unquantized")
+        for name in self._places.keys() - parts.keys():
+            if name == "lm_head.weight" and self.model.tie_embeddings:
+                self._check_tied(self._map["embedding.words.weight"][0])
+            elif not re.search(fmt.buffers, name):
+                raise CheckpointError(f"{self._places[name].path}: {name} has no place in config.json's model, a "
+                                      f"{fmt.architecture}; copy the files of one model")
+
+    def _check_tied(self, words: Part) -> None:
+        """A head that was saved although it is tied is the embedding: transformers 5 does not tie it if it is not."""
+        head = words._replace(name="lm_head.weight")
+        if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
+            raise CheckpointError(f"{self._places[head.name].path}: {head.name} differs from the embedding, to which "
+                                  "config.json ties it; set tie_word_embeddings=false there")
+
+
+class Place(NamedTuple):
+    """Where a tensor is stored, and how."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str                     # safetensors' name
+
+
+def _find_tensors(folder: Path) -> dict[str, Place]:
+    """Every tensor of a folder by its name in the files, which are one, or those that an index lists."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return _headers(whole)
+    if not index.exists():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        if pickles:
+            raise CheckpointError(f"{folder} holds {pickles[0]} but no {whole.name}: .bin is a pickle, and loading one "
+                                  "can run any code; have transformers' save_pretrained write safetensors")
+        raise CheckpointError(f"{folder} holds neither {whole.name} nor {index.name}; copy the weights there")
+    files = _json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(f, str) and f == Path(f).name for f in files.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensors to files in its own folder; copy it again")
+    places = {}
+    for file in sorted(set(files.values())):
+        inside, listed = _headers(folder / file), {name for name, other in files.items() if other == file}
+        for name in sorted(inside.keys() ^ listed):
+            raise CheckpointError(f"{folder / file} {'holds' if name in inside else 'lacks'} {name}, other than "
+                                  f"{index.name} says; copy the files of one model")
+        places |= inside
+    return places
+
+
+def _headers(path: Path) -> dict[str, Place]:
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: Place(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); name the folder of a model") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object; copy it again")
+    return content

@@ -1,0 +1,198 @@
+"""Hugging Face weights to a minitron checkpoint, and back: Llama 2, 3, 3.1 and GPT-2, one tensor in memory at a time.
+
+    python tools/convert_hf.py import Llama-3.1-8B checkpoints/llama31
+    python -m minitron.pretrain checkpoints/llama31/model.yaml checkpoint.load=checkpoints/llama31 data.source=...
+    python tools/convert_hf.py export checkpoints/run7 Llama-3.1-8B-trained
+
+Import writes a weights-only checkpoint in the number format of the source, and beside it model.yaml, the model section
+of a configuration that trains it.  Export reads any checkpoint, in whatever layout it was saved, and writes config.json
+and safetensors that transformers' from_pretrained loads.  Both write under a temporary name first: an error or Ctrl-C
+leaves nothing.
+
+Left out: tokenizers (copy the tokenizer's files beside exported weights) and dropout (a choice of each run).
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
+
+from minitron import cli
+from minitron.checkpoint import hf
+from minitron.checkpoint.boxes import Box
+from minitron.checkpoint.format import Reader, Writer
+from minitron.config import Config, ModelConfig, PrecisionConfig
+from minitron.precision import DTYPES
+from tools.command import Parser, run
+
+BLOCK_VALUES = 1 << 26          # of a tensor, read at a time: 256 MB in float32
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    importer = commands.add_parser("import", help="HF_FOLDER CHECKPOINT_DIR: Hugging Face to minitron")
+    importer.add_argument("source", metavar="HF_FOLDER", help="with config.json and safetensors")
+    importer.add_argument("target", metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml")
+    importer.add_argument("--vocab-multiple", type=int, default=ModelConfig.vocab_multiple, metavar="N",
+                          help="pad the vocabulary to a multiple of N, so that parallel.tp divides it (%(default)s)")
+    exporter = commands.add_parser("export", help="CHECKPOINT_DIR HF_FOLDER: minitron to Hugging Face")
+    exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
+    exporter.add_argument("target", metavar="HF_FOLDER", help="new")
+    exporter.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (%(default)s)")
+    for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
+        command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")
+    options = parser.parse_args(argv)
+    if os.path.exists(options.target):
+        raise ValueError(f"{options.target} exists already; delete it or name a new folder")
+    if options.command == "import":
+        import_folder(options.source, options.target, options.dtype, options.vocab_multiple)
+    elif not 0 < options.max_shard_gb < math.inf:
+        raise ValueError(f"--max-shard-gb={options.max_shard_gb:g} is no size of a file; use 5 or so")
+    else:
+        export_folder(options.source, options.target, options.dtype, int(options.max_shard_gb * 1e9))
+
+
+def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: int) -> None:
+    """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
+    reader = hf.Reader(source, vocab_multiple)
+    shapes = {name: reader.shape(name) for name in reader.names()}
+    stored = functools.reduce(torch.promote_types, (reader.dtype(name, "param") for name in shapes))
+    dtype = dtype or next(name for name, kind in DTYPES.items() if kind == stored)
+    config, values = Config(model=reader.model, precision=PrecisionConfig(dtype)), sum(map(math.prod, shapes.values()))
+    with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
+        with Writer(folder, 0, asdict(config)) as writer:
+            for name, shape in shapes.items():
+                for start, box in row_blocks(shape):
+                    tensor = reader.read(name, "param", start, box).to(DTYPES[dtype])
+                    writer.add(name, "param", shape, start, tensor)
+                    bar.update(tensor.numel())
+        (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(reader.model)}, sort_keys=False))
+    print(f"{values:,} weights of a {reader.model.family} model in {dtype}; to train them:\n"
+          f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=...")
+
+
+def export_folder(source: str, target: str, dtype: str | None, max_bytes: int) -> None:
+    """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
+    reader = Reader(source)
+    sections = {name: keys for name, keys in reader.config.items() if name in ("model", "precision")}
+    cfg = cli.from_tree(sections, str(reader.index))
+    dtype = dtype or cfg.precision.dtype
+    settings, kinds = hf.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        for (row, *rest), block in row_blocks(shape):
+            tensor[row:row + block[0]] = reader.read(name, kinds[name], (start[0] + row, *rest), block)
+        return tensor
+
+    with new_folder(target) as folder:
+        write_model(folder, cfg.model, DTYPES[dtype], hf.export(cfg.model, read), max_bytes)
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    print(f"iteration {reader.iteration} in {dtype}; to load it, copy the tokenizer's files there and call\n"
+          f"transformers.AutoModelForCausalLM.from_pretrained({target!r})")
+
+
+def check_tensors(reader: Reader, model: ModelConfig) -> dict[str, str]:
+    """The most exact kind of every tensor.
+
+    Raises ValueError unless they are the model's, no more and no less, and the bytes those that were saved.
+    """
+    best = {name: next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
+            for name in reader.names()}
+    have = {name: reader.shape(name) for name, kind in best.items() if kind}
+    wanted = hf.global_shapes(model)
+    for name in sorted(have.keys() | wanted.keys()):
+        if have.get(name) != wanted.get(name):
+            raise ValueError(f"{reader.path}: {name} has shape {have.get(name)}, and {wanted.get(name)} in the Hugging "
+                             "Face model that its configuration describes; only such models can be exported")
+    reader.verify(sorted({file for name, shape in have.items()
+                          for file in reader.files_of(name, best[name], Box((0,) * len(shape), shape))}))
+    return {name: best[name] for name in have}
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(start, shape) of blocks of whole rows, BLOCK_VALUES at most in each, that make up a tensor."""
+    rows = max(1, BLOCK_VALUES // math.prod(shape[1:]))
+    for row in range(0, shape[0], rows):
+        yield (row, *(0 for _ in shape[1:])), (min(rows, shape[0] - row), *shape[1:])
+
+
+def write_model(folder: Path, model: ModelConfig, dtype: torch.dtype, tensors: Iterator[tuple[str, Tensor]],
+                max_bytes: int) -> None:
+    """Safetensors files of at most `max_bytes`, or of one tensor, with an index if they are several."""
+    parts = [part for stack in hf.tensor_map(model).values() for part in stack]
+    sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part in parts}
+    shards, used = [[]], 0
+    for part in parts:
+        if shards[-1] and used + sizes[part.name] > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(part)
+        used += sizes[part.name]
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    else:
+        places = {part.name: file for file, shard in zip(files, shards, strict=True) for part in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="exporting") as bar:
+        for file, shard in zip(files, shards, strict=True):
+            with open(folder / file, "xb") as out:
+                out.write(safetensors_header(shard, dtype))
+                for part in shard:
+                    name, tensor = next(tensors)
+                    assert name == part.name and tensor.shape == part.stored
+                    out.write(tensor.view(torch.uint8).numpy())
+                    bar.update(tensor.nbytes)
+
+
+def safetensors_header(parts: list[hf.Part], dtype: torch.dtype) -> bytes:
+    """What precedes the data of a file: written by hand, because the library wants all tensors of a file at once.
+
+    Eight bytes of length, then JSON, filled with spaces so that the data is aligned.
+    """
+    header, end, names = {"__metadata__": {"format": "pt"}}, 0, {kind: name for name, kind in hf.STORED_DTYPES.items()}
+    for part in parts:
+        start, end = end, end + math.prod(part.shape) * dtype.itemsize
+        header[part.name] = {"dtype": names[dtype], "shape": part.stored, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+@contextlib.contextmanager
+def new_folder(target: str) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its name at the end, or vanishes."""
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        partial.mkdir()
+        try:
+            yield partial
+            partial.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error}); nothing is left of it") from error
+
+
+if __name__ == "__main__":
+    run(main)
