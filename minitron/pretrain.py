@@ -17,7 +17,9 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.stop import Diverged, Stop
 from minitron.train import build, choose_kernels, train
+from minitron.watch import watched
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,13 +35,16 @@ def main(argv: list[str] | None = None) -> None:
         choose_kernels(cfg, device)
         data = build_data(cfg)
         log = Log(cfg, rank, world, name)
-    with log, cli.user_errors(DataError):  # an id in this rank's own samples
+    # DataError: an id in this rank's own samples. Diverged: all ranks find it.
+    with log, cli.user_errors(DataError), cli.user_errors(Diverged, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
-        trainer = build(cfg, mesh)
-        log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
-                  **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
-        log.info(trainer.describe())
-        train(trainer, data, log)
+        stop = Stop(mesh, log, cfg.train.max_skipped)
+        with watched(mesh, log, cfg.train.hang_seconds), stop:
+            trainer = build(cfg, mesh)
+            log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
+                      **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+            log.info(trainer.describe())
+            train(trainer, data, log, stop)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -69,7 +74,7 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
     p = cfg.parallel
     if world == 1:
         return Mesh.offline(device=device)
-    timeout = timedelta(seconds=cfg.train.hang_seconds)
+    timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.watch comes first
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout,
                             device_id=device if device.type == "cuda" else None)
     return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)

@@ -10,6 +10,7 @@ and logged while n + 1 does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import stage_layers
 from minitron.precision import DTYPES
+from minitron.stop import Stop
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Trainer:
         self.gradients.begin_step()
         scale = self.backward_scale(len(batches))
         loss_sum = self.executor.train(batches, scale)
+        self.mesh.activity.begin("update")
         self.gradients.finish()
         for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
             chunk.on_weights_updated()
@@ -58,6 +61,7 @@ class Trainer:
         stats = self.optimizer.step(lr, loss_sum, count, scale)
         if self.scaler is not None:
             self.scaler.update(stats.skipped)
+        self.mesh.activity.ended(self.mesh.device)
         return stats
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
@@ -125,11 +129,14 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, backend.name)
 
 
-def train(trainer: Trainer, data: Datasets, log: Log) -> None:
-    """All steps of the run. Collective over the world."""
+def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, save: Callable[[int], None] | None = None) -> None:
+    """All steps of the run, or those until `stop`, and then save(step). Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
-    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh)
+    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
+    activity = trainer.mesh.activity
     for step in range(1, t.steps + 1):
+        activity.step = step
+        activity.begin("data")
         consumed = step * t.global_batch_size
         batches = loader.step(consumed - t.global_batch_size, step)
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
@@ -137,6 +144,10 @@ def train(trainer: Trainer, data: Datasets, log: Log) -> None:
         stats = trainer.step(batches, lr)
         documents = [bounds for b in batches for bounds in b.documents] if cfg.data.separate_documents else None
         meter.step(torch.cat([stats.values, scale]), documents, step=step, consumed_samples=consumed, lr=lr)
+        if stop.agreed:
+            meter.flush()
+            stop.finish(step, save)
+            break
         if t.eval_every and step % t.eval_every == 0:
             meter.flush()
             log.evaluation(step, evaluate(trainer, data))

@@ -23,7 +23,7 @@ LAYERS = [
     ("attention", "precision", "fp8", "fp8_te", "fp8_torch"),
     ("fused", "plain"),
     ("collectives",),
-    ("mesh", "rng", "log", "profiling", "testing"),
+    ("mesh", "rng", "log", "profiling", "testing", "watch", "stop"),
     ("planner",),
     ("cli",),
     ("config", "rules"),

@@ -1,0 +1,124 @@
+"""Ends a run before its last step: when it is told to, and when it learns nothing any more.
+
+**Signals.** Problem: a scheduler that wants its machines back sends SIGTERM (or, from Slurm's `--signal=USR1@120`,
+SIGUSR1), and then there is a minute left. A rank must not save in the middle of a step, and one rank alone cannot: a
+checkpoint is a collective. The idea:
+
+1. The handler only notes the signal. It reaches a thread, not the main one, which may stand in C and never see it.
+2. Each step's figures already travel over the world; the note is one more of them, so that all ranks agree on the
+   step. They are read a step late, when the device has them: no wait, no extra message.
+3. After that step all ranks save and exit 0.
+
+    signal to rank 1   |
+    step               7         8         9
+    rank 0             figures   figures   reads 8's: SIGTERM somewhere -> save, exit
+    rank 1             figures   +SIGTERM  the same
+
+Who is told twice, five seconds apart or more, ends at once. Within them it is the same wish: Slurm signals all
+processes, and torchrun hands the signal on to those who already have it. torchrun sends SIGTERM also when a rank has
+died. Then a GPU waits for the dead forever, so whoever has been asked and does not move gives up.
+
+**Skipped updates.** A step whose gradients are not finite changes nothing and is counted. In fp16 that is how the loss
+scale finds its height, and each such step halves it. Only skips at a scale of 1, where it cannot fall further and where
+other formats always are, say that something is broken: train.max_skipped of them in a row end the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from minitron.log import Iteration, Log
+from minitron.mesh import Mesh
+from minitron.watch import OWN_PACE
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REPEAT_SECONDS = 5.0
+# After SIGTERM a rank may stand still for this long, or for two steps if these take longer.
+PATIENCE_SECONDS = 10.0
+
+
+class Diverged(ValueError):
+    """So many updates in a row were skipped that the run cannot be expected to recover."""
+
+
+class Stop:
+    """Listens to signals while it is used as a context manager, and counts skipped updates.
+
+    asked: the number of the first signal that this rank got, 0: none. agreed: of one that some rank got, equal on all.
+    """
+
+    def __init__(self, mesh: Mesh, log: Log, max_skipped: int):
+        self.mesh, self.log, self.max_skipped = mesh, log, max_skipped
+        self.asked = self.agreed = self.skips = 0
+        self.step_seconds = 0.0
+
+    def saw(self, it: Iteration, agreed: int) -> None:
+        """Figures of a step have been read. Raises Diverged on all ranks alike."""
+        self.agreed, self.step_seconds = self.agreed or agreed, it.seconds
+        if not it.skipped:
+            self.skips = 0
+        elif it.loss_scale <= 1:
+            self.skips += 1
+        if self.skips >= self.max_skipped:
+            raise Diverged(
+                f"iteration {it.step}: the gradients of {self.skips} iterations in a row were not finite, so nothing "
+                f"was learned (train.max_skipped={self.max_skipped}); lower optimizer.lr or lengthen its warm-up, and "
+                "look at the loss and the gradient norm before the first of them")
+
+    def finish(self, step: int, save: Callable[[int], None] | None) -> None:
+        """The end of a run that all ranks agreed to stop after `step`."""
+        name = signal.Signals(self.agreed).name
+        if save is None:
+            return self.log.info(f"{name}: stopped after iteration {step}; nothing was saved, there is no checkpoint.dir")
+        self.mesh.activity.begin("checkpoint")
+        save(step)
+        self.log.info(f"{name}: saved and stopped after iteration {step}")
+
+    # ---- signals --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Stop:
+        heard, self.wire = socket.socketpair()
+        self.wire.setblocking(False)
+        self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        signal.set_wakeup_fd(self.wire.fileno())
+        threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.wire.close()
+
+    def _listen(self, heard: socket.socket) -> None:
+        """Reads the numbers of signals from the wire until it is closed."""
+        heard.settimeout(1.0)
+        first = {}
+        while True:
+            try:
+                number = heard.recv(1)
+            except TimeoutError:
+                self._give_up()
+                continue
+            if not number:
+                return heard.close()
+            number = signal.Signals(number[0])
+            if number in SIGNALS:
+                if monotonic() - first.setdefault(number, monotonic()) > REPEAT_SECONDS:
+                    self._end(number, "a second time")
+                self.asked = self.asked or number
+
+    def _give_up(self) -> None:
+        activity, patience = self.mesh.activity, max(PATIENCE_SECONDS, 2 * self.step_seconds)
+        if self.asked == signal.SIGTERM and activity.idle() > patience and activity.action not in OWN_PACE:
+            self._end(self.asked, f"and has not moved for {activity.idle():.0f} s")
+
+    def _end(self, number: int, why: str) -> None:
+        name = signal.Signals(number).name
+        self.log.alarm(f"{self.mesh.cell()} got {name} {why}: ends without saving in {self.mesh.activity}")
+        os._exit(128 + number)
