@@ -1,26 +1,23 @@
 """Ends a run before its last step: when it is told to, and when it learns nothing any more.
 
-**Signals.** Problem: a scheduler that wants its machines back sends SIGTERM (or, from Slurm's `--signal=USR1@120`,
-SIGUSR1), and then there is a minute left. A rank must not save in the middle of a step, and one rank alone cannot: a
-checkpoint is a collective. The idea:
+**Signals.** A scheduler that wants its machines back sends SIGTERM (SIGUSR1: Slurm's `--signal=USR1@120`), and then a
+minute is left. Saving is a collective: all ranks must do it, after the same step. The idea:
 
-1. The handler only notes the signal. It reaches a thread, not the main one, which may stand in C and never see it.
-2. Each step's figures already travel over the world; the note is one more of them, so that all ranks agree on the
-   step. They are read a step late, when the device has them: no wait, no extra message.
+1. The number of the signal goes to a thread: the main one may stand in C and would not see it.
+2. It travels with the step's figures (`Meter`), so that all ranks agree. They are read a step late, without a wait.
 3. After that step all ranks save and exit 0.
 
-    signal to rank 1   |
-    step               7         8         9
-    rank 0             figures   figures   reads 8's: SIGTERM somewhere -> save, exit
-    rank 1             figures   +SIGTERM  the same
+    step      7           8           9
+    rank 0    figures     figures     reads 8's: a SIGTERM somewhere -> save, exit
+    rank 1       SIGTERM  figures+15  the same
 
-Who is told twice, five seconds apart or more, ends at once. Within them it is the same wish: Slurm signals all
-processes, and torchrun hands the signal on to those who already have it. torchrun sends SIGTERM also when a rank has
-died. Then a GPU waits for the dead forever, so whoever has been asked and does not move gives up.
+The same signal again ends a rank at once, but not within five seconds: there it is an echo, since Slurm signals every
+process and torchrun hands on what it gets. And torchrun sends SIGTERM when a rank has died, for which a GPU would wait
+forever: whoever has been told to end and does not move gives up.
 
-**Skipped updates.** A step whose gradients are not finite changes nothing and is counted. In fp16 that is how the loss
-scale finds its height, and each such step halves it. Only skips at a scale of 1, where it cannot fall further and where
-other formats always are, say that something is broken: train.max_skipped of them in a row end the run.
+**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 this is how the loss scale finds its
+height: each such step halves it. Only at a scale of 1, where it cannot fall and where other formats always are, does
+it say that something is broken; train.max_skipped of these in a row end the run.
 """
 
 from __future__ import annotations
@@ -74,7 +71,8 @@ class Stop:
         """The end of a run that all ranks agreed to stop after `step`."""
         name = signal.Signals(self.agreed).name
         if save is None:
-            return self.log.info(f"{name}: stopped after iteration {step}; nothing was saved, there is no checkpoint.dir")
+            self.log.info(f"{name}: stopped after iteration {step}; nothing was saved, there is no checkpoint.dir")
+            return
         self.mesh.activity.begin("checkpoint")
         save(step)
         self.log.info(f"{name}: saved and stopped after iteration {step}")

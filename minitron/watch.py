@@ -1,24 +1,21 @@
 """Says where a run hangs, and ends it.
 
-Problem: when one rank of a thousand stops (a lost disk, a driver, a branch that only it took), the others wait for it in
-a collective: silently, and with GPUs that look busy. The idea:
+Problem: when one rank of a thousand stops (a lost disk, a driver, a branch only it took), the others wait for it in a
+collective: silently, and with GPUs that look busy. The idea:
 
-1. Each rank has an `Activity`: step, schedule action, collective. Whoever works overwrites it in passing, a few attribute
-   writes. Every `Axis` carries it, so it is wherever ranks talk without being a global.
+1. Each rank has an `Activity`: step, schedule action, collective. Whoever works overwrites it, a few attribute writes.
+   Every `Axis` carries it, so it is wherever ranks talk without being a global.
 2. A thread looks at it. When nothing was written for train.hang_seconds, this rank hangs.
-3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before, so a stuck kernel
-   soon stops the host, too. Where the *device* stands is told by one event behind each schedule action, and by torch's
-   flight recorder of NCCL operations.
-4. A rank that hangs leaves its activity in the store in which the ranks met, which needs no collective. The first to do
-   so lists all. Whoever is missing there is dead, or stands in C code that holds the interpreter's lock.
+3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before: a stuck kernel soon
+   stops the host, too. Where the *device* stands is told by an event behind each action and torch's flight recorder.
+4. A rank that hangs leaves its activity in the store in which the ranks met, which needs no collective; the first to do
+   so lists all. Whoever is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).
 5. os._exit, for nothing else ends a process whose main thread stands in C; then torchrun ends the others.
 
     where all ranks stand:
       ranks 0, 1: step 3, Backward(mb=1, chunk=0, last=False), exchange over pp (8,192 bytes)
       rank 2: step 3, Forward(mb=1, chunk=0)                                        <- its report has the stack
       rank 3: step 3, Forward(mb=1, chunk=0), all-gather over tp (4,096 bytes)
-
-Left out: looking into processes from outside (`py-spy dump` does), which would find the last case of point 4.
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ class Activity:
 
 @contextmanager
 def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
-    """Ends this rank if, inside, it stands still for `seconds`, or if a collective fails: one line and exit status 1."""
+    """Ends this rank if inside it stands still for `seconds`, or if a collective fails: one line, exit status 1."""
     watch = _Watch(mesh, log, seconds)
     threading.Thread(target=watch.run, name="watch", daemon=True).start()
     try:
@@ -122,8 +119,9 @@ class _Watch:
                 end = threading.Timer(self.grace, os._exit, [HUNG])  # whatever becomes of the report
                 end.daemon = True
                 end.start()
-                self.log.alarm("\n".join([f"{self.mesh.cell()} has not moved for {idle:.0f} s",
-                                          f"  host: {self.mesh.activity}{self.mesh.activity.partners()}", *self._device(), *stacks()]))
+                host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
+                self.log.alarm("\n".join([f"{self.mesh.cell()} has not moved for {idle:.0f} s", host,
+                                          *self._device(), *stacks()]))
                 return self._tell_others()
 
     def _device(self) -> list[str]:
@@ -147,8 +145,8 @@ class _Watch:
             for rank in world:
                 known = store.check([key := f"hang/{rank}"])
                 places.setdefault(store.get(key).decode() if known else "no report", []).append(rank)
-            self.log.alarm("\n".join(["where all ranks stand:", *(f"  {listed(ranks)}: {place}"
-                                                                  for place, ranks in places.items())]))
+            lines = [f"  {listed(ranks)}: {place}" for place, ranks in places.items()]
+            self.log.alarm("\n".join(["where all ranks stand:", *lines]))
 
 
 def unfinished(activity: Activity) -> str:
@@ -166,7 +164,7 @@ def unfinished_nccl(at_most: int = 4) -> list[str]:
 
 
 def stacks() -> list[str]:
-    """The Python stack of the main thread and, on a GPU, of the thread of autograd's; torch's own frames are left out."""
+    """The Python stack of the main thread and, on a GPU, of autograd's; without torch's own frames."""
     main = threading.main_thread().ident
     others = {thread.ident for thread in threading.enumerate()} - {main}  # autograd's is none of Python's
     lines = []
