@@ -13,10 +13,14 @@ A linear map's backward pass is its transpose. For collectives along an axis of 
 so each autograd class below is two lines. Along an axis of size 1 every one is the identity and launches nothing,
 which is why layers never ask how large an axis is. The functions that end in `_` or `_into` are the plain
 operations underneath: layers with a hand-written backward, the pipeline and the optimizer call those; with `wait=False`
-they return a handle, so that a GEMM can run while data travel.
+they return a handle, so that a GEMM can run while data travel. Every wait of a host for other ranks is in `_start` or
+`Pending.wait`, which note it in the rank's `Activity`: so `minitron.watch` can tell who waits for whom.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -36,6 +40,36 @@ class Done:
         pass
 
 
+class Pending:
+    """The handle of operations under way. Their tensors live as long as it does, or until someone has waited for it."""
+
+    __slots__ = ("kind", "axis", "num_bytes", "works", "tensors")
+
+    def __init__(self, kind: str, axis: Axis, num_bytes: int, works: Sequence[dist.Work], tensors: Sequence[Tensor]):
+        self.kind, self.axis, self.num_bytes, self.works, self.tensors = kind, axis, num_bytes, works, tensors
+
+    def is_completed(self) -> bool:
+        """Whether all of it has happened; waits for nothing."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """The first time; later calls find nothing to wait for, as a gloo work would wait for another message."""
+        self.axis.activity.enter(self.kind, self.axis, self.num_bytes)
+        for work in self.works:
+            work.wait()
+        self.axis.activity.leave()
+        self.works = self.tensors = ()
+
+
+def _start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = True, **options) -> Done | Pending:
+    """call(*tensors) over `axis`, finished or under way. The last tensor is what this rank puts in."""
+    num_bytes = tensors[-1].nbytes
+    axis.activity.enter(kind, axis, num_bytes)
+    work = call(*tensors, group=axis.group, async_op=not wait, **options)
+    axis.activity.leave()
+    return Done() if wait else Pending(kind, axis, num_bytes, [work], tensors)
+
+
 # ---- plain operations: no autograd, in place or into a given tensor -------------------------------------------------
 
 
@@ -43,7 +77,7 @@ def all_reduce_(x: Tensor, axis: Axis, *, wait: bool = True, op=dist.ReduceOp.SU
     """x becomes its sum (or `op`) over `axis`. Returns a handle with .wait()."""
     if axis.size == 1:
         return Done()
-    return dist.all_reduce(x, op=op, group=axis.group, async_op=not wait) or Done()
+    return _start("all-reduce", dist.all_reduce, axis, x, wait=wait, op=op)
 
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
@@ -52,7 +86,7 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    return _gather_op(out, x, group=axis.group, async_op=not wait) or Done()
+    return _start("all-gather", _gather_op, axis, out, x, wait=wait)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
@@ -61,7 +95,15 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    return _reduce_scatter_op(out, x, group=axis.group, async_op=not wait) or Done()
+    return _start("reduce-scatter", _reduce_scatter_op, axis, out, x, wait=wait)
+
+
+def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
+    """Post messages together without waiting: (rank along the axis, contiguous tensor) of each."""
+    ops = [dist.P2POp(direction, x, axis.ranks[peer], group=axis.group)
+           for direction, messages in ((dist.isend, sends), (dist.irecv, recvs)) for peer, x in messages]
+    tensors = [op.tensor for op in ops]
+    return Pending("exchange", axis, sum(x.nbytes for x in tensors), dist.batch_isend_irecv(ops), tensors)
 
 
 def gather_start(x: Tensor, axis: Axis):
@@ -114,7 +156,7 @@ def trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     _check_divisible(x, split_dim, axis)
     parts = torch.stack(x.chunk(axis.size, split_dim)).contiguous()
     out = torch.empty_like(parts)
-    dist.all_to_all_single(out, parts, group=axis.group)
+    _start("all-to-all", dist.all_to_all_single, axis, out, parts)
     return torch.cat(out.unbind(0), concat_dim)
 
 

@@ -110,7 +110,10 @@ class TrainConfig:
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
-    hang_seconds: int = key(600, "a collective that takes longer ends the run", COUNT)
+    hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", COUNT)
+    max_skipped: int = key(
+        10, "so many updates in a row, skipped for gradients that are not finite, end the run; fp16's do not count "
+        "while the loss scale can fall", COUNT)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,13 @@ class Log:
         """To every rank's log, and to stdout from rank 0."""
         self._print_from(0, text)
 
+    def alarm(self, text: str, traceback: str = "") -> None:
+        """To this rank's log and to stderr, from any rank. The traceback goes to stderr only if there is no log."""
+        logged = "\n".join(filter(None, (text, traceback)))
+        self._rank_log.error(logged)
+        sys.stderr.write((text if self._rank_log.handlers else logged) + "\n")  # at once: other ranks write there, too
+        sys.stderr.flush()
+
     def close(self) -> None:
         for handler in list(self._rank_log.handlers):
             handler.close()

@@ -19,14 +19,17 @@ weight) and `world` (statistics of a step).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from minitron.watch import Activity
+
 AXES = ("pp", "dp", "cp", "tp")
+UNWATCHED = Activity()  # of axes made by hand: written like any other, read by nobody
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
+    activity: Activity = field(default=UNWATCHED, compare=False, repr=False)  # one for all axes of a rank
 
     @staticmethod
     def single(name: str = "single", global_rank: int = 0) -> "Axis":
@@ -57,6 +61,15 @@ class Mesh:
     dp_cp: Axis
     embedding: Axis
     world: Axis
+
+    @property
+    def activity(self) -> Activity:
+        """What this rank is doing."""
+        return self.world.activity
+
+    def cell(self) -> str:
+        """The rank and its coordinates: "rank 5 (pp 1, dp 0, cp 0, tp 1)"."""
+        return f"rank {self.rank} ({', '.join(f'{name} {getattr(self, name).rank}' for name in AXES)})"
 
     @staticmethod
     def create(*, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu",
@@ -84,7 +97,7 @@ class Mesh:
         if timeout is not None:  # new groups do not take it over from the default group
             for group in groups.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
-        axes = {name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None)
+        axes = {name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None, a.activity)
                 for name, a in axes.items()}
         return Mesh(rank, device, **axes)
 
@@ -123,4 +136,6 @@ def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]
         "embedding": sorted({at(pp=0), at(pp=num_pp - 1)}) if pp in (0, num_pp - 1) else [rank],
         "world": list(range(num_pp * num_dp * num_cp * num_tp)),
     }
-    return {name: Axis(name, ranks.index(rank), len(ranks), tuple(ranks)) for name, ranks in lines.items()}
+    activity = Activity()
+    return {name: Axis(name, ranks.index(rank), len(ranks), tuple(ranks), activity=activity)
+            for name, ranks in lines.items()}

@@ -18,6 +18,7 @@ from torch import Tensor
 from minitron.collectives import all_reduce_
 from minitron.log import Iteration, Log
 from minitron.mesh import Mesh
+from minitron.stop import Stop
 
 GIB = 2**30
 
@@ -25,8 +26,8 @@ GIB = 2**30
 class Meter:
     """Turns device tensors into lines of `log`, one step late. Collective over the world."""
 
-    def __init__(self, log: Log, mesh: Mesh):
-        self.log, self.mesh = log, mesh
+    def __init__(self, log: Log, mesh: Mesh, stop: Stop):
+        self.log, self.mesh, self.stop = log, mesh, stop
         self.waiting: tuple[dict, Tensor, Mark] | None = None
         self.restart()
 
@@ -41,15 +42,18 @@ class Meter:
         boundaries of this data rank's samples, None where a sample is one document. known: the other fields of
         `log.Iteration` that the host has.
         """
-        extra = torch.zeros(2, dtype=values.dtype, device=values.device)
+        self.mesh.activity.begin("figures")
+        extra = torch.zeros(3, dtype=values.dtype, device=values.device)
         if documents is not None:
             extra[0].fill_(sum(float(np.square(np.diff(bounds)).sum()) for bounds in documents))
             all_reduce_(extra[:1], self.mesh.dp)
             known["squared_lengths"] = 0.0
         if values.is_cuda:
             extra[1].fill_(torch.cuda.max_memory_allocated() / GIB)
-            all_reduce_(extra[1:], self.mesh.world, op=dist.ReduceOp.MAX)
             known["memory_gib"] = 0.0
+        if self.stop.asked:
+            extra[2].fill_(self.stop.asked)
+        all_reduce_(extra[1:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = Mark(values.device)
         self.flush()
@@ -63,10 +67,12 @@ class Meter:
             return
         (known, host, copied), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
-        *common, squares, memory = host.tolist()
+        *common, squares, memory, agreed = host.tolist()
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
         measured = {"squared_lengths": squares, "memory_gib": memory}
-        self.log.iteration(Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds))
+        it = Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds)
+        self.log.iteration(it)
+        self.stop.saw(it, int(agreed))
 
 
 class Mark:

@@ -19,7 +19,9 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.stop import Diverged, Stop
 from minitron.train import build, choose_kernels, train
+from minitron.watch import watched
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,17 +38,19 @@ def main(argv: list[str] | None = None) -> None:
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
-    # an id in this rank's own samples; a checkpoint that all ranks find damaged
-    with log, cli.user_errors(DataError), cli.user_errors(CheckpointError, quiet=rank > 0):
+    # What all ranks find alike is said once; DataError is an id in this rank's own samples.
+    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged), quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
-        trainer = build(cfg, mesh)
-        restore(start, trainer.state)
-        log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
-                  first_step=start.step + 1, **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
-        log.info(trainer.describe())
-        if start.reader is not None:
-            log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
-        train(trainer, data, log, start.step, start.consumed_samples)
+        stop = Stop(mesh, log, cfg.train.max_skipped)
+        with watched(mesh, log, cfg.train.hang_seconds), stop:
+            trainer = build(cfg, mesh)
+            restore(start, trainer.state)
+            log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
+                      first_step=start.step + 1, **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+            log.info(trainer.describe())
+            if start.reader is not None:
+                log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
+            train(trainer, data, log, stop, start.step, start.consumed_samples)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -86,7 +90,7 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
     p = cfg.parallel
     if world == 1:
         return Mesh.offline(device=device)
-    timeout = timedelta(seconds=cfg.train.hang_seconds)
+    timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.watch comes first
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout,
                             device_id=device if device.type == "cuda" else None)
     return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)

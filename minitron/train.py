@@ -33,6 +33,7 @@ from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import stage_layers
 from minitron.precision import DTYPES
+from minitron.stop import Stop
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Trainer:
         self.gradients.begin_step()
         scale = self.backward_scale(len(batches))
         loss_sum = self.executor.train(batches, scale)
+        self.mesh.activity.begin("update")
         self.gradients.finish()
         for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
             chunk.on_weights_updated()
@@ -60,6 +62,7 @@ class Trainer:
         stats = self.optimizer.step(lr, loss_sum, count, scale)
         if self.scaler is not None:
             self.scaler.update(stats.skipped)
+        self.mesh.activity.ended(self.mesh.device)
         return stats
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
@@ -133,13 +136,18 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, backend.name)
 
 
-def train(trainer: Trainer, data: Datasets, log: Log, done: int = 0, consumed: int = 0) -> None:
-    """The steps of the run after the `done` ones, which took `consumed` samples. Collective over the world."""
-    cfg, t = trainer.cfg, trainer.cfg.train
+def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:
+    """The steps of the run after the `done` ones, which took `consumed` samples, or until `stop`.
+
+    Collective over the world.
+    """
+    cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
-    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh)
+    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     for step in range(done + 1, t.steps + 1):
+        activity.step = step
+        activity.begin("data")
         batches = loader.step(consumed, step)
         consumed += t.global_batch_size
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
@@ -147,16 +155,24 @@ def train(trainer: Trainer, data: Datasets, log: Log, done: int = 0, consumed: i
         stats = trainer.step(batches, lr)
         documents = [bounds for b in batches for bounds in b.documents] if cfg.data.separate_documents else None
         meter.step(torch.cat([stats.values, scale]), documents, step=step, consumed_samples=consumed, lr=lr)
+        if stop.agreed:
+            break
         if t.eval_every and step % t.eval_every == 0:
             meter.flush()
             log.evaluation(step, evaluate(trainer, data))
             meter.restart()
         if saves is not None and saves.due(step):
+            activity.begin("checkpoint")
             saves.save(step, consumed)
     meter.flush()
     loader.close()
+    activity.begin("checkpoint")
     if saves is not None:
+        if stop.agreed:
+            saves.save(step, consumed)
         saves.wait()
+    if stop.agreed:
+        stop.report(step, saves is not None and saves.saved == step)
 
 
 def keep_collector_out() -> None:

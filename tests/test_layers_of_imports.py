@@ -24,7 +24,7 @@ LAYERS = [
     ("fused", "plain"),
     ("overlap",),
     ("collectives",),
-    ("mesh", "rng", "log", "profiling", "testing"),
+    ("mesh", "rng", "log", "profiling", "testing", "watch", "stop"),
     ("planner",),
     ("cli",),
     ("config", "rules"),

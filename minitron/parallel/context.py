@@ -38,11 +38,10 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minitron.attention import Backend
-from minitron.collectives import all_to_all, gather_start, reduce_scatter_start
+from minitron.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
 from minitron.mesh import Axis
 
 # For each sample its boundaries 0 = b_0 < b_1 < ... < b_m = s. Tuples, which can be looked up: every layer asks for the
@@ -322,15 +321,13 @@ def _ring_steps(q: Tensor, axis: Axis, documents: Documents | None) -> list[list
 
 def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
     """Start sending to the next rank and receiving from the one before. Call the result to get what arrived."""
-    before, after = axis.ranks[axis.rank - 1], axis.ranks[(axis.rank + 1) % axis.size]
+    before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
     tensors = [x.contiguous() for x in tensors]
     arrivals = [torch.empty_like(x) for x in tensors]
-    handles = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after, axis.group) for x in tensors]
-                                     + [dist.P2POp(dist.irecv, x, before, axis.group) for x in arrivals])
+    flight = exchange(axis, [(after, x) for x in tensors], [(before, x) for x in arrivals])
 
     def arrived() -> list[Tensor]:
-        for handle in handles:
-            handle.wait()
+        flight.wait()
         return arrivals
 
     return arrived

@@ -19,11 +19,10 @@ from functools import lru_cache
 from typing import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minitron.collectives import all_reduce_
+from minitron.collectives import Pending, all_reduce_, exchange
 from minitron.mesh import Axis
 from minitron.pipeline.schedule import (Action, Backward, Exchange, Forward, Schedule, Transfer, forward_only,
                                         input_of, make, output_of)
@@ -68,13 +67,16 @@ class Executor:
 
     def _run(self, actions: tuple[Action, ...], batches: Sequence, seed: Tensor | None) -> Tensor:
         run = _Run(self, batches, seed)
+        activity = self.pp.activity
         for action in actions:
+            activity.begin(action)
             if type(action) is Forward:
                 run.forward(action)
             elif type(action) is Backward:
                 run.backward(action)
             else:
                 run.exchange(action)
+            activity.ended(self.device)
         return run.finish()
 
 
@@ -84,10 +86,10 @@ class _Run:
     def __init__(self, executor: Executor, batches: Sequence, seed: Tensor | None):
         self.executor, self.batches, self.seed = executor, batches, seed
         self.loss = torch.zeros((), device=executor.device)
-        self.received: dict[Transfer, tuple[Tensor, _Flight]] = {}
+        self.received: dict[Transfer, tuple[Tensor, Pending]] = {}
         self.outbox: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.flights: deque[_Flight] = deque()  # whose sends may not have left
+        self.flights: deque[Pending] = deque()  # whose sends may not have left
 
     def forward(self, op: Forward) -> None:
         x = self._take(input_of(op, *self._place()))
@@ -113,16 +115,14 @@ class _Run:
             self.outbox[output] = x.grad
 
     def exchange(self, action: Exchange) -> None:
-        while self.flights and self.flights[0].has_landed():
+        while self.flights and self.flights[0].is_completed():
             self.flights.popleft()
-        sends = [(t, self.outbox.pop(t).contiguous()) for t in action.sends]
-        recvs = [(t, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
+        sends = [(t.peer, self.outbox.pop(t).contiguous()) for t in action.sends]
+        recvs = [(t.peer, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
                  for t in action.recvs]
-        pp = self.executor.pp
-        flight = _Flight([dist.P2POp(direction, value, pp.ranks[t.peer], group=pp.group)
-                          for direction, values in ((dist.isend, sends), (dist.irecv, recvs)) for t, value in values])
+        flight = exchange(self.executor.pp, sends, recvs)
         self.flights.append(flight)
-        for t, value in recvs:
+        for t, (_, value) in zip(action.recvs, recvs):
             self.received[t] = value, flight
 
     def finish(self) -> Tensor:
@@ -140,20 +140,3 @@ class _Run:
 
     def _place(self) -> tuple[int, int, int]:
         return self.executor.pp.rank, self.executor.pp.size, len(self.executor.chunks)
-
-
-class _Flight:
-    """The messages of one exchange. Their tensors live as long as it does, or until someone has waited for it."""
-
-    def __init__(self, ops: list[dist.P2POp]):
-        self.ops, self.works = ops, dist.batch_isend_irecv(ops)
-
-    def has_landed(self) -> bool:
-        """Whether all messages have left and arrived; waits for nothing."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """Only once: a second wait for a gloo message would wait for another message."""
-        for work in self.works:
-            work.wait()
-        self.ops, self.works = [], []

@@ -1,0 +1,108 @@
+"""Runs of minitron.pretrain with a planted fault; `Run` starts this file under torchrun: `fault_run.py FAULT CONFIG...`
+
+    none
+    sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
+    nan       a weight becomes NaN before step 3
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitron import pretrain
+from minitron.pipeline import executor
+from minitron.train import Trainer
+
+ROOT = Path(__file__).parents[1]
+TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=4",
+        "model.num_kv_heads=2", "model.vocab_size=300", "train.seq_len=32", "train.global_batch_size=8",
+        "train.micro_batch_size=2", "data.source=mock", "precision.dtype=fp32", "train.steps=1000000"]
+
+
+class Run:
+    """A run in the background. `wait_for` and `end` fail after a minute, and at the end no process is left."""
+
+    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int, on_gpus: bool = False):
+        self.folder, self.output = folder / "log", folder / "output"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+                  "tests/fault_run.py", fault]
+        hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen(
+                [*launch, *TINY, f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv], cwd=ROOT,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **hidden})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.workers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    def workers(self) -> list[int]:
+        """Process ids of the ranks that live, in the order of their start."""
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        return sorted(int(pid) for pid in listed.stdout.split())
+
+    def wait_for(self, text: str, file: Path | None = None) -> str:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            seen = (file or self.output).read_text() if (file or self.output).exists() else ""
+            if text in seen:
+                return seen
+            time.sleep(0.05)
+        pytest.fail(f"no {text!r} in\n{seen}\n{self.output.read_text()}")
+
+    def training(self) -> "Run":
+        self.wait_for('"step": 3', self.folder / "metrics.jsonl")
+        return self
+
+    def end(self) -> tuple[int, float, str]:
+        """torchrun's exit status, the seconds until then, and what everybody printed."""
+        begin = time.monotonic()
+        status = self.process.wait(60)
+        return status, time.monotonic() - begin, self.output.read_text()
+
+    def last_step(self) -> int:
+        return json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+def sleep(rank):
+    forward = executor._Run.forward
+
+    def stuck(run, op):
+        if os.environ["RANK"] == rank and op.mb == 1 and run.executor.pp.activity.step == 3:
+            time.sleep(1000)
+        return forward(run, op)
+
+    executor._Run.forward = stuck
+
+
+def nan():
+    step = Trainer.step
+
+    def poisoned(trainer, batches, lr):
+        if trainer.mesh.activity.step == 3:
+            with torch.no_grad():
+                next(trainer.chunks[0].parameters()).fill_(torch.nan)
+        return step(trainer, batches, lr)
+
+    Trainer.step = poisoned
+
+
+if __name__ == "__main__":
+    fault, *arguments = sys.argv[1].split("@")
+    {"none": lambda: None, "sleep": sleep, "nan": nan}[fault](*arguments)
+    pretrain.main(sys.argv[2:])

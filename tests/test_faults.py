@@ -1,0 +1,201 @@
+"""Runs that are stopped, starved, poisoned and killed, for real: through torchrun, on gloo ranks."""
+
+import json
+import os
+import re
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fault_run import Run
+
+from minitron import stop as stop_module
+from minitron import watch
+from minitron.checkpoint.format import checkpoints
+from minitron.config import Config, PrecisionConfig
+from minitron.log import Iteration, Log
+from minitron.mesh import Mesh
+from minitron.optim.scaler import LossScaler
+from minitron.pipeline.schedule import Backward, Forward
+from minitron.stop import Diverged, Stop
+
+# ---- hangs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path):
+    layout = ("parallel.tp=2", "parallel.pp=2", "log.every=1000000")
+    with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=6", ranks=4) as run:
+        run.wait_for('"step": 2', run.folder / "metrics.jsonl")
+        status, seconds, output = run.end()
+    assert status == 1 and re.search(r"exitcode *: 124", output)
+    # 6 s until it counts as a hang, a twentieth of that between two looks, 2 s for the reports, and torchrun's own end
+    assert seconds < 20
+    blocks = {int(rank): text for rank, text in re.findall(r"^rank (\d) (.*?)(?=^\S)", output, re.M | re.S)}
+    for rank, cell in enumerate(("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0",
+                                 "pp 1, dp 0, cp 0, tp 1")):
+        assert blocks[rank].startswith(f"({cell}) has not moved for 6 s\n"), output
+        assert f"rank {rank} ({cell}) has not moved" in (run.folder / f"rank-{rank}.log").read_text()
+    assert "host: step 3, Forward(mb=1, chunk=0)\n" in blocks[2] and "time.sleep(1000)" in blocks[2]
+    forward = r"host: step 3, Forward\(mb=1, chunk=0\), all-gather over tp \([\d,]+ bytes\), together ranks 2, 3"
+    assert re.search(forward, blocks[3])
+    assert re.search(r"host: step 3, Backward\(.*\), exchange over pp \([\d,]+ bytes\), together ranks 0, 2", blocks[0])
+    everyone = output.split("where all ranks stand:\n")[1]
+    assert re.match(r"  ranks 0, 1: step 3, Backward.*\n  rank 2: step 3, Forward\(mb=1, chunk=0\)\n  rank 3: ",
+                    everyone), everyone
+
+
+class Event:
+    def __init__(self, done):
+        self.query = lambda: done
+
+
+def test_the_device_s_place_is_the_first_action_it_has_not_finished():
+    activity = watch.Activity()
+    assert watch.unfinished(activity) == "through with all actions"
+    places = [(6, Forward(0, 0)), (6, Backward(0, 0, True)), (7, Forward(0, 0))]
+    activity.queued.extend((Event(i < 1), *place) for i, place in enumerate(places))
+    assert watch.unfinished(activity) == "not through with step 6, Backward(mb=0, chunk=0, last=True)"
+
+
+def test_nccl_operations_that_did_not_end_are_named(monkeypatch):
+    entry = {"profiling_name": "nccl:all_reduce", "process_group": ["2", "mesh_tp"], "input_sizes": [[8, 4]],
+             "state": "scheduled", "retired": False}
+    entries = [{**entry, "state": "completed"}, {**entry, "retired": True}, entry, *[entry] * 9]
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json",
+                        lambda: json.dumps({"entries": entries}).encode(), raising=False)
+    assert watch.unfinished_nccl(at_most=2) == ["  not finished: nccl:all_reduce of group mesh_tp, sizes [[8, 4]]"] * 2
+
+
+def test_many_ranks_are_cut_short():
+    assert watch.listed([3]) == "rank 3" and watch.listed(range(3)) == "ranks 0, 1, 2"
+    assert watch.listed(range(100), at_most=2) == "ranks 0, 1, ... (100 in all)"
+
+
+# ---- signals ------------------------------------------------------------------------------------------------------
+
+
+def test_sigusr1_to_one_worker_saves_on_all_and_exits_0(tmp_path):
+    with Run(tmp_path, "none", "parallel.pp=2", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+        os.kill(run.training().workers()[1], signal.SIGUSR1)
+        status, _, output = run.end()
+    step = run.last_step()
+    assert status == 0 and f"SIGUSR1: stopped after iteration {step}, which was saved\n" in output
+    assert list(checkpoints(tmp_path / "saved")) == [step]
+
+
+def test_sigterm_to_torchrun_stops_all_ranks(tmp_path):
+    with Run(tmp_path, "none", "parallel.tp=2", ranks=2) as run:
+        run.training().process.send_signal(signal.SIGTERM)
+        _, seconds, output = run.end()  # torchrun's own status is 1, whatever its ranks' are
+    assert seconds < 15  # after 30 it kills
+    assert f"SIGTERM: stopped after iteration {run.last_step()}; nothing was saved" in output
+    assert "exitcode" not in output and "error: " not in output
+
+
+@pytest.fixture
+def stop(monkeypatch, tmp_path):
+    """A Stop whose ends are noted in `.ends`, in place of the end of pytest."""
+    ends = []
+    monkeypatch.setattr(stop_module.os, "_exit", ends.append)
+    cfg = Config()
+    with Log(cfg, 0, 1) as log, Stop(Mesh.offline(), log, max_skipped=3) as stop:
+        stop.ends = ends
+        yield stop
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_the_same_signal_again_ends_at_once_unless_it_is_an_echo(stop, capsys, monkeypatch):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)  # another wish, or the scheduler's last word: the save goes on
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun's echo
+    eventually(lambda: stop.asked == signal.SIGUSR1)
+    time.sleep(0.2)
+    assert not stop.ends
+    monkeypatch.setattr(stop_module, "REPEAT_SECONDS", 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    eventually(lambda: stop.ends == [128 + signal.SIGTERM])
+    assert "got SIGTERM a second time: ends without saving in step 0, start" in capsys.readouterr().err
+
+
+def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, monkeypatch):
+    monkeypatch.setattr(stop_module, "PATIENCE_SECONDS", 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.5)
+    assert not stop.ends  # still at its own work
+    stop.mesh.activity.begin(Forward(1, 0))
+    eventually(lambda: stop.ends)
+    assert "got SIGTERM and has not moved for" in capsys.readouterr().err
+    stop.mesh.activity.begin("checkpoint")
+
+
+def test_signals_are_as_before_afterwards():
+    before = [signal.getsignal(number) for number in stop_module.SIGNALS]
+    with Stop(Mesh.offline(), SimpleNamespace(), 1):
+        assert [signal.getsignal(number) for number in stop_module.SIGNALS] != before
+    assert [signal.getsignal(number) for number in stop_module.SIGNALS] == before
+
+
+# ---- skipped updates ----------------------------------------------------------------------------------------------
+
+
+def iteration(step, skipped, loss_scale=1.0):
+    return Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=loss_scale, seconds=1.0, skipped=skipped)
+
+
+def test_only_skips_in_a_row_end_a_run():
+    stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1], start=1):
+        stop.saw(iteration(step, skipped), 0)
+    with pytest.raises(Diverged, match=r"iteration 9: the gradients of 3 iterations in a row.*train.max_skipped=3"):
+        stop.saw(iteration(9, 1), 0)
+
+
+def test_the_search_for_a_loss_scale_does_not_end_a_run():
+    scaler = LossScaler(PrecisionConfig(dtype="fp16", loss_scale=2.0**24), torch.device("cpu"))
+    stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
+    steps_at_one = step = 0
+    with pytest.raises(Diverged):
+        while True:
+            step += 1
+            scale = float(scaler.scale)
+            steps_at_one += scale == 1.0
+            scaler.update(torch.ones(()))
+            stop.saw(iteration(step, 1, scale), 0)
+    assert steps_at_one == 3 and step > 24
+
+
+def test_a_poisoned_run_ends_with_one_line(tmp_path):
+    with Run(tmp_path, "nan", "train.max_skipped=4", ranks=2) as run:
+        status, _, output = run.end()
+    assert status == 1 and run.last_step() == 6  # poisoned before step 3
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "iteration 6: the gradients of 4 iterations in a row" in errors[0], output
+
+
+# ---- a dead rank --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_others_within_seconds(tmp_path):
+    with Run(tmp_path, "none", "parallel.tp=2", ranks=2) as run:
+        os.kill(run.training().workers()[1], signal.SIGKILL)
+        status, seconds, output = run.end()
+    assert status == 1 and seconds < 15 and re.search(r"exitcode *: -9", output)
+    ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
+    line, = [line for line in ours.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step \d+, .*, \S+ over \w+ \([\d,]+ bytes\); "
+                    "most likely another rank has died", line)
+    assert "minitron/collectives.py" in (run.folder / "rank-0.log").read_text()
+
+
+def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():
+    mesh = Mesh.offline()
+    with pytest.raises(RuntimeError, match="mine"), watch.watched(mesh, SimpleNamespace(), 100.0):
+        raise RuntimeError("mine")
