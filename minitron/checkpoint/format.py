@@ -107,8 +107,8 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
             shutil.rmtree(stale, ignore_errors=True)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
-            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB; "
-                                  "free some, or lower checkpoint.keep")
+            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
+                                  "; free some, or lower checkpoint.keep")
         temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
@@ -290,8 +290,8 @@ class Reader:
     def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Any box of a tensor, on the CPU and in the dtype it was saved in, put together from the boxes it meets.
 
-        It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read, because its pages
-        count as this process's memory.
+        It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read: its pages count
+        as memory of this process.
         """
         wanted = Box(tuple(start), tuple(shape))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
