@@ -36,11 +36,10 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
-from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
@@ -51,7 +50,6 @@ NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch
 DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
 STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
-HEADER_BYTES = 1 << 27  # of safetensors, at most
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
 
@@ -109,8 +107,8 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
             shutil.rmtree(stale, ignore_errors=True)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
-            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB; "
-                                  "free some, or lower checkpoint.keep")
+            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
+                                  "; free some, or lower checkpoint.keep")
         temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
@@ -218,7 +216,9 @@ def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
     size = checksum = 0
     with open(path, "wb") as file:
         for part in parts:
-            whole = _bytes(part.detach().cpu().contiguous()) if isinstance(part, Tensor) else memoryview(part)
+            if isinstance(part, Tensor):
+                part = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            whole = memoryview(part)
             for begin in range(0, len(whole), BLOCK_BYTES):
                 block = whole[begin:begin + BLOCK_BYTES]
                 checksum = zlib.crc32(block, checksum)
@@ -227,11 +227,6 @@ def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "checksum": f"{checksum:08x}", "algorithm": "crc32"}
-
-
-def _bytes(x: Tensor) -> memoryview:
-    """Of a contiguous tensor on the CPU."""
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
 
 
 def _pointer(name: str) -> str:
@@ -273,7 +268,6 @@ class Reader:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{self.index} is not as version 1 has it: {error!r}") from error
-        self._header = lru_cache(_header)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -296,33 +290,22 @@ class Reader:
     def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Any box of a tensor, on the CPU and in the dtype it was saved in, put together from the boxes it meets.
 
-        It trusts the bytes of the files, which `verify` checks. Files are read, not mapped: pages of a mapped file count
-        as this process's memory. What is read at once is the rows that a stored box and the wanted one share.
+        It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read: its pages count
+        as memory of this process.
         """
         wanted = Box(tuple(start), tuple(shape))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
         for file, key, stored in self._boxes(name, kind):
             if common := stored.meet(wanted):
-                rows = Box((common.start[0], *stored.start[1:]), (common.shape[0], *stored.shape[1:]))
-                part = self._rows(file, key, stored, rows, result.dtype)
-                if rows == wanted:
-                    return part
-                result[common.within(wanted)] = part[common.within(rows)]
-        return result
-
-    def _rows(self, file: str, key: str, stored: Box, rows: Box, dtype: torch.dtype) -> Tensor:
-        path, row_bytes = self.path / file, prod(stored.shape[1:]) * dtype.itemsize
-        result = torch.empty(rows.shape, dtype=dtype)
-        with disk_errors(path), open(path, "rb") as opened:
-            try:
-                entry, begin = self._header(path)
-                if (entry[key]["dtype"], entry[key]["shape"]) != (NAMES[dtype][1], list(stored.shape)):
-                    raise ValueError(f"{key} is not of the dtype and shape that index.json says")
-                opened.seek(begin + entry[key]["data_offsets"][0] + (rows.start[0] - stored.start[0]) * row_bytes)
-                if opened.readinto(_bytes(result)) != result.nbytes:
-                    raise ValueError(f"it ends within {key}")
-            except (KeyError, TypeError, ValueError, struct.error) as error:
-                raise CheckpointError(f"{path} is not what index.json says: {error}") from error
+                try:
+                    with safe_open(self.path / file, framework="pt") as opened:
+                        part = opened.get_slice(key)
+                        if (part.get_dtype(), tuple(part.get_shape())) != (NAMES[result.dtype][1], stored.shape):
+                            raise CheckpointError(f"{self.path / file}: {key} is not of the dtype and shape that "
+                                                  "index.json says")
+                        result[common.within(wanted)] = part[common.within(stored)]
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{self.path / file} cannot be read: {error}") from error
         return result
 
     def verify(self, files: Iterable[str] | None = None) -> None:
@@ -340,13 +323,6 @@ class Reader:
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
         for box in self._tensors[name]["kinds"][kind]["boxes"]:
             yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
-
-
-def _header(path: Path) -> tuple[dict, int]:
-    """What a safetensors file says of its tensors, and where their bytes begin."""
-    with open(path, "rb") as file:
-        length, = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(min(length, HEADER_BYTES))), 8 + length
 
 
 def _read_index(path: Path) -> dict:

@@ -13,7 +13,7 @@ descends from that step and is resumed in its place, so the same command may be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,6 @@ from minitron.checkpoint.boxes import Piece
 from minitron.checkpoint.format import STEP_NAME, CheckpointError, Reader, checkpoints, make_writable, newest
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.config import Config
-from minitron.mesh import Mesh
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
@@ -89,12 +88,17 @@ def restore(start: Start, state: State) -> None:
     if start.reader is None:
         return
     reader, optimizer = start.reader, state.optimizer
-    with _together(start, mesh):
+    failure = None
+    try:
         wanted = list(_wanted(start, state))
         files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
         reader.verify(sorted(files.union(list(reader.files)[mesh.rank::mesh.world.size])))
         for piece in wanted:
             piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
+    except CheckpointError as error:
+        other = f"; {_other(reader.path.parent, reader.path)}" if start.resume else ""
+        failure = CheckpointError(f"{error}{other}")
+    decide(failure, lambda _: None, mesh)  # raised by all, so that none waits for another in a collective
     for bucket, master in zip(optimizer.gradients.buckets, optimizer.masters, strict=True):
         bucket.data_slice.copy_(master)
     optimizer.gradients.gather_parameters()
@@ -116,7 +120,7 @@ def _wanted(start: Start, state: State) -> Iterator[Piece]:
             raise CheckpointError(f"{reader.path}/index.json is of another model: {piece.name} has shape "
                                   f"{list(reader.shape(piece.name)) if kinds else None} there and {list(piece.whole)} "
                                   "here")
-        yield piece if piece.kind in kinds else piece._replace(kind="param")
+        yield piece if start.resume or piece.kind in kinds else piece._replace(kind="param")
     for chunk in state.chunks if start.resume else ():
         histories = list(state.histories(chunk))
         if all(piece.kind in reader.kinds(piece.name) for piece in histories):  # else it looks first, as a fresh run
@@ -127,7 +131,7 @@ def _back(directory: Path, step: int) -> Path:
     """The newest checkpoint if it descends from that of `step`, else that one."""
     with suppress(CheckpointError):  # it may be why the user goes back
         folder = newest(directory)
-        if folder is not None and Reader(folder).config["checkpoint"]["resume_step"] == step:
+        if folder is not None and Reader(folder).config.get("checkpoint", {}).get("resume_step") == step:
             return folder
     return directory / STEP_NAME(step)
 
@@ -149,18 +153,6 @@ def _check_model(reader: Reader, cfg: Config, names: tuple[str, ...]) -> None:
         if ours[name] != saved[name]:
             raise CheckpointError(f"{reader.path}/index.json is of another model: model.{name} was {saved[name]} and "
                                   f"is {ours[name]}; set it to that, or use another checkpoint")
-
-
-@contextmanager
-def _together(start: Start, mesh: Mesh) -> Iterator[None]:
-    """A CheckpointError of one rank is raised on all, so that none waits for it in a collective."""
-    failure = None
-    try:
-        yield
-    except CheckpointError as error:
-        path = start.reader.path
-        failure = CheckpointError(f"{error}; {_other(path.parent, path)}") if start.resume else error
-    decide(failure, lambda _: None, mesh)
 
 
 def _check_same(steps: list[int]) -> None:

@@ -41,8 +41,7 @@ from minitron.optim.grads import Gradients
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
 
-# A save may take long, and nothing waits for it but the next; a rank that dies ends the wait at once.
-PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(days=1)  # a save may take long; a rank that dies ends the wait for it at once
 
 
 class State(NamedTuple):
