@@ -108,7 +108,7 @@ class Pipelined:
     def gather(self, parts: Parts) -> Callable[[], Parts]:
         """By copy engines, beside what the current stream does next."""
         parts, whole = self._prepare(parts)
-        _, memory = self._half("gather", sum(part.nbytes for part in parts), parts[0].device)
+        _, memory = self._half("gather", sum(map(_room, parts)), parts[0].device)
         self.copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copies):
             self._publish(memory, parts)
@@ -119,7 +119,7 @@ class Pipelined:
     def gather_then(self, parts: Parts, consume: Consume) -> Parts:
         parts, whole = self._prepare(parts)
         main, m = torch.cuda.current_stream(), parts[0].shape[0]
-        _, memory = self._half("gather", sum(part.nbytes for part in parts), parts[0].device)
+        _, memory = self._half("gather", sum(map(_room, parts)), parts[0].device)
         self._publish(memory, parts)
         self.copies.wait_stream(main)
         self.side.wait_stream(main)
@@ -217,13 +217,17 @@ class Pipelined:
         return halves[0]
 
 
+def _room(part: Tensor) -> int:
+    """Bytes from the start of this part to that of the next."""
+    return -(-part.nbytes // 256) * 256
+
+
 def _views(memory, rank: int, parts: Parts) -> Parts:
     """Tensors like `parts`, one after another, in the memory of `rank`."""
     views, start = [], 0
     for part in parts:
-        assert start % part.itemsize == 0
         views.append(memory.get_buffer(rank, part.shape, part.dtype, start // part.itemsize))
-        start += part.nbytes
+        start += _room(part)
     return views
 
 
