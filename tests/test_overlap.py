@@ -47,8 +47,9 @@ class Memory:
 @contextlib.contextmanager
 def on_files(folder, axis):
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    fake = SimpleNamespace(is_available=lambda: False, Stream=lambda: stream, current_stream=lambda: stream, synchronize=lambda: None,
-                           stream=lambda _: contextlib.nullcontext())
+    fake = SimpleNamespace(
+        is_available=lambda: False, synchronize=lambda: None, Stream=lambda: stream, current_stream=lambda: stream,
+        stream=lambda _: contextlib.nullcontext())
     with mock.patch.object(overlap, "symmetric_memory", Memory(folder, axis)), mock.patch.object(torch, "cuda", fake):
         yield
 
