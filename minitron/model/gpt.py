@@ -89,7 +89,7 @@ class Attention(nn.Module):
         if self.dropout and self.training:
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
-                              dropout_mask=dropped)
+                              dropout_mask=dropped, ops=self.ops)
         return self.out(y.flatten(2), add_bias=False)  # the block does
 
 

@@ -81,6 +81,21 @@ def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
 
 
 @dtypes
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_blocks_are_merged(dtype, d):
+    from minitron import fused, plain
+
+    lse, block_lse = 5 * randn(2, 3, 77), 5 * randn(2, 3, 77, seed=1)
+    # views as the ring has them: [s, b, n, d] seen as [b, n, s, d], the second half of the positions
+    out, block = (randn(154, 2, 3, d, dtype=dtype, seed=i).permute(1, 2, 0, 3)[:, :, 77:] for i in (2, 3))
+    twin, twin_lse = out.float().clone(), lse.clone()
+    fused.merge_(out, lse, block, block_lse)
+    plain.merge_(twin, twin_lse, block, block_lse)
+    assert_close_rel(out.float(), twin, TOLERANCE[dtype])
+    assert_close_rel(lse, twin_lse, 2e-6)
+
+
+@dtypes
 @pytest.mark.parametrize("h", [48, 2048, 3000])
 def test_rows_are_added(dtype, h):
     from minitron import fused, plain
