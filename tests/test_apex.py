@@ -164,7 +164,7 @@ def test_a_run_uses_it_for_every_weight_and_says_so(apex, monkeypatch):
     t, matrices = cfg.train, 4 * cfg.model.num_layers + 1  # qkv, out, up, down of each block, and the head
     assert fake.products == t.steps * (t.global_batch_size // t.micro_batch_size - 1) * matrices
     assert fake.updates == t.steps * len(trainer.gradients.buckets)
-    for mine, twin in zip(actual, expected):  # masters differ by float32's rounding: now and then a bf16 weight does too
+    for mine, twin in zip(actual, expected):  # masters differ by float32's rounding: at times a bf16 weight does too
         assert mine == pytest.approx(twin, rel=1e-3)
 
 
