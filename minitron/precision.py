@@ -132,7 +132,13 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 class Gemm:
-    """Products in the tensors' own format (bf16, fp16, fp32)."""
+    """Products in the tensors' own format (bf16, fp16, fp32).
+
+    accumulate: adds a weight gradient to main_grad, accumulate_product or a twin of it.
+    """
+
+    def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], Tensor | None] = accumulate_product):
+        self.accumulate = accumulate
 
     def quantize(self, x: Tensor, shared: Axis, *, gradient: bool = False, columns: bool = False,
                  record: bool = True) -> Payload:
@@ -156,7 +162,7 @@ class Gemm:
 
     def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
         """weight.main_grad += dy^T x."""
-        return accumulate_product(weight, dy.rows, x.rows)
+        return self.accumulate(weight, dy.rows, x.rows)
 
     def prepare(self, weight: Tensor) -> None:
         """To be called before products of this weight are launched on several streams."""
