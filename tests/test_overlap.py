@@ -46,7 +46,7 @@ class Memory:
 
 @contextlib.contextmanager
 def on_files(folder, axis):
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, wait_event=lambda event: None)
     fake = SimpleNamespace(
         is_available=lambda: False, synchronize=lambda: None, Stream=lambda: stream, current_stream=lambda: stream,
         stream=lambda _: contextlib.nullcontext())
@@ -74,7 +74,7 @@ def methods(folder, size):
                         results += by.gather(parts)()
                     elif method == "gather_then":
                         y = torch.zeros(size * M * scale, N)
-                        results += by.gather_then(parts, lambda rows, p: y[rows].copy_(2 * p[0]))
+                        results += by.gather_then(parts, lambda rows, p: y[rows].copy_(2 * p[0]), keep=True)
                         results.append(y)
                     elif method == "then_scatter":
                         results.append(by.then_scatter(produce, tuple(partial.shape), partial))
@@ -102,6 +102,52 @@ def layers(folder, tp, remake):
 @pytest.mark.parametrize("tp, remake", [(2, False), (4, True)])
 def test_column_then_row(ranks, tmp_path, tp, remake):
     check_two_layers(ranks(tp, layers, str(tmp_path), tp, remake), _plain_two_layers(torch.float32), True, "fp32")
+
+
+class Stream:
+    """A stream that only tells the time: `now` is when all that was launched on it has ended."""
+
+    current = None
+
+    def __init__(self):
+        self.now = 0.0
+
+    def run(self, seconds):
+        self.now += seconds
+        return self.now - seconds
+
+    def wait_stream(self, other):
+        self.now = max(self.now, other.now)
+
+    def record_event(self):
+        return self.now
+
+    def wait_event(self, event):
+        self.now = max(self.now, event)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def using(stream):
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+
+def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products():
+    Stream.current = main = Stream()
+    fake = SimpleNamespace(Stream=Stream, current_stream=lambda: Stream.current, stream=Stream.using)
+    with mock.patch.object(torch, "cuda", fake):
+        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)))
+        memory = SimpleNamespace(barrier=lambda channel: Stream.current.run(0.1),
+                                 get_buffer=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype))
+        by._half = lambda use, need, device: (torch.empty(need, dtype=torch.uint8), memory)
+        by._fetch = by._receive = lambda *_: by.copies.run(1.0)
+        gathered = by.gather([torch.zeros(4, 8)])
+        finish = by.scatter(lambda rows, out: main.run(10.0), (16, 8), torch.zeros(1))
+        gathered()
+        started = main.run(10.0)  # the weight gradient: beside the scatter
+        finish()
+    assert started == pytest.approx(10.2) and main.now == pytest.approx(20.2)
 
 
 def test_one_rank_and_cpus_have_nothing_to_pipeline():
