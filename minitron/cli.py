@@ -52,7 +52,8 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 
 
 @contextmanager
-def user_errors(kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *, quiet: bool = False) -> Iterator[None]:
+def user_errors(kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *,
+                quiet: bool = False) -> Iterator[None]:
     """Turns an error of this kind inside into one line on stderr and exit status 1.
 
     While parsing and building, every ValueError is the user's to mend; later only narrower kinds are.

@@ -7,6 +7,7 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
                                                                    dy: input and weight gradient
     weights are cast once per optimizer step, not per microbatch   `on_weights_updated` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
+    SwiGLU casts what it computes, its gradient too                one pass less each, where the scale is known before
 
 and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
 
@@ -99,7 +100,7 @@ class DelayedScaling:
     def follow_history(self) -> None:
         """Make the scales from the history: also after a checkpoint has been read into it."""
         top = self.history.amax(0)
-        self.scale.copy_(torch.where(top > 0, self.limits / top, 1.0))
+        self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
         self.cold = False
 
 

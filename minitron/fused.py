@@ -6,7 +6,7 @@ operation, everything in registers, arithmetic in float32 whatever the format in
 
     kernel          of numbers as large as its result, it reads and writes
     add_norm        2 and 2, backward 3 and 1
-    swiglu          2 and 1, backward 3 and 2
+    swiglu          2 and 1, backward 3 and 2; with casts the results are bytes, written twice: rows and columns
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
     merge           2 and 1
     add_rows        3 and 2, of those rows that a token has
@@ -310,7 +310,7 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
     return out
 
 
-# ---- attention, merged from two sets of keys --------------------------------------------------------------------------
+# ---- attention, merged from two sets of keys -------------------------------------------------------------------------
 
 
 @triton.jit

@@ -44,6 +44,8 @@ Produce = Callable[[slice, Tensor], None]
 class Separate:
     """Collectives by the process group; any device, any number of nodes."""
 
+    nbytes = 0
+
     def __init__(self, axis: Axis, overlap: bool = True):
         self.axis, self.overlap = axis, overlap
 

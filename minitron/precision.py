@@ -1,17 +1,18 @@
 """The GEMM seam: every matrix product of the model passes through here, with the communication next to it.
 
 Problem: tensor parallelism puts a collective before or after each linear layer, FP8 puts a cast before it, and
-both are fast only when they know of each other and of the gradient accumulation. The idea: one autograd function,
-`linear`, owns the sequence
+both are fast only when they know of each other and of the gradient accumulation. The idea: one object, `Layer`, owns
+the sequence
 
-    forward    quantize x -> [gather x] -> y = x W^T -> [reduce or scatter y]
+    forward    quantize x -> [gather x] -> y = x W^T + bias -> [reduce or scatter y]
     backward   quantize dy -> [gather dy], meanwhile gather x again
                dx = dy W -> [reduce or scatter dx], meanwhile
                W.main_grad += dy^T x      in float32, inside the GEMM where the device can
 
-and asks a `Gemm` object for the number format: this file has the ordinary ones, minitron/fp8.py the others. What is
-gathered is the quantized payload, so FP8 also halves the traffic. A faster way to run one of these lines (a fused
-gather-GEMM, another FP8 library) replaces that line here and no layer changes.
+and asks two others: a `Gemm` for the number format (this file has the ordinary ones, minitron/fp8.py the others), and
+`Separate` or `Pipelined` (minitron/overlap.py) for a product next to a collective, in one piece or in several. What is
+gathered is the quantized payload, so FP8 also halves the traffic. Its users are two autograd functions: `linear` here,
+and Llama's whole MLP in minitron/parallel/gated.py.
 
 Gradients of weights do not pass through autograd's `.grad`: a parameter with a `main_grad` (float32, a view into the
 optimizer's flat buffer) has its gradient added there, or written if `grad_stale` says that the buffer still holds
@@ -79,7 +80,7 @@ class _Use(torch.autograd.Function):
 
 
 def use(param: Tensor) -> Tensor:
-    """`param` for ordinary autograd operations; its gradient lands in main_grad. For small ones: norms, biases."""
+    """`param` for ordinary autograd operations; its gradient lands in main_grad. For small ones: biases."""
     return _Use.apply(param) if hasattr(param, "main_grad") else param
 
 

@@ -31,7 +31,7 @@ from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_t
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_apex, choose_ops, parameter, plus, vocab_parallel_cross_entropy)
+                                      choose_apex, choose_ops, lookup, parameter, plus, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
@@ -167,7 +167,7 @@ class Embedding(nn.Module):
         x = self.words(batch.tokens)
         if self.positions is not None:
             rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
-            x = x + nn.functional.embedding(rows, use(self.positions))
+            x = x + lookup(rows, self.positions, 0, self.layout.ops)
         if not self.training:
             return x
         return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.ops.drop_elements)

@@ -103,7 +103,7 @@ class Zero1Optimizer:
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """AdamW on every slice with gradient / divisor, unless found_inf is 1; a slice travels while the next is made."""
+        """AdamW on all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
         self.steps += 1 - found_inf
         self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
                         updated=lambda i: self.gradients.buckets[i].start_gather())

@@ -211,6 +211,11 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
+def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType) -> Tensor:
+    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h]."""
+    return _Lookup.apply(ids, table, first, ops)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding split over the vocabulary: ids [s, b] -> [s/tp, b, h].
 
@@ -225,7 +230,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         axis = self.layout.axis
-        x = _Lookup.apply(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.ops)
+        x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.ops)
         return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
 
 
