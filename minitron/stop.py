@@ -29,7 +29,8 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from minitron.log import Iteration, Log
+from minitron.lines import Iteration
+from minitron.log import Log
 from minitron.mesh import Mesh
 from minitron.watch import OWN_PACE
 

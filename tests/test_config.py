@@ -108,7 +108,7 @@ def test_help_lists_every_key(capsys):
     ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
     ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),
     ("model.rope_scaling.factr=8", ["did you mean model.rope_scaling.factor?"]),
-    ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir"]),
+    ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir, log.tensorboard"]),
     ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
     ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
     ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
