@@ -88,18 +88,16 @@ class Line:
 def megatron(line: Line) -> str:
     """Seconds, hardware TFLOPs; MFU and memory behind what Megatron has."""
     return _fields(
-        _count(line), _samples(line), f"elapsed time per iteration (s): {line.seconds:.4f}",
-        f"learning rate: {line.last.lr:.3E}", *_common(line), f"samples per second: {line.batch / line.seconds:.3f}",
-        f"TFLOPs: {line.tflops['hardware']:.2f}", *_added(line))
+        _progress(line), f"elapsed time per iteration (s): {line.seconds:.4f}", f"learning rate: {line.last.lr:.3E}",
+        *_common(line), f"samples per second: {line.batch / line.seconds:.3f}", f"TFLOPs: {line.tflops['hardware']:.2f}", *_added(line))
 
 
 def megatron_core(line: Line) -> str:
     """The date, milliseconds, causal TFLOPs; MFU and memory behind what Megatron has."""
     return _fields(
-        f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_count(line)}", _samples(line),
-        f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {line.tflops['causal']:.1f}", f"learning rate: {line.last.lr:.6E}",
-        *_common(line), *_added(line))
+        f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_progress(line)}", f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {line.tflops['causal']:.1f}",
+        f"learning rate: {line.last.lr:.6E}", *_common(line), *_added(line))
 
 
 def nemo_bar(line: Line) -> str:
@@ -156,16 +154,11 @@ def _fields(*fields: str) -> str:
     return " " + " | ".join(fields) + " |"
 
 
-def _count(line: Line) -> str:
-    return f"iteration {line.last.step:8d}/{line.steps:8d}"
-
-
-def _samples(line: Line) -> str:
-    return f"consumed samples: {line.last.consumed_samples:12d}"
+def _progress(line: Line) -> str:
+    return f"iteration {line.last.step:8d}/{line.steps:8d} | consumed samples: {line.last.consumed_samples:12d}"
 
 
 def _common(line: Line) -> list[str]:
-    """The fields that both forms of Megatron have."""
     fields = [f"global batch size: {line.batch:5d}"]
     if line.loss is not None:
         fields.append(f"lm loss: {line.loss:.6E}")

@@ -32,7 +32,7 @@ from minitron.mesh import Mesh
 TABLE_ROWS = 40
 MEMORY_EVENTS = 1_000_000  # the last allocations and frees that a snapshot holds
 
-# How a step is marked in the trace, and what stops the profiler and says what it wrote.
+# What marks a step in the trace, and what stops the profiler and says where to look.
 Started = tuple[Callable[[str], AbstractContextManager], Callable[[], str]]
 
 
@@ -50,6 +50,7 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
         yield from steps
         return
     yield from range(steps.start, inside.start)
+    _wait(mesh.device)
     mark, stop = _start(cfg, mesh)
     try:
         for step in inside:
@@ -63,7 +64,6 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
 
 
 def _start(cfg: Config, mesh: Mesh) -> Started:
-    _wait(mesh.device)
     if cfg.profile.kind == "nsys":
         return _nsys()
     folder = Path(cfg.log.dir).expanduser()
