@@ -150,14 +150,11 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             return SummaryWriter(str(Path(folder).expanduser()))
-        except ImportError:
+        except (ImportError, OSError) as error:
             self.close()
-            raise ValueError("log.tensorboard needs TensorBoard, which is not installed; pip install tensorboard, or "
-                             "set log.tensorboard=false") from None
-        except OSError as error:
-            self.close()
-            raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} cannot be written: {error.strerror}; name "
-                             "another directory, or false for none") from None
+            why = (f"cannot be written: {error.strerror}; name another directory" if isinstance(error, OSError) else
+                   "needs TensorBoard, which is not installed; pip install tensorboard")
+            raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
 
     def _print_from(self, rank: int, text: str) -> None:
         self._rank_log.info(text)

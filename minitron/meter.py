@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.collectives import all_reduce_
-from minitron.lines import Iteration
-from minitron.log import Log
+from minitron.log import Iteration, Log
 from minitron.mesh import Mesh
 from minitron.stop import Stop
 

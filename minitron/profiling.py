@@ -5,7 +5,7 @@ the others. The idea: `profiled` is the range of steps itself. It starts the pro
 stops it after profile.end_step, on profile.ranks alone:
 
     for step in profiled(range(1, 51), cfg, mesh, log):      profile.kind=torch profile.start_step=41 profile.end_step=43
-        ...                                                  -> log.dir/trace-rank-0.json, log.dir/trace-rank-0.txt
+        ...                                                  -> log.dir/profile-rank-0.json and .txt
 
     nsys    cudaProfilerStart and Stop, and one NVTX range a step; the trace is nsys' own:
             nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop torchrun ...
@@ -51,7 +51,8 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
         return
     yield from range(steps.start, inside.start)
     _wait(mesh.device)
-    mark, stop = _start(cfg, mesh)
+    stem = Path(cfg.log.dir or ".").expanduser() / f"profile-rank-{mesh.rank}"
+    mark, stop = {"nsys": _nsys, "torch": _torch, "memory": _memory}[p.kind](stem, mesh.device)
     try:
         for step in inside:
             with mark(f"step {step}"):
@@ -63,16 +64,7 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
     yield from range(inside.stop, steps.stop)
 
 
-def _start(cfg: Config, mesh: Mesh) -> Started:
-    if cfg.profile.kind == "nsys":
-        return _nsys()
-    folder = Path(cfg.log.dir).expanduser()
-    if cfg.profile.kind == "memory":
-        return _memory(folder / f"memory-rank-{mesh.rank}.pickle")
-    return _torch(folder / f"trace-rank-{mesh.rank}.json", mesh.device)
-
-
-def _nsys() -> Started:
+def _nsys(*_) -> Started:
     def stop() -> str:
         torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
         return "in the report of nsys, if that started this run"
@@ -81,14 +73,14 @@ def _nsys() -> Started:
     return torch.cuda.nvtx.range, stop
 
 
-def _torch(path: Path, device: torch.device) -> Started:
+def _torch(stem: Path, device: torch.device) -> Started:
     def stop() -> str:
         profiler.stop()
-        profiler.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(f"{stem}.json")
         by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=TABLE_ROWS)
-        path.with_suffix(".txt").write_text(table, encoding="utf-8")
-        return f"{path} for ui.perfetto.dev, {path.with_suffix('.txt')}"
+        stem.with_suffix(".txt").write_text(table, encoding="utf-8")
+        return f"{stem}.json for ui.perfetto.dev, {stem}.txt"
 
     kinds = torch.profiler.ProfilerActivity
     profiler = torch.profiler.profile(activities=[kinds.CPU] if device.type == "cpu" else [kinds.CPU, kinds.CUDA])
@@ -96,11 +88,11 @@ def _torch(path: Path, device: torch.device) -> Started:
     return torch.profiler.record_function, stop
 
 
-def _memory(path: Path) -> Started:
+def _memory(stem: Path, _) -> Started:
     def stop() -> str:
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(f"{stem}.pickle")
         torch.cuda.memory._record_memory_history(enabled=None)
-        return f"{path} for pytorch.org/memory_viz"
+        return f"{stem}.pickle for pytorch.org/memory_viz"
 
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
     return nullcontext, stop

@@ -32,8 +32,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None) -> None:
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_checkpoint(cfg)
-    _check_log(cfg)
-    _check_profile(cfg, world)
+    _check_log(cfg, world)
 
 
 def _check_ranges(section, prefix: str) -> None:
@@ -205,14 +204,13 @@ def _check_checkpoint(cfg: Config) -> None:
                          f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them")
 
 
-def _check_log(cfg: Config) -> None:
-    if cfg.log.tensorboard is True and cfg.log.dir is None:
-        raise ValueError("log.tensorboard=true writes into log.dir, which is null; set log.dir, or "
-                         "log.tensorboard=DIRECTORY")
-
-
-def _check_profile(cfg: Config, world: int) -> None:
+def _check_log(cfg: Config, world: int) -> None:
     p, steps = cfg.profile, cfg.train.steps
+    writers = {"log.tensorboard=true": cfg.log.tensorboard is True,
+               f"profile.kind={p.kind}": p.kind in ("torch", "memory")}
+    for key, writes in writers.items():
+        if writes and cfg.log.dir is None:
+            raise ValueError(f"{key} writes into log.dir, which is null; set log.dir, or drop {key}")
     if p.kind == "none":
         return
     if not p.start_step <= p.end_step <= steps:
@@ -221,8 +219,6 @@ def _check_profile(cfg: Config, world: int) -> None:
     strangers = [rank for rank in p.ranks if rank >= world]
     if strangers or not p.ranks:
         raise ValueError(f"profile.ranks={list(p.ranks)} must name ranks of the world of {world}; use 0 to {world - 1}")
-    if p.kind != "nsys" and cfg.log.dir is None:
-        raise ValueError(f"profile.kind={p.kind} writes into log.dir, which is null; set log.dir, or profile.kind=none")
 
 
 # ---- their fixes --------------------------------------------------------------------------------------------------

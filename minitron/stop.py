@@ -29,8 +29,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from minitron.lines import Iteration
-from minitron.log import Log
+from minitron.log import Iteration, Log
 from minitron.mesh import Mesh
 from minitron.watch import OWN_PACE
 

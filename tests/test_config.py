@@ -277,7 +277,7 @@ FP8 = ["precision.fp8=current"]
     (["optimizer.decay_samples=319"], 1, ["optimizer.decay_samples=319 ends the decay after 319 samples"]),
     (["data.source=indexed"], 1, ["data.source=indexed has nothing to read; set data.paths=[PREFIX]"]),
     (["data.paths=[a]"], 1, ["data.paths=a is not read with data.source=corpus"]),
-    (["log.tensorboard=true"], 1, ["log.tensorboard=true writes into log.dir, which is null; set log.dir"]),
+    (["log.tensorboard=true"], 1, ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"]),
     (["profile.kind=torch"], 1, ["profile.kind=torch writes into log.dir, which is null; set log.dir"]),
     (["profile.kind=nsys", "train.steps=11"], 1, ["profile.start_step=10 and profile.end_step=12 are no steps", "1 to 11"]),
     (["profile.kind=nsys", "profile.start_step=13"], 1, ["profile.start_step=13 and profile.end_step=12 are no steps"]),

@@ -37,14 +37,14 @@ def test_torch_traces_the_steps_of_the_window(tmp_path, first, last, until, insi
     cfg, log = cli.load([f"log.dir={tmp_path}", "profile.kind=torch", *WINDOW]), Messages()
     seen = steps_of(cfg, Mesh.offline(), log, range(first, last + 1), until)
     assert seen == list(range(first, until or last + 1))
-    path = tmp_path / "trace-rank-0.json"
+    path = tmp_path / "profile-rank-0.json"
     if not inside:
         assert not log and not path.exists()
         return
     names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event]
     assert [name for name in names if name.startswith("step ")] == [f"step {step}" for step in inside]
     assert names.count("aten::dot") == len([step for step in inside if step in seen])
-    assert "aten::dot" in (tmp_path / "trace-rank-0.txt").read_text()
+    assert "aten::dot" in (tmp_path / "profile-rank-0.txt").read_text()
     assert log == [f"profiled iterations {inside[0]} to {inside[-1]}: {path} for ui.perfetto.dev, "
                    f"{path.with_suffix('.txt')}"]
 
@@ -54,7 +54,7 @@ def test_only_the_ranks_that_are_named(tmp_path):
     for rank in range(2):
         mesh = SimpleNamespace(rank=rank, device=torch.device("cpu"), activity=Mesh.offline().activity)
         assert steps_of(cfg, mesh, Messages(), range(1, 7)) == [1, 2, 3, 4, 5, 6]
-    assert {path.name for path in tmp_path.iterdir()} == {"trace-rank-1.json", "trace-rank-1.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"profile-rank-1.json", "profile-rank-1.txt"}
 
 
 def test_an_error_in_the_window_leaves_what_there_is(tmp_path):
@@ -63,7 +63,7 @@ def test_an_error_in_the_window_leaves_what_there_is(tmp_path):
         for step in profiled(range(1, 9), cfg, Mesh.offline(), Messages()):
             if step == 4:
                 raise MemoryError
-    assert "step 3" in (tmp_path / "trace-rank-0.json").read_text()
+    assert "step 3" in (tmp_path / "profile-rank-0.json").read_text()
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_nsys_captures_whole_steps(gpu):
 
 
 def test_memory_snapshot(gpu, tmp_path):
-    log, path = Messages(), tmp_path / "memory-rank-0.pickle"
+    log, path = Messages(), tmp_path / "profile-rank-0.pickle"
     steps_of(cli.load(["profile.kind=memory", f"log.dir={tmp_path}", *WINDOW]), on_gpu(), log, range(1, 8))
     assert gpu == ["wait", {"max_entries": profiling.MEMORY_EVENTS}, "wait", str(path), {"enabled": None}]
     assert log == [f"profiled iterations 3 to 5: {path} for pytorch.org/memory_viz"]
