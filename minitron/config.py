@@ -179,8 +179,8 @@ class LogConfig:
 @dataclass(frozen=True)
 class ProfileConfig:
     kind: Literal["none", "nsys", "torch", "memory"] = key(
-        "none", "nsys: the range that `nsys profile --capture-range=cudaProfilerApi` records; torch: a Chrome trace and "
-        "a table; memory: every allocation on the GPU")
+        "none", "nsys: the range that `nsys profile --capture-range=cudaProfilerApi` records; torch: a Chrome trace "
+        "and a table; memory: every allocation on the GPU")
     start_step: int = key(10, "first step that is profiled", COUNT)
     end_step: int = key(12, "last step that is profiled", COUNT)
     ranks: tuple[int, ...] = key((0,), "ranks that are profiled", NOT_NEGATIVE)

@@ -89,13 +89,15 @@ def megatron(line: Line) -> str:
     """Seconds, hardware TFLOPs; MFU and memory behind what Megatron has."""
     return _fields(
         _progress(line), f"elapsed time per iteration (s): {line.seconds:.4f}", f"learning rate: {line.last.lr:.3E}",
-        *_common(line), f"samples per second: {line.batch / line.seconds:.3f}", f"TFLOPs: {line.tflops['hardware']:.2f}", *_added(line))
+        *_common(line), f"samples per second: {line.batch / line.seconds:.3f}",
+        f"TFLOPs: {line.tflops['hardware']:.2f}", *_added(line))
 
 
 def megatron_core(line: Line) -> str:
     """The date, milliseconds, causal TFLOPs; MFU and memory behind what Megatron has."""
     return _fields(
-        f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_progress(line)}", f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
+        f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_progress(line)}",
+        f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {line.tflops['causal']:.1f}",
         f"learning rate: {line.last.lr:.6E}", *_common(line), *_added(line))
 

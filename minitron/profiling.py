@@ -4,8 +4,8 @@ Problem: a trace of a whole run is too large to open, and its first steps, which
 the others. The idea: `profiled` is the range of steps itself. It starts the profiler before profile.start_step and
 stops it after profile.end_step, on profile.ranks alone:
 
-    for step in profiled(range(1, 51), cfg, mesh, log):      profile.kind=torch profile.start_step=41 profile.end_step=43
-        ...                                                  -> log.dir/profile-rank-0.json and .txt
+    for step in profiled(range(1, 51), cfg, mesh, log):     profile.kind=torch profile.start_step=41 profile.end_step=43
+        ...                                                 -> log.dir/profile-rank-0.json and .txt
 
     nsys    cudaProfilerStart and Stop, and one NVTX range a step; the trace is nsys' own:
             nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop torchrun ...
@@ -39,7 +39,7 @@ Started = tuple[Callable[[str], AbstractContextManager], Callable[[], str]]
 def check(profile: ProfileConfig, device: torch.device) -> None:
     """Raises ValueError if this device has no such profiler."""
     if device.type != "cuda" and profile.kind in ("nsys", "memory"):
-        raise ValueError(f"profile.kind={profile.kind} watches a GPU, and there is none; use profile.kind=torch or none")
+        raise ValueError(f"profile.kind={profile.kind} watches a GPU, and there is none; use profile.kind=torch")
 
 
 def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:

@@ -121,7 +121,7 @@ def test_help_lists_every_key(capsys):
     ("train.deterministic=3", ["train.deterministic=3 is not true or false", "train.deterministic=false"]),
     ("train.deterministic='true'", ["train.deterministic='true' is not true or false"]),
     ("log.dir=false", ["log.dir=false is not text, or null", "log.dir=NAME"]),
-    ("log.tensorboard=[a]", ["log.tensorboard=[a] is not text, or true or false; write for example log.tensorboard=false"]),
+    ("log.tensorboard=[a]", ["log.tensorboard=[a] is not text, or true or false", "for example log.tensorboard=false"]),
     ("log.dir=???", ["log.dir=??? is not text, or null"]),
     ("data.split=[9,1]", ["data.split=[9, 1] is not text"]),
     ("model.family=bert", ["model.family=bert is not one of llama, gpt", "model.family=llama"]),
@@ -279,9 +279,11 @@ FP8 = ["precision.fp8=current"]
     (["data.paths=[a]"], 1, ["data.paths=a is not read with data.source=corpus"]),
     (["log.tensorboard=true"], 1, ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"]),
     (["profile.kind=torch"], 1, ["profile.kind=torch writes into log.dir, which is null; set log.dir"]),
-    (["profile.kind=nsys", "train.steps=11"], 1, ["profile.start_step=10 and profile.end_step=12 are no steps", "1 to 11"]),
+    (["profile.kind=nsys", "train.steps=11"], 1,
+     ["profile.start_step=10 and profile.end_step=12 are no steps, in order, of train.steps=11; use 1 to 11"]),
     (["profile.kind=nsys", "profile.start_step=13"], 1, ["profile.start_step=13 and profile.end_step=12 are no steps"]),
-    (["profile.kind=nsys", "profile.ranks=[0,2]"], 2, ["profile.ranks=[0, 2] must name ranks of the world of 2; use 0 to 1"]),
+    (["profile.kind=nsys", "profile.ranks=[0,2]"], 2,
+     ["profile.ranks=[0, 2] must name ranks of the world of 2; use 0 to 1"]),
     (["profile.kind=nsys", "profile.ranks=[]"], 1, ["profile.ranks=[] must name ranks"]),
 ])
 def test_broken_rule(argv, world, parts):

@@ -212,9 +212,9 @@ def test_dllogger(tmp_path):
     # The keys, in the order of the published record.
     assert list(first) == ["timestamp", "datetime", "elapsedtime", "type", "step", "data"]
     assert first["type"] == "LOG" and first["step"] == 47
-    assert first["data"] == {"reduced_train_loss": 10.10967, "lr": 4.438e-7, "global_step": 47, "consumed_samples": 98304,
-                             "train_backward_timing in s": 0.0, "grad_norm": 178.553, "train_step_timing in s": 25.1,
-                             "epoch": 0}
+    assert first["data"] == {"reduced_train_loss": 10.10967, "lr": 4.438e-7, "global_step": 47,
+                             "consumed_samples": 98304, "train_backward_timing in s": 0.0, "grad_norm": 178.553,
+                             "train_step_timing in s": 25.1, "epoch": 0}
     assert second["data"]["reduced_train_loss"] is None
     moment = datetime.strptime(first["datetime"], "%Y-%m-%d %H:%M:%S.%f")
     assert float(first["timestamp"]) == pytest.approx(moment.timestamp(), abs=1e-6)

@@ -5,10 +5,10 @@
     python tools/training_metrics.py --file job.out --batch_size 96 --num_accelerators 384 \\
         --config configs/gpt3_175b.yaml --accelerator_type a100 --start_step 20 --end_step 50
 
-It reads dllogger.json, the lines of Megatron-LM (seconds or milliseconds) and of NeMo (bars, and the fields between bars
-of fine-tuning), says on stderr which it found, and averages the steps from --start_step to --end_step, both included, as
-the log numbers them: Megatron from 1, NeMo and DLLogger from 0. --seq_len adds tokens/s and the time to train on
---train_tokens; --config, a configuration of minitron, adds the MFU in every counting of minitron/flops.py.
+It reads dllogger.json, the lines of Megatron-LM (seconds or milliseconds) and of NeMo (bars of pretraining, fields
+between bars of fine-tuning), says on stderr which it found, and averages the steps from --start_step to --end_step,
+both included, as the log numbers them: Megatron from 1, NeMo and DLLogger from 0. --seq_len adds tokens/s and the time
+to train on --train_tokens; --config, a configuration of minitron, the MFU in every counting of minitron/flops.py.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LORA_SHARE = 2 / 3  # forward and the gradients of activations; frozen weights h
 
 NOTES = """\
 Where the published documents do not agree with their own figures (this tool computes what their formulas say):
-  GPT-3 175B   The example with 5.80 s (90,394 tokens/s, 128.04 days) is meant for 5.90 s: 88,862 and 130.25. Its log line
-               has 76,800 samples, those of 300 steps, at step 50.
-  70B          "8129 x" is 8192. MFU is over 989.5. The 2048-GPU column in bf16 belongs to 14.92 s; 14.98 s are 2,239,949
-               tokens/s, 53.19 %, 5.17 days. FP8 has no MFU: 36.17 36.43 35.68 35.62 35.30 34.96 %.
+  GPT-3 175B   The example with 5.80 s (90,394 tokens/s, 128.04 days) is meant for 5.90 s: 88,862 and 130.25. Its log
+               line has 76,800 samples, those of 300 steps, at step 50.
+  70B          "8129 x" is 8192. MFU is over 989.5. The 2048-GPU column in bf16 belongs to 14.92 s; 14.98 s are
+               2,239,949 tokens/s, 53.19 %, 5.17 days. FP8 has no MFU: 36.17 36.43 35.68 35.62 35.30 34.96 %.
   8B tuning    1.84e14 leaves the attention scores out; with them it is 2.108e14, and 56.38 % reads 64.6 %. The example
-               8192 x 128 / 0.9181 should be 4096 x 64. SFT bf16: 116 days are 116.6 (8 GPUs), 397,184 tokens/s (32) belong to
-               1.32 s, 1.33 s are 394,202. LoRA bf16 at .924 s: 283,706 tokens/s, 40.8 days. LoRA FP8: 36.4 % are 36.46,
-               771,011 tokens/s belong to .68 s, .69 s are 759,838.
+               8192 x 128 / 0.9181 should be 4096 x 64. DP is 8, 16, 32. SFT bf16: 116 days are 116.6 (8 GPUs), 397,184
+               tokens/s (32) belong to 1.32 s, 1.33 s are 394,202. LoRA bf16 at .924 s: 283,706 tokens/s, 40.8 days.
+               LoRA FP8: 36.4 % are 36.46, 771,011 tokens/s belong to .68 s, .69 s are 759,838.
   GKE          The command takes the bf16 peak for an FP8 run (MFU 0.70); with --precision fp8 it is 0.35.
   JUBE         The TFLOPs it prints are hardware FLOPs: recomputation counts.
 """
@@ -111,8 +111,8 @@ def read_steps(path: Path) -> tuple[str, dict[int, float]]:
                 steps[found[0]] = found[1]
         if steps:
             return kind, steps
-    raise ValueError(f"--file {path} holds no step times; it has to be a dllogger.json, or a log with lines of Megatron "
-                     "or NeMo")
+    raise ValueError(f"--file {path} holds no step times; it has to be a dllogger.json, or a log with lines of "
+                     "Megatron or NeMo")
 
 
 def average_step_time(path: Path, start: int, end: int) -> float:
@@ -201,10 +201,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o = parser.parse_args(argv)
     o.countings = {}
     if o.config is not None:
-        train = (cfg := cli.load([str(o.config)])).train
-        o.seq_len = o.seq_len or train.seq_len
-        o.countings = {"full": flops.full(cfg.model.shape, o.seq_len), "causal": flops.causal(cfg.model.shape, o.seq_len),
-                       "hardware": flops.hardware(cfg.model.shape, o.seq_len, recompute=train.recompute == "full")}
+        cfg = cli.load([str(o.config)])
+        shape, recompute = cfg.model.shape, cfg.train.recompute == "full"
+        o.seq_len = o.seq_len or cfg.train.seq_len
+        o.countings = {"full": flops.full(shape, o.seq_len), "causal": flops.causal(shape, o.seq_len),
+                       "hardware": flops.hardware(shape, o.seq_len, recompute=recompute)}
     o.model_flops = o.model_flops or MODEL_FLOPS.get(o.model_type) or o.countings.get("full")
     if o.model_flops is None:
         raise ValueError("what a sample costs is missing; give --model_type, --model_flops or --config")

@@ -10,7 +10,8 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("kind, left", [("torch", "profile-rank-0.json"), ("memory", "profile-rank-0.pickle"), ("nsys", None)])
+@pytest.mark.parametrize("kind, left", [("torch", "profile-rank-0.json"), ("memory", "profile-rank-0.pickle"),
+                                        ("nsys", None)])
 def test_a_profiled_run(tmp_path, kind, left):
     """Also without nsys around it: then nobody listens to the range."""
     done = subprocess.run(
