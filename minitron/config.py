@@ -109,6 +109,8 @@ class TrainConfig:
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
+    kernels: Literal["auto", "apex"] = key(
+        "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)")
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
     hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", COUNT)
     max_skipped: int = key(

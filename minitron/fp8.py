@@ -183,11 +183,12 @@ class Fp8Gemm(Gemm):
 class Formats:
     """The number formats of a model chunk's blocks: makes their GEMMs, and ends their step.
 
-    layers: the blocks of the chunk, of num_layers in the model.
+    layers: the blocks of the chunk, of num_layers in the model. ordinary: what multiplies in those without FP8.
     """
 
-    def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh):
-        self.dtype, kept = DTYPES[precision.dtype], precision.fp8_bf16_layers
+    def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh,
+                 ordinary: Gemm = Gemm()):
+        self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
         self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
         self.gemms: list[Fp8Gemm] = []
         self.backend = choose_backend(precision, mesh.device) if self.layers else None
@@ -199,7 +200,7 @@ class Formats:
     def gemm(self, layer: int) -> Gemm:
         """For one more linear layer of this block."""
         if layer not in self.layers:
-            return Gemm()
+            return self.ordinary
         self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
         return self.gemms[-1]
 

@@ -6,6 +6,7 @@ function, and so decide what is kept. One of the two modules is chosen, once, wh
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu                       silu(gate) * up                         Shazeer 2020
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
+    merge_                       attention over two sets of keys         Milakov & Gimelshein 2018
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its random words         minitron/rng.py
@@ -138,6 +139,19 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
     """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     dq, dk, dv = grads
     return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
+
+
+# ---- attention, merged from two sets of keys --------------------------------------------------------------------------
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """out and lse become those of both sets of keys together.  outs [b, n, s, d] with lse [b, n, s], any strides.
+
+    The block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    out.copy_(torch.lerp(out.to(wide), block_out.to(wide), torch.sigmoid(block_lse - lse).unsqueeze(-1).to(wide)))
+    torch.logaddexp(lse, block_lse, out=lse)
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
