@@ -278,6 +278,7 @@ def test_of_a_repeated_step_the_last_counts_and_an_unfinished_line_is_no_mistake
     ({"--file": "{broken}"}, r"broken:1 is a broken record: 'DLLL \{"),
     ({"--start_step": "60", "--end_step": "70"},
      r"no step from --start_step 60 to --end_step 70 in \S+, whose DLLogger records have steps 0 to 49"),
+    ({"--file": "{zero}"}, r"the steps from 10 to 30 in \S+ take 0.0 s in all: no log of a run"),
     ({"--file": None}, "the following arguments are required: --file"),
     ({"--batch_size": None}, "the following arguments are required: --batch_size"),
     ({"--num_accelerators": None}, "the following arguments are required: --num_accelerators"),
@@ -294,6 +295,7 @@ def test_mistakes_are_one_line(tmp_path, change, message):
     files["empty"].write_text("")
     files["binary"].write_bytes(bytes(range(256)))
     files["broken"].write_text('DLLL {"step": }\nDLLL {"step": 1}\n')
+    files["zero"] = dllogger_file(tmp_path / "zero", [0.0] * 50)
     options = {"--file": str(dllogger_file(tmp_path / "log", [1.0] * 50)), **dict(zip(GKE[::2], GKE[1::2])), **change}
     argv = [part.format(**files) for pair in options.items() if pair[1] is not None for part in pair]
     with pytest.raises(ValueError, match=message) as error:

@@ -122,6 +122,8 @@ def average_step_time(path: Path, start: int, end: int) -> float:
     if not window:
         raise ValueError(f"no step from --start_step {start} to --end_step {end} in {path}, whose {kind} have steps "
                          f"{min(steps)} to {max(steps)}")
+    if not 0 < sum(window) < math.inf:
+        raise ValueError(f"the steps from {start} to {end} in {path} take {sum(window)} s in all: no log of a run")
     note = f"{path}: {kind}, {len(window)} of them from step {start} to {end}"
     first, *rest = sorted(steps)
     gap = rest[0] - first if rest else first
