@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minitron import cli
+from minitron import cli, profiling
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, check_data, find, restore
 from minitron.config import Config
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         choose_kernels(cfg, device)
+        profiling.check(cfg.profile, device)
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)

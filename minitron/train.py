@@ -34,6 +34,7 @@ from minitron.parallel.tensor import choose_apex
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import stage_layers
 from minitron.precision import DTYPES
+from minitron.profiling import profiled
 from minitron.stop import Stop
 
 
@@ -148,7 +149,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
-    for step in range(done + 1, t.steps + 1):
+    for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
         activity.step = step
         activity.begin("data")
         batches = loader.step(consumed, step)
