@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitron.collectives import all_reduce_
+from minitron.collectives import Done, all_reduce_
 from minitron.config import OptimizerConfig
 from minitron.optim.grads import Gradients, OwnedPart
 from minitron.parallel.tensor import choose_ops
@@ -62,7 +62,9 @@ class Stats:
 class Zero1Optimizer:
     """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
-    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket. steps: 0-d float32, updates so far.
+    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
+    float32, updates so far. reads: whoever reads the three on another stream puts the event of the end here, and an
+    update waits for it.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig):
@@ -72,6 +74,7 @@ class Zero1Optimizer:
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
+        self.reads: torch.cuda.Event | Done = Done()
         self.ops = choose_ops(gradients.mesh.device)
         self.states = [AdamState(master, bucket.grad_slice, average, square, bucket.data_slice,
                                  cfg.weight_decay if bucket.kind.decay else 0.0)
@@ -103,6 +106,7 @@ class Zero1Optimizer:
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """AdamW on every slice with gradient / divisor, unless found_inf is 1; a slice travels while the next is made."""
         self.steps += 1 - found_inf
+        self.reads.wait()
         self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
                         updated=lambda i: self.gradients.buckets[i].start_gather())
 
