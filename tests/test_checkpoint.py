@@ -188,7 +188,7 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
 
 
 class LateCopy:
-    """A stream that copies as late as it may: when somebody waits for it. In place of save.copy_beside and its event."""
+    """In place of copy_beside and its event: a stream that copies as late as it may, when somebody waits for it."""
 
     def __init__(self, stream, pairs):
         self.pairs, self.lock = list(pairs), threading.Lock()
