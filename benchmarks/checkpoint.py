@@ -15,7 +15,9 @@ it with the pages of mapped files, and of the GPU by torch's allocator. What is 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import socket
 import statistics
@@ -30,6 +32,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -47,8 +50,7 @@ from minitron.pretrain import build_data, make_mesh
 from minitron.train import build, choose_kernels, keep_collector_out
 
 LEGS = ("saving", "fresh", "resumed")
-SAVES = 3     # of which each figure is the median
-PROBES = 64   # bytes of a file, evenly spread, that are looked for in the page cache
+SAVES = 3  # of which each figure is the median
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -247,24 +249,24 @@ def _meeting_point() -> dict[str, str]:
 
 
 def drop_from_page_cache(folder: Path) -> bool:
-    """Whether this node has forgotten the files below, so that a load must read the disk; not if nobody can tell."""
-    cached = []
-    for path in folder.rglob("*.safetensors"):
-        with open(path, "rb", buffering=0) as file:
+    """Whether this node has forgotten the files below, so that a load must read the disk."""
+    files = list(folder.rglob("*.safetensors"))
+    for path in files:
+        with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            size = path.stat().st_size
-            cached += [is_cached(file.fileno(), size * i // PROBES) for i in range(PROBES)]
-    return sum(cached) < 0.05 * len(cached)  # the system may keep single pages
+    return all(cached_share(path) < 0.01 for path in files)  # the system may keep single pages
 
 
-def is_cached(descriptor: int, offset: int) -> bool:
-    """Whether this byte of a file is in memory; True where the file system cannot tell."""
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def cached_share(path: Path) -> float:
+    """Of a file's pages, those that are in memory: asked of mincore, which reads none."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        content = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-len(content) // mmap.PAGESIZE), np.uint8)
+        status = ctypes.CDLL(None).mincore(*(ctypes.c_void_p(n) for n in (
+            content.ctypes.data, len(content), pages.ctypes.data)))
+        del content  # or the file could not be unmapped
+    assert status == 0, "mincore of a file of our own"
+    return float((pages & 1).mean())
 
 
 if __name__ == "__main__":
