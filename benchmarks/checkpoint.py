@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     with cli.user_errors():
         if not args.dir.is_dir():
             raise ValueError(f"--dir {args.dir} is no directory; name one on the disk to measure")
+    busy = {"cores": os.cpu_count(), "load_average": os.getloadavg()[0]}  # others' work, which a CPU's figures show
     together, first = int(os.environ.get("WORLD_SIZE", 1)) > 1, int(os.environ.get("RANK", 0)) == 0
     if together:
         dist.init_process_group("gloo")
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> dict | None:
             dist.destroy_process_group()
     if not first:
         return None
-    entry = record.append(args, "checkpoint", figures(results, dropped))
+    entry = record.append(args, "checkpoint", figures(results, dropped) | busy)
     print(summary(entry))
     return entry
 
