@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -61,14 +62,17 @@ def skip(reason: str) -> SystemExit:
 
 def median_seconds(step: Callable[[int], object], steps: int, device: torch.device) -> float:
     """Median time of step(i), i = 0 ... steps - 1, without the warm-up. Collective over the world."""
-    times = []
-    for i in range(steps):
-        _wait(device)
-        start = time.perf_counter()
-        step(i)
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
+    times = [seconds(partial(step, i), device) for i in range(steps)]
     return highest(statistics.median(times[WARMUP:]), device)
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """From a barrier to the end of work() on this rank's device. Collective over the world."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def figures(cfg: Config, step_seconds: float, world: int, device: torch.device) -> dict:

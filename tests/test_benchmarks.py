@@ -3,8 +3,11 @@ not."""
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -13,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ceilings, compare, floor, host, measure, record, shares, step, table
+from benchmarks import ceilings, checkpoint, compare, floor, host, measure, record, shares, step, table
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron import attention, cli, flops
 from minitron.mesh import Mesh
@@ -233,6 +236,64 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     assert "| a | 66.0 % | 60.0 % | 1.100 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text and "61.0" not in text
     assert f"torch {torch.__version__}" in text
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def in_this_process(arguments, environment):
+    cfg, args = measure.arguments("", [*arguments, "--started", str(time.time())], checkpoint.add_options)
+    return checkpoint.leg(cfg, args)
+
+
+def test_saving_and_resuming_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "launch", in_this_process)
+    (tmp_path / "disk").mkdir()
+    entry = checkpoint.main([*TINY, "--steps", "4", "--dir", str(tmp_path / "disk"),
+                             "--results", str(tmp_path / "results.jsonl"), "--commit", "abc"])
+    assert json.loads((tmp_path / "results.jsonl").read_text()) == entry and entry["kind"] == "checkpoint"
+    assert not list((tmp_path / "disk").iterdir())
+    cfg = cli.load(TINY)
+    numbers = sum(p.numel() for p in GPT(cfg, Mesh.offline(1), attention.choose("reference", CPU, torch.float32, 64),
+                                         range(2), first=True, last=True).parameters())
+    assert entry["state_gb"] * 1e9 == pytest.approx(12 * numbers, rel=0.01)  # and headers
+    assert all(entry[key] > 0 for key in ("step_seconds", "blocked_seconds", "save_gb_per_second", "host_gib_fresh",
+                                          "load_gb_per_second_from_cache", "start_seconds_resumed", "host_gib_resumed"))
+    assert entry["gpu_gib_fresh"] is entry["gpu_gib_more_by_saving"] is None
+    assert "save " + f"{entry['save_gb_per_second']:.3f} GB/s" in capsys.readouterr().out
+
+
+def test_a_file_is_read_from_the_disk_once_it_was_dropped(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(bytes(16 << 20))
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    assert checkpoint.cached_share(path) > 0.99
+    if checkpoint.drop_from_page_cache(tmp_path):  # not on a file system that is memory itself
+        assert checkpoint.cached_share(path) < 0.01
+    path.read_bytes()
+    assert checkpoint.cached_share(path) > 0.99
+
+
+def test_a_leg_reports_or_ends_the_measurement(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "leg.py"))
+    (tmp_path / "leg.py").write_text("print('noise')\nprint('RESULT 7')\nimport sys; sys.exit(int(sys.argv[1]))")
+    assert checkpoint.launch(["0"], {}) == 7
+    with pytest.raises(SystemExit) as exit:
+        checkpoint.launch(["3"], {})
+    assert exit.value.code == 3
+    assert "noise" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        checkpoint.main([*TINY, "--dir", str(tmp_path / "none")])
+    assert f"--dir {tmp_path}/none is no directory; name one on the disk" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_checkpoints_are_measured_under_torchrun(tmp_path):
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                    "benchmarks/checkpoint.py", *TINY, "--steps", "4", "--dir", str(tmp_path),
+                    "--results", str(tmp_path / "results.jsonl")], cwd=record.ROOT, check=True, timeout=240)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["world"] == 2
 
 
 # ---- the machine and the host ---------------------------------------------------------------------------------------

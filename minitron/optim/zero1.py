@@ -28,7 +28,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minitron.collectives import all_reduce_
+from minitron.collectives import Done, all_reduce_
 from minitron.config import OptimizerConfig
 from minitron.optim.grads import Gradients, OwnedPart
 from minitron.parallel.tensor import choose_ops
@@ -63,8 +63,9 @@ class Stats:
 class Zero1Optimizer:
     """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
-    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket. steps: 0-d float32, updates so far.
-    ops: what has the `adamw_` to use, None: the device's pointwise kernels.
+    masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
+    float32, updates so far. ops: what has the `adamw_` to use, None: the device's pointwise kernels. reads: whoever
+    reads the state on another stream puts the event of the end here, and an update waits for it.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, ops: ModuleType | None = None):
@@ -74,6 +75,7 @@ class Zero1Optimizer:
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
+        self.reads: torch.cuda.Event | Done = Done()
         self.ops = choose_ops(gradients.mesh.device) if ops is None else ops
         self.states = [AdamState(master, bucket.grad_slice, average, square, bucket.data_slice,
                                  cfg.weight_decay if bucket.kind.decay else 0.0)
@@ -105,6 +107,7 @@ class Zero1Optimizer:
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """AdamW on all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
         self.steps += 1 - found_inf
+        self.reads.wait()
         self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
                         updated=lambda i: self.gradients.buckets[i].start_gather())
 
