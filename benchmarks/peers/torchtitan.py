@@ -4,7 +4,8 @@ It reads minitron's configuration and trains torchtitan's own Llama 3, paralleli
 stepped as its trainer does: blocks and loss compiled, FSDP with float32 weights and reduction where dp or cp is more
 than 1, tensor, sequence and loss parallelism, 1F1B or interleaved pipelines, fused AdamW. With tp or pp alone its mixed
 precision is off, so there weights and optimizer state are bf16, which is less work than ours. Prints figures by
-minitron's counting. Compilation and context parallelism need GPUs, all else also runs on CPUs.
+minitron's counting. On CPUs it runs too, not compiled and without context parallelism. Under torch 2.13 compiled blocks
+with tp end in an error of DTensor's backward pass.
 """
 
 from __future__ import annotations
