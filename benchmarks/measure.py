@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from minitron import cli, flops
 from minitron.config import Config
 
 WARMUP = 3
+# What no peer's runner translates.
+UNTRANSLATED = ("train.recompute", "precision.dtype", "model.attention_dropout", "model.hidden_dropout",
+                "parallel.cp_style", "data.separate_documents")
 
 
 def arguments(description: str, argv: list[str] | None, *add_options: Callable) -> tuple[Config, argparse.Namespace]:
@@ -42,6 +46,12 @@ def arguments(description: str, argv: list[str] | None, *add_options: Callable) 
             raise ValueError(f"--steps {args.steps} are all warm-up; use {WARMUP + 1} or more")
         cfg = cli.load(args.config)
     return replace(cfg, train=replace(cfg.train, steps=max(cfg.train.steps, args.steps))), args
+
+
+def check_translated(cfg: Config, peer: str) -> None:
+    """Raises ValueError for a key that the runners of peers do not translate and that is not at its default."""
+    if changed := [key for key in UNTRANSLATED if attrgetter(key)(cfg) != attrgetter(key)(Config())]:
+        raise ValueError(f"{', '.join(changed)} is not what the {peer} runner knows; leave it at its default")
 
 
 def choose_device() -> tuple[torch.device, tuple[int, int] | None]:
