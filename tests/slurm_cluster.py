@@ -46,8 +46,9 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
+GresTypes=gpu
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 Gres=gpu:1
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 Gres=gpu:1
 PartitionName=batch Nodes=node[1-2] Default=YES MaxTime=60 State=UP
 """
 
@@ -104,6 +105,7 @@ class Cluster:
         configuration = self.folder / "slurm.conf"
         configuration.write_text(CONFIG.format(folder=self.folder, user=user, ports=ports,
                                                host=socket.gethostname().split(".")[0]))
+        (self.folder / "gres.conf").write_text("NodeName=node[1-2] Name=gpu File=/dev/null\n")
         for name in ("state", "spool-node1", "spool-node2"):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
