@@ -12,7 +12,8 @@ from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[1]
 TINY = ("model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
-        "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 parallel.tp=1 parallel.pp=2 parallel.vp=2")
+        "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
+        "parallel.tp=1 parallel.pp=2 parallel.vp=2")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,18 @@ def test_dataset_mistakes_are_one_line(stage, arguments, variables, message):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
+CONTAINER = """#!/usr/bin/env python3
+import os, sys
+with open({record!r}, "a") as record:
+    print(*sys.argv[1:], file=record)
+outside = [a for a in sys.argv[1:] if not a.startswith(("--container-", "--no-container-"))]
+os.environ["PATH"] = os.pathsep.join([{python!r}, {path!r}])
+os.execvp("srun", ["srun", *outside])
+"""
+
+
 def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
+    """The training in a container: here its srun is one that takes pyxis' options, and this Python is the image's."""
     shards = map(str, write_shards(tmp_path / "shards", 2))
     done = subprocess.run(["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards], text=True,
                           env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
@@ -123,14 +135,61 @@ def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
             stage.folder.glob("results.data_preparation/*")).read_text()
     assert stage.script("check_dataset.sh", "llama3.1").returncode == 0
 
-    tiny = TINY.replace("parallel.pp=2 parallel.vp=2", "model.num_kv_heads=2 train.steps=4")
-    job = stage.submit(cluster, "-N2", size="70b", DATASET="", MODEL_SIZE="70b", DTYPE="fp8",
-                       EXTRA_ARGS=tiny + " parallel.pp=1 parallel.vp=1 parallel.cp=2 precision.fp8_backend=torch")
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(CONTAINER.format(record=str(tmp_path / "srun"), python=f"{sys.prefix}/bin",
+                                     path=cluster.environment["PATH"]))
+    srun.chmod(0o755)
+    tiny = TINY.replace("parallel.pp=2 parallel.vp=2", "parallel.pp=1 parallel.vp=1 parallel.cp=2")
+    job = stage.submit(cluster, "-N2", size="70b", DATASET="", MODEL_SIZE="70b", DTYPE="fp8", VENV="/nowhere",
+                       CONTAINER="image.sqsh", PATH=f"{srun.parent}:{cluster.environment['PATH']}",
+                       EXTRA_ARGS=f"{tiny} model.num_kv_heads=2 train.steps=4 precision.fp8_backend=torch")
     assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    assert "--container-image=image.sqsh" in (tmp_path / "srun").read_text()
+    assert f"--container-mounts={ROOT}:{ROOT},{stage.folder}:{stage.folder} " in (tmp_path / "srun").read_text()
     [out] = stage.folder.glob("results/*/fp8/70b/2/*.out")
     assert re.search(r"^\[default0\]: iteration +4/ +4 .* global batch size: +32 ", out.read_text(), re.M)
     config = (out.with_suffix("") / "config.yaml").read_text()
     assert all(f"my-llama_0{i}_text_document" in config for i in range(2)) and "fp8: delayed" in config
+
+
+# ---- setup --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """A PATH with a curl that notes its arguments and serves what `served` holds, and an enroot."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("curl", 'cat >{0}/header; echo "$@" >>{0}/arguments; while [ "$1" != --output ]; do shift; done; '
+                                'cp {0}/served "$2"'),
+                       ("enroot", 'echo "$@" >>{0}/arguments; touch "$3"')):
+        (folder / name).write_text("#!/bin/bash\n" + text.format(folder) + "\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    failed = stage.script("setup.sh", **variables)
+    assert failed.returncode == 1 and "tokenizer files are missing, see above" in failed.stderr
+    (tools / "served").write_text("not the published file")
+    forged = stage.script("setup.sh", **variables)
+    assert forged.returncode == 1 and "encoder.json did not arrive, or not as it was published" in forged.stderr
+    bpe = stage.folder / "gpt3-dataset" / "bpe"
+    assert list(bpe.iterdir()) == []
+
+    for name in ("encoder.json", "vocab.bpe"):  # copied by hand
+        (bpe / name).write_text("")
+    (tools / "arguments").unlink()
+    done = stage.script("setup.sh", **variables, HF_TOKEN="hf_secret", IMAGE="docker://registry#image:1")
+    assert done.returncode == 0 and done.stdout.endswith(f"Ready: {stage.folder}\n"), done.stderr
+    assert f"export CONTAINER={stage.folder}/minitron.sqsh\n" in done.stdout
+    arguments = (tools / "arguments").read_text()
+    assert f"import --output {stage.folder}/minitron.sqsh docker://registry#image:1\n" in arguments
+    assert arguments.count("huggingface.co/meta-llama") == 1 and "hf_secret" not in arguments
+    assert (tools / "header").read_text() == "Authorization: Bearer hf_secret\n"
+    assert (stage.folder / "llama3.1-dataset" / "llama" / "tokenizer.model").read_text() == "not the published file"
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------
@@ -162,17 +221,20 @@ def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on(cluster, stage):
     assert "resumed from" in run and "Traceback" not in run and "exitcode" not in run
 
 
+@pytest.mark.slow
 def test_a_job_whose_ranks_are_told_to_stop_goes_on_as_well(cluster, stage):
     """`scancel --signal=USR1 JOB` reaches every process of the nodes, torchrun too, and not the batch script."""
     batch, run = run_preempted(cluster, stage, lambda job: cluster.run("scancel", "--signal=USR1", str(job)))
     assert "which was saved; back to the queue\n" in batch and "Traceback" not in run
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_requeues_saves_and_goes_on(cluster, stage):
     _, run = run_preempted(cluster, stage, lambda job: cluster.run("scontrol", "requeue", str(job)))
     assert re.search(r"SIGTERM: stopped after iteration \d+, which was saved", run)
 
 
+@pytest.mark.slow
 def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     job = stage.submit(cluster, CHECKPOINT_DIR="none")
     until(lambda: stage.metrics(job), 90, lambda: stage.output(job))
