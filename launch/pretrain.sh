@@ -6,11 +6,11 @@
 #   STAGE_PATH, CONTAINER, CONTAINER_MOUNTS, VENV, TOKENIZER    see launch/stage.sh
 #   MODEL_SIZE        if set, it has to be that of the file
 #   DATASET           folder of *_text_document.bin and .idx (default: launch/generate_dataset.sh's), or mock: random tokens
-#   RUN_CONF_GPUS_PER_NODE    ranks on each node (default: SLURM_GPUS_PER_NODE, or 8 where that is null or unset)
+#   RUN_CONF_GPUS_PER_NODE     ranks on each node (default: SLURM_GPUS_PER_NODE, or 8 where that is null or unset)
 #   MIN_NODES         what counts as too few, for trials
-#   CHECKPOINT_DIR    (default: the job's own folder) or none: a pre-empted job then starts anew
+#   CHECKPOINT_DIR    (default: the job's own folder) or none: what a stopped job has learned is lost
 #   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2": they win
-#   MASTER_ADDR, MASTER_PORT  where the ranks meet (default: the job's first node, a port from the job's id)
+#   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the job's first node, a port from the job's id)
 #   GSW_VERSION       names the results' folder (default: minitron's version)
 #
 # Everything goes to $STAGE_PATH/results/$GSW_VERSION/$DTYPE/$size/$JOB_TOTAL_GPUS: the job's output to JOBID.out, logs,
