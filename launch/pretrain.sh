@@ -79,6 +79,11 @@ export PYTHONUNBUFFERED=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # from SIGTERM to SIGKILL (torch 2.12)
 
 # ---- the run ------------------------------------------------------------------------------------------------------
+# Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.
+ended_by_slurm=
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
+trap 'ended_by_slurm=yes' TERM
+
 export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
 export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 gres=(${SLURM_GPUS_PER_NODE:+--gres=gpu:$SLURM_GPUS_PER_NODE})
@@ -90,10 +95,6 @@ srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --ki
     bash launch/node.sh "$python" "$gpus" -m minitron.pretrain "${arguments[@]}" &
 srun=$!
 
-# Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.
-ended_by_slurm=
-trap 'scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
-trap 'ended_by_slurm=yes' TERM
 status=0
 while :; do
     wait "$srun" && status=0 || status=$? # a signal ends the wait, too

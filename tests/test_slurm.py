@@ -58,7 +58,7 @@ def stage(tmp_path):
 
 
 def write_shards(folder: Path, count: int) -> list[Path]:
-    """JSONL of real text: the lines of Python's licence."""
+    """JSONL of real text, the source of Python's `os`, in The Pile's form."""
     folder.mkdir(parents=True)
     words = Path(os.__file__).read_text().split()
     shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
