@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All tests that this machine can run, from nothing: an environment, the pinned installs, pytest.
 #   bash tests/run.sh [PYTEST ARGUMENTS]     e.g. -k mesh, or -m '' for the slow tests too
-# launch/venv.sh says where the environment lives and how it comes about.
+# launch/venv.sh says where the environment lives and how it comes about. The tests of launch/*.sbatch need a Slurm, which
+# you install: apt install slurm-wlm munge.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/venv.sh

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# JSONL shards to the dataset that the Slurm jobs read, a pair of files for each shard:
+#   bash launch/generate_dataset.sh gpt3 /data/pile               # a folder: The Pile's train/*.jsonl.zst, or its own shards
+#   bash launch/generate_dataset.sh llama3.1 a.jsonl.gz b.jsonl   # or the shards by name; also .xz and .zst
+# -> $STAGE_PATH/gpt3-dataset/my-gpt3_00_text_document.bin and .idx to 03; $STAGE_PATH/llama3.1-dataset/my-llama_00_... and 01
+#
+#   FILES, TOKENIZER, VENV, CONTAINER   see launch/stage.sh
+#   WORKERS           processes for a shard (default: all cores)
+#   SLURM_PARTITION   submit a job for each shard there (SLURM_ACCOUNT: on whose account); unset: here, one after another
+# Logs go to $STAGE_PATH/results.data_preparation. Finished pairs are kept, so the same command goes on after a failure.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." # shards are named from where the user stands
+source launch/stage.sh
+[ $# -ge 2 ] || fail "give a dataset and its text: bash launch/generate_dataset.sh gpt3|llama3.1 FOLDER|SHARD..."
+use_dataset "$1"
+need_python
+cd "$OLDPWD"
+shift
+
+if [ $# = 1 ] && [ -d "$1" ]; then
+    from=$1
+    [ ! -d "$1/train" ] || from=$1/train
+    shopt -s nullglob
+    set -- "$from"/*.jsonl "$from"/*.jsonl.gz "$from"/*.jsonl.xz "$from"/*.jsonl.zst
+    shopt -u nullglob
+    [ $# -gt 0 ] || fail "$from holds no *.jsonl, *.jsonl.gz, *.jsonl.xz or *.jsonl.zst; name the folder of the shards"
+    mapfile -t shards < <(printf '%s\n' "$@" | LC_ALL=C sort)
+else
+    shards=("$@")
+fi
+[ ${#shards[@]} -ge "$files" ] || fail "${#shards[@]} shard(s) make no $files pairs of files; give more, or set FILES=${#shards[@]}"
+for i in $(seq 0 $((files - 1))); do
+    [ -f "${shards[i]}" ] || fail "${shards[i]}: no such shard; correct its name"
+    shards[i]=$(realpath "${shards[i]}")
+done
+[ ${#shards[@]} = "$files" ] || echo "Taking the first $files of ${#shards[@]} shards; FILES=${#shards[@]} would take all"
+cd - >/dev/null
+
+logs=$STAGE_PATH/results.data_preparation
+mkdir -p "$logs" "$folder"
+for i in $(seq 0 $((files - 1))); do
+    prefix=$(prefix_of "$i")
+    log=$logs/$(basename "$prefix").out
+    if [ -e "$prefix.idx" ]; then
+        echo "$prefix is there already"
+        continue
+    fi
+    command=("$python" tools/preprocess_data.py --input "${shards[i]}" --output-prefix "${prefix%_text_document}"
+        --tokenizer "$tokenizer" --append-eod ${WORKERS:+--workers "$WORKERS"})
+    if [ -n "${SLURM_PARTITION:-}" ]; then
+        [ ${#container[@]} = 0 ] || command=(srun "${container[@]}" "${command[@]}")
+        job=$(sbatch --parsable --job-name="data-$i" --nodes=1 --exclusive --output="$log" --chdir="$PWD" \
+            --partition="$SLURM_PARTITION" ${SLURM_ACCOUNT:+--account="$SLURM_ACCOUNT"} --wrap "$(printf '%q ' "${command[@]}")")
+        echo "$prefix: job $job, $log"
+    else
+        echo "$prefix from ${shards[i]} ..."
+        [ ${#container[@]} = 0 ] || command=(srun --nodes=1 --ntasks=1 "${container[@]}" "${command[@]}")
+        "${command[@]}" 2>&1 | tee "$log" || fail "$prefix: see above or $log"
+    fi
+done

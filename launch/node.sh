@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# What srun starts once on every node, inside the container if there is one: torchrun with the node's ranks.
+#   node.sh PYTHON RANKS -m MODULE ARGUMENTS...
+set -euo pipefail
+python=$1 ranks=$2
+shift 2
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Slurm sends SIGUSR1 to every process here. torchrun would die of it and leave its ranks behind; it inherits that the
+# signal is ignored. So do the ranks, until they listen to it.
+trap '' USR1
+
+# A mistake in an override is one line here; torchrun would add a page of its own on every node.
+if [ "$SLURM_PROCID" = 0 ]; then
+    "$python" -c 'import sys
+from minitron import cli
+with cli.user_errors():
+    cli.load(sys.argv[2:]).check(int(sys.argv[1]), None)' $((ranks * SLURM_JOB_NUM_NODES)) "${@:3}"
+fi
+exec "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
+    --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_backend c10d --max_restarts 0 --tee 3 "$@"

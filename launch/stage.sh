@@ -1,0 +1,53 @@
+# To be sourced from the root of the checkout by everything that works in $STAGE_PATH. Sets `python`, and `container`, the
+# options with which srun starts it.
+#
+#   STAGE_PATH        a folder that all nodes share: environment, datasets, results
+#   CONTAINER         image to run in, a .sqsh file or a name that enroot imports (needs pyxis); unset: the environment
+#   CONTAINER_MOUNTS  what it sees beside this checkout and STAGE_PATH, as in /data:/data,/scratch:/scratch
+#   VENV              the environment otherwise (default: $STAGE_PATH/venv, made by launch/setup.sh)
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+[ -n "${STAGE_PATH:-}" ] || fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
+[[ $STAGE_PATH == /* && -d $STAGE_PATH ]] || fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path; make it, or correct it"
+# "null" says that Slurm does not manage the GPUs. srun would take it for a count.
+[ "${SLURM_GPUS_PER_NODE:-}" != null ] || unset SLURM_GPUS_PER_NODE
+
+container=()
+if [ -n "${CONTAINER:-}" ]; then
+    container=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home
+        --container-mounts="$PWD:$PWD,$STAGE_PATH:$STAGE_PATH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+    python=python
+else
+    python=${VENV:-$STAGE_PATH/venv}/bin/python
+fi
+
+need_python() {
+    [ -n "${CONTAINER:-}" ] || [ -x "$python" ] || fail "there is no $python; run launch/setup.sh, or set VENV or CONTAINER"
+}
+
+# use_dataset gpt3|llama3.1: sets `folder`, `name` and `files` (how many pairs) of a dataset and its `tokenizer`.
+#   FILES      (default: 4 for gpt3, 2 for llama3.1)
+#   TOKENIZER  bytes, gpt2:DIR, llama3:FILE or llama2:FILE (default: what launch/setup.sh puts into the folder)
+use_dataset() {
+    case $1 in
+    gpt3)
+        folder=$STAGE_PATH/gpt3-dataset name=my-gpt3 files=${FILES:-4}
+        tokenizer=${TOKENIZER:-gpt2:$folder/bpe}
+        ;;
+    llama3.1)
+        folder=$STAGE_PATH/llama3.1-dataset name=my-llama files=${FILES:-2}
+        tokenizer=${TOKENIZER:-llama3:$folder/llama/tokenizer.model}
+        ;;
+    *) fail "'$1' is no dataset; use gpt3 or llama3.1" ;;
+    esac
+    [[ $files =~ ^[1-9][0-9]?$ ]] || fail "FILES=$files is no number of files; use 1 to 99"
+}
+
+# The prefix of the dataset's file pair number $1.
+prefix_of() {
+    printf '%s/%s_%02d_text_document' "$folder" "$name" "$1"
+}

@@ -1,0 +1,281 @@
+"""The Slurm jobs as they are shipped, on a real Slurm of two nodes, with small models on CPU ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, until
+
+ROOT = Path(__file__).parents[1]
+TINY = ("model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
+        "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
+        "parallel.tp=1 parallel.pp=2 parallel.vp=2")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster() as cluster:
+        yield cluster
+
+
+class Stage:
+    """A staging area, and what its users type."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir()
+        # One rank a node stands for eight GPUs; both nodes are this machine.
+        self.variables = dict(STAGE_PATH=str(folder), VENV=sys.prefix, DTYPE="bf16", DATASET="mock", MIN_NODES="1",
+                              SLURM_GPUS_PER_NODE="null", RUN_CONF_GPUS_PER_NODE="1", MASTER_ADDR="localhost",
+                              CUDA_VISIBLE_DEVICES="", EXTRA_ARGS=TINY, TOKENIZER="bytes")
+
+    def submit(self, cluster: Cluster, *arguments: str, size: str = "175b", **variables: str) -> int:
+        options = [f"--output={self.folder}/%j.out", *(arguments or ["-N2"])]
+        return cluster.submit(*options, str(ROOT / "launch" / f"{size}.sbatch"), **self.variables | variables)
+
+    def output(self, job: int) -> str:
+        """Of the batch script."""
+        path = self.folder / f"{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def metrics(self, job: int, kind: str = "step") -> list[dict]:
+        lines = [line for path in self.folder.glob(f"results/*/*/*/*/{job}/metrics.jsonl")
+                 for line in path.read_text().splitlines()]
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    def script(self, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["bash", str(ROOT / "launch" / name), *arguments], capture_output=True, text=True,
+                              env=os.environ | self.variables | variables, cwd=self.folder, timeout=120)
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path / "stage")
+
+
+def write_shards(folder: Path, count: int) -> list[Path]:
+    """JSONL of real text, the source of Python's `os`, in The Pile's form."""
+    folder.mkdir(parents=True)
+    words = Path(os.__file__).read_text().split()
+    shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
+    for i, shard in enumerate(shards):
+        shard.write_text("".join(json.dumps({"text": " ".join(words[k:k + 60]), "meta": {"pile_set_name": "Books3"}}) + "\n"
+                                 for k in range(i, 3000, 60)))
+    return shards
+
+
+# ---- the dataset --------------------------------------------------------------------------------------------------
+
+
+def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
+    write_shards(tmp_path / "pile" / "train", 5)
+    done = stage.script("generate_dataset.sh", "gpt3", "../pile", WORKERS="1")
+    assert done.returncode == 0, done.stderr
+    assert "Taking the first 4 of 5 shards; FILES=5 would take all\n" in done.stdout
+    folder = stage.folder / "gpt3-dataset"
+    documented = {f"my-gpt3_0{i}_text_document.{ending}" for i in range(4) for ending in ("bin", "idx")}
+    assert documented == {path.name for path in folder.iterdir() if path.suffix != ".json"}
+    checked = stage.script("check_dataset.sh")
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stdout.splitlines()[-1] == f"Dataset generation completed successfully at: {folder}"
+
+    again = stage.script("generate_dataset.sh", "gpt3", "../pile", WORKERS="1")
+    assert again.returncode == 0 and again.stdout.count("is there already") == 4
+    with open(folder / "my-gpt3_02_text_document.bin", "r+b") as file:
+        file.truncate(100)
+    damaged = stage.script("check_dataset.sh")
+    assert damaged.returncode == 1 and "completed" not in damaged.stdout
+    assert "my-gpt3_02_text_document" in damaged.stderr and "generate it again" in damaged.stderr
+    (folder / "my-gpt3_03_text_document.idx").unlink()
+    missing = stage.script("check_dataset.sh")
+    assert missing.returncode == 1 and missing.stdout == ""
+    assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see the logs in .*\n", missing.stderr)
+
+
+@pytest.mark.parametrize("arguments, variables, message", [
+    (["gpt3"], {}, "give a dataset and its text"),
+    (["bert", "x.jsonl"], {}, "'bert' is no dataset; use gpt3 or llama3.1"),
+    (["gpt3", "."], {}, "holds no *.jsonl, *.jsonl.gz, *.jsonl.xz or *.jsonl.zst"),
+    (["gpt3", "x.jsonl"], {}, "1 shard(s) make no 4 pairs of files; give more, or set FILES=1"),
+    (["gpt3", "x.jsonl"], {"FILES": "1"}, "x.jsonl: no such shard"),
+    (["gpt3", "x.jsonl"], {"FILES": "none"}, "FILES=none is no number of files; use 1 to 99"),
+    (["gpt3", "x.jsonl"], {"STAGE_PATH": ""}, "STAGE_PATH is not set"),
+    (["gpt3", "x.jsonl"], {"STAGE_PATH": "/nowhere"}, "STAGE_PATH=/nowhere is no folder"),
+    (["gpt3", "x.jsonl"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run launch/setup.sh"),
+])
+def test_dataset_mistakes_are_one_line(stage, arguments, variables, message):
+    done = stage.script("generate_dataset.sh", *arguments, **variables)
+    assert done.returncode == 1 and message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+CONTAINER = """#!/usr/bin/env python3
+import os, sys
+with open({record!r}, "a") as record:
+    print(*sys.argv[1:], file=record)
+outside = [a for a in sys.argv[1:] if not a.startswith(("--container-", "--no-container-"))]
+os.environ["PATH"] = os.pathsep.join([{python!r}, {path!r}])
+os.execvp("srun", ["srun", *outside])
+"""
+
+
+def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
+    """The training in a container: here its srun is one that takes pyxis' options, and this Python is the image's."""
+    shards = map(str, write_shards(tmp_path / "shards", 2))
+    done = subprocess.run(["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards], text=True,
+                          env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for job in re.findall(r": job (\d+), ", done.stdout):
+        assert cluster.wait(int(job))["JobState"] == "COMPLETED", next(
+            stage.folder.glob("results.data_preparation/*")).read_text()
+    assert stage.script("check_dataset.sh", "llama3.1").returncode == 0
+
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(CONTAINER.format(record=str(tmp_path / "srun"), python=f"{sys.prefix}/bin",
+                                     path=cluster.environment["PATH"]))
+    srun.chmod(0o755)
+    tiny = TINY.replace("parallel.pp=2 parallel.vp=2", "parallel.pp=1 parallel.vp=1 parallel.cp=2")
+    job = stage.submit(cluster, "-N2", size="70b", DATASET="", MODEL_SIZE="70b", DTYPE="fp8", VENV="/nowhere",
+                       CONTAINER="image.sqsh", PATH=f"{srun.parent}:{cluster.environment['PATH']}",
+                       EXTRA_ARGS=f"{tiny} model.num_kv_heads=2 train.steps=4 precision.fp8_backend=torch")
+    assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    assert "--container-image=image.sqsh" in (tmp_path / "srun").read_text()
+    assert f"--container-mounts={ROOT}:{ROOT},{stage.folder}:{stage.folder} " in (tmp_path / "srun").read_text()
+    [out] = stage.folder.glob("results/*/fp8/70b/2/*.out")
+    assert re.search(r"^\[default0\]: iteration +4/ +4 .* global batch size: +32 ", out.read_text(), re.M)
+    config = (out.with_suffix("") / "config.yaml").read_text()
+    assert all(f"my-llama_0{i}_text_document" in config for i in range(2)) and "fp8: delayed" in config
+
+
+# ---- setup --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """A PATH with a curl that notes its arguments and serves what `served` holds, and an enroot."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("curl", 'cat >{0}/header; echo "$@" >>{0}/arguments; while [ "$1" != --output ]; do shift; done; '
+                                'cp {0}/served "$2"'),
+                       ("enroot", 'echo "$@" >>{0}/arguments; touch "$3"')):
+        (folder / name).write_text("#!/bin/bash\n" + text.format(folder) + "\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    failed = stage.script("setup.sh", **variables)
+    assert failed.returncode == 1 and "tokenizer files are missing, see above" in failed.stderr
+    (tools / "served").write_text("not the published file")
+    forged = stage.script("setup.sh", **variables)
+    assert forged.returncode == 1 and "encoder.json did not arrive, or not as it was published" in forged.stderr
+    bpe = stage.folder / "gpt3-dataset" / "bpe"
+    assert list(bpe.iterdir()) == []
+
+    for name in ("encoder.json", "vocab.bpe"):  # copied by hand
+        (bpe / name).write_text("")
+    (tools / "arguments").unlink()
+    done = stage.script("setup.sh", **variables, HF_TOKEN="hf_secret", IMAGE="docker://registry#image:1")
+    assert done.returncode == 0 and done.stdout.endswith(f"Ready: {stage.folder}\n"), done.stderr
+    assert f"export CONTAINER={stage.folder}/minitron.sqsh\n" in done.stdout
+    arguments = (tools / "arguments").read_text()
+    assert f"import --output {stage.folder}/minitron.sqsh docker://registry#image:1\n" in arguments
+    assert arguments.count("huggingface.co/meta-llama") == 1 and "hf_secret" not in arguments
+    assert (tools / "header").read_text() == "Authorization: Bearer hf_secret\n"
+    assert (stage.folder / "llama3.1-dataset" / "llama" / "tokenizer.model").read_text() == "not the published file"
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------
+
+
+def run_preempted(cluster, stage, preempt, **variables):
+    """A job of 50 steps that `preempt(job)` stops in between; once it has gone on by itself, the job and both logs."""
+    job = stage.submit(cluster, **variables)
+    until(lambda: stage.metrics(job) or cluster.job(job)["JobState"] == "FAILED", 90, lambda: stage.output(job))
+    preempt(job)
+    cluster.wait(job, "PENDING")
+    reached = len(stage.metrics(job))
+    assert 0 < reached < 50
+    facts = cluster.wait(job)
+    [out] = stage.folder.glob(f"results/*/bf16/175b/2/{job}.out")
+    assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "1", stage.output(job) + out.read_text()
+    starts = stage.metrics(job, "run")
+    assert [start["first_step"] for start in starts] == [1, reached + 1]
+    assert [step["step"] for step in stage.metrics(job)] == list(range(1, 51))
+    assert stage.metrics(job)[-1]["consumed_samples"] == 50 * 2 * 16
+    assert "start number 2; output: " in stage.output(job)
+    return stage.output(job), out.read_text()
+
+
+def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on(cluster, stage):
+    """What --signal=B:USR1 sends before the time is up, sent early."""
+    batch, run = run_preempted(cluster, stage, lambda job: cluster.run("scancel", "--batch", "--signal=USR1", str(job)))
+    assert re.search(r"SIGUSR1: stopped after iteration \d+, which was saved; back to the queue\n", batch)
+    assert "resumed from" in run and "Traceback" not in run and "exitcode" not in run
+
+
+@pytest.mark.slow
+def test_a_job_whose_ranks_are_told_to_stop_goes_on_as_well(cluster, stage):
+    """`scancel --signal=USR1 JOB` reaches every process of the nodes, torchrun too, and not the batch script."""
+    batch, run = run_preempted(cluster, stage, lambda job: cluster.run("scancel", "--signal=USR1", str(job)))
+    assert "which was saved; back to the queue\n" in batch and "Traceback" not in run
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_requeues_saves_and_goes_on(cluster, stage):
+    _, run = run_preempted(cluster, stage, lambda job: cluster.run("scontrol", "requeue", str(job)))
+    assert re.search(r"SIGTERM: stopped after iteration \d+, which was saved", run)
+
+
+@pytest.mark.slow
+def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
+    job = stage.submit(cluster, CHECKPOINT_DIR="none")
+    until(lambda: stage.metrics(job), 90, lambda: stage.output(job))
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
+
+
+# ---- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variables, message", [
+    (dict(DTYPE="fp16"), "DTYPE=fp16 is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch"),
+    (dict(DTYPE=""), "DTYPE= is neither fp8 nor bf16"),
+    (dict(STAGE_PATH=""), "STAGE_PATH is not set; export STAGE_PATH="),
+    (dict(STAGE_PATH="relative"), "STAGE_PATH=relative is no folder with an absolute path"),
+    (dict(MIN_NODES=""), "1 node(s) are too few for 175b; submit with -N 16 or more"),
+    (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 175b; submit launch/70b.sbatch"),
+    (dict(SLURM_GPUS_PER_NODE="8"), "Slurm gave the job 1 GPUs a node; submit with --gres=gpu:8"),
+    (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
+    (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),
+    (dict(DATASET=""), "/gpt3-dataset has no *_text_document.idx; run launch/generate_dataset.sh gpt3"),
+    (dict(VENV="/nowhere"), "there is no /nowhere/bin/python; run launch/setup.sh, or set VENV or CONTAINER"),
+    (dict(EXTRA_ARGS="train.stepz=5"), "unknown key train.stepz; did you mean train.steps?"),
+    (dict(EXTRA_ARGS=""), "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 1"),
+])
+def test_mistakes_are_one_line_and_a_failed_job(cluster, stage, variables, message):
+    job = stage.submit(cluster, "-N1", **variables)
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    lines = [line for line in stage.output(job).splitlines() if message in line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), stage.output(job)
+    assert "Traceback" not in stage.output(job)
+
+
+def test_a_job_script_started_without_sbatch_says_so():
+    done = subprocess.run(["bash", str(ROOT / "launch" / "175b.sbatch")], capture_output=True, text=True,
+                          env={name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"})
+    assert done.returncode != 0 and done.stderr.count("\n") == 1
+    assert "SLURM_JOB_ID: is not set; submit this file: DTYPE=fp8 sbatch -N 16 launch/175b.sbatch" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.s*")), ids=lambda path: path.name)
+def test_scripts_parse(path):
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True).stderr == b""
