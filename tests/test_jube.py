@@ -130,20 +130,23 @@ def test_build_prepares_the_data_and_finds_a_layout_that_does_not_fit(tmp_path):
     assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: parallel.tp")
     dataset = IndexedDataset(f"{env['PREFIX']}_text_document")
     assert len(dataset) == len(documents)
-    assert bytes(dataset[3][:-1].astype("uint8")).decode() == documents[3]
+    assert bytes(dataset.get(3)[:-1].astype("uint8")).decode() == documents[3]
 
 
 # ---- JUBE itself ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("jube") is None, reason="no JUBE; apt install jube")
-@pytest.mark.parametrize("tag, size, nodes, tp, pp, gas", [("13", 13, 8, 2, 4, 256), ("175", 175, 96, 8, 8, 16)])
-def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, tag, size, nodes, tp, pp, gas):
+@pytest.mark.parametrize("size, nodes, tp, pp, gas, text", [(13, 8, 2, 4, 256, True), (175, 96, 8, 8, 16, False)])
+def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, tp, pp, gas, text):
     benchmark = yaml.safe_load((FOLDER / "nlp_benchmark.yaml").read_text())
     setup = next(step for step in benchmark["step"] if step["name"] == "setup")
     setup["do"] = "test -d $venv"  # this environment instead of a new one
-    for parameter in benchmark["parameterset"][0]["parameter"]:
-        here = {"venv": sys.prefix, "minitron": f"echo {ROOT}"}
+    here = {"venv": sys.prefix, "minitron": str(ROOT)}
+    if text:
+        (tmp_path / "oscar.jsonl").write_text(json.dumps({"text": "a document"}) + "\n")
+        here |= {"dataset": str(tmp_path / "oscar.jsonl"), "dataset_prefix": str(tmp_path / "oscar"), "tokenizer": "bytes"}
+    for parameter in benchmark["parameterset"][0]["parameter"] + benchmark["parameterset"][1]["parameter"]:
         parameter["_"] = here.get(parameter["name"], parameter["_"])
     (tmp_path / "nlp_benchmark.yaml").write_text(yaml.safe_dump(benchmark, sort_keys=False))
 
@@ -152,7 +155,7 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, tag, size, nod
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    jube("run", "nlp_benchmark.yaml", "--tag", tag)
+    jube("run", "nlp_benchmark.yaml", "--tag", str(size))
     assert "ERROR" not in (log := "".join(p.read_text() for p in tmp_path.glob("nlp_benchmark_run/*/*/stderr"))), log
     rows = [[cell.strip() for cell in line.strip("|").split("|")]
             for line in jube("result", "-a", "nlp_benchmark_run").splitlines() if line.startswith("|")]
@@ -166,4 +169,7 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, tag, size, nod
     submitted = (tmp_path / "sbatch.txt").read_text().split()
     assert {f"--nodes={nodes}", "--gres=gpu:4", "--output=job.out"} <= set(submitted)
     assert {f"parallel.tp={tp}", f"parallel.pp={pp}", f"train.global_batch_size={batch}", "train.seq_len=2048",
-            "train.micro_batch_size=1", "log.every=10", "data.source=mock"} <= set(submitted)
+            "train.micro_batch_size=1", "log.every=10"} <= set(submitted)
+    path = f"data.paths=[{tmp_path}/oscar_text_document]"
+    assert ({"data.source=indexed", "data.split=7,3,1", path} if text else {"data.source=mock"}) <= set(submitted)
+    assert (tmp_path / "oscar_text_document.idx").exists() == text
