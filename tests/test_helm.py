@@ -171,17 +171,21 @@ def test_two_nodes_train(tmp_path):
     artifacts = artifacts_of(documents, tmp_path)
     expected = cli.load([str(ROOT / "configs/gpt3_175b.yaml"), *TINY])
     assert cli.load([str(artifacts / "hparams.yaml")]) == expected
+    steps = (artifacts / "dllogger/rank-0/dllogger.json").read_text().splitlines()[1:]
+    assert len(steps) == 3 and all(line.startswith("DLLL {") for line in steps)
     for rank in (0, 1):
         assert f"rank {rank}: " in (artifacts / f"rank-{rank}.log").read_text()
 
 
 @pytest.fixture
 def programs(tmp_path):
-    """A folder with stand-ins: python prints a configuration, torchrun writes what a trainer writes and ends at SIGTERM,
-    nsys notes its arguments and runs the rest."""
+    """A folder with stand-ins: python prints a configuration with the profile.kind $KIND, torchrun notes its
+    arguments and without a profiler goes on until SIGTERM, nsys notes its arguments and runs the rest."""
+    for kind in ("none", "nsys"):
+        (tmp_path / f"{kind}.yaml").write_text(cli.to_yaml(cli.load([f"profile.kind={kind}"])))
     scripts = {
-        "python": 'printf "profile:\\n  kind: $KIND\\n"',
-        "torchrun": 'for last in "$@"; do :; done\necho "$@" >torchrun.txt\necho DLLL >"${last#log.dir=}/dllogger.json"\n'
+        "python": 'cat "$KIND.yaml"',
+        "torchrun": 'echo "$@" >torchrun.txt\n'
                     'trap "echo saved; exit 7" TERM\nwhile [ "$KIND" = none ]; do sleep 0.05; done',
         "nsys": 'for word in "$@"; do [ "$word" = torchrun ] && break; echo "$word"; shift; done >nsys.txt\n"$@"',
     }
@@ -193,7 +197,7 @@ def programs(tmp_path):
     return folder
 
 
-def test_profile_kind_nsys_profiles_every_node_and_logs_are_where_documented(tmp_path, programs, monkeypatch):
+def test_nsys_runs_on_every_node_if_the_configuration_asks_for_it(tmp_path, programs):
     documents = rendered(workload__gpus=16)
     artifacts = artifacts_of(documents, tmp_path)
     documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "nsys"})
@@ -206,8 +210,7 @@ def test_profile_kind_nsys_profiles_every_node_and_logs_are_where_documented(tmp
             "-o", f"{artifacts}/noderank-{index}"]
         words = (tmp_path / "torchrun.txt").read_text().split()
         assert words[words.index("--node-rank") + 1] == str(index) and words[words.index("--nnodes") + 1] == "2"
-    assert (artifacts / "dllogger/rank-0/dllogger.json").read_text() == "DLLL\n"
-    assert (artifacts / "hparams.yaml").read_text() == "profile:\n  kind: nsys\n"
+    assert (artifacts / "hparams.yaml").read_text() == (tmp_path / "nsys.yaml").read_text()
 
 
 def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, programs):
