@@ -1,5 +1,5 @@
-"""The chart of launch/helm: what helm makes of it is valid Kubernetes, and a pod's command trains, run here as a job of two
-nodes would run it.
+"""The chart of launch/helm: what helm makes of it is valid Kubernetes, and a pod's command trains, run here as two nodes
+would run it.
 
 The templates go through helm itself (`tests/run.sh` fetches it), so no test stands in for its template language.
 """
@@ -110,6 +110,22 @@ def test_nccl_settings_win_over_the_charts():
     assert not set(plain) & (set(shipped["env-tcpxo.yaml"]) - set(shipped["env.yaml"]) | {"NCCL_SOCKET_IFNAME"})
 
 
+def test_the_command_of_the_readme_is_the_documents_job():
+    """GPT-3 175B on 32 machines of 8 GPUs, whose configuration fits them."""
+    command, = re.findall(r"^helm install.*?launch/helm$", (ROOT / "README.md").read_text(), re.M | re.S)
+    env = os.environ | {"ARTIFACT_REGISTRY": "europe-docker.pkg.dev/p/r", "GCS_BUCKET": "results", "USER": "me"}
+    result = subprocess.run(["bash", "-c", command.replace("helm install", f"{HELM} template")], cwd=ROOT, env=env,
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    documents = {document["kind"]: document for document in yaml.safe_load_all(result.stdout)}
+    container, = pod_of(documents)["containers"]
+    assert environment(container)["MASTER_ADDR"].startswith("me-gpt3-175b-0.me-gpt3-175b.default.svc")
+    assert documents["Job"]["spec"]["parallelism"] == 32
+    cfg = cli.load([str(ROOT / "configs/gpt3_175b_gke.yaml"), *container["args"]])
+    cfg.check(256, capability=(9, 0))
+    assert cfg.train.global_batch_size == 2048 and cfg.precision.fp8 == "delayed"
+
+
 @pytest.mark.parametrize("settings, message", [
     ({"workload__gpus": 12}, "workload.gpus=12 is more than a node's workload.gpusPerNode=8 and no multiple of it; "
                              "use for example 16"),
@@ -127,7 +143,7 @@ def test_mistakes_end_before_anything_is_installed(settings, message):
     assert result.returncode != 0 and message in result.stderr, result.stderr
 
 
-# ---- the pod's command ------------------------------------------------------------------------------------------------
+# ---- the pod's command ----------------------------------------------------------------------------------------------
 
 
 def start_pod(documents, index, folder, address=("127.0.0.1", 0), path=str(BIN)) -> subprocess.Popen:

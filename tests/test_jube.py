@@ -1,4 +1,4 @@
-"""JUBE's benchmark file: its patterns read our log and the benchmark's own, and JUBE itself makes the documented table of them.
+"""JUBE's benchmark file: its patterns read our log and the benchmark's own, and JUBE makes the documented table of them.
 
 JUBE is no Python package; Debian has it (`apt install jube`). Where it is missing, the patterns are applied here.
 """
@@ -58,10 +58,11 @@ def seconds_of(log: str) -> list[float]:
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Stand-ins for Slurm's commands: sbatch notes its arguments, and its job is done at once, with the published log."""
+    """Stand-ins for Slurm's commands: sbatch notes its arguments; its job is done at once, with the published log."""
     scripts = {"scontrol": "echo 127.0.0.1",
                "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-               "sbatch": f'printf "%s\\n" "$@" >"{tmp_path}/sbatch.txt"\ncp "{tmp_path}/published.out" job.out\ntouch ready'}
+               "sbatch": f'printf "%s\\n" "$@" >"{tmp_path}/sbatch.txt"\n'
+                         f'cp "{tmp_path}/published.out" job.out\ntouch ready'}
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in scripts.items():
@@ -133,7 +134,7 @@ def test_build_prepares_the_data_and_finds_a_layout_that_does_not_fit(tmp_path):
     assert bytes(dataset.get(3)[:-1].astype("uint8")).decode() == documents[3]
 
 
-# ---- JUBE itself ------------------------------------------------------------------------------------------------------
+# ---- JUBE itself --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("jube") is None, reason="no JUBE; apt install jube")
@@ -145,7 +146,8 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, t
     here = {"venv": sys.prefix, "minitron": str(ROOT)}
     if text:
         (tmp_path / "oscar.jsonl").write_text(json.dumps({"text": "a document"}) + "\n")
-        here |= {"dataset": str(tmp_path / "oscar.jsonl"), "dataset_prefix": str(tmp_path / "oscar"), "tokenizer": "bytes"}
+        here |= {"dataset": str(tmp_path / "oscar.jsonl"), "dataset_prefix": str(tmp_path / "oscar"),
+                 "tokenizer": "bytes"}
     for parameter in benchmark["parameterset"][0]["parameter"] + benchmark["parameterset"][1]["parameter"]:
         parameter["_"] = here.get(parameter["name"], parameter["_"])
     (tmp_path / "nlp_benchmark.yaml").write_text(yaml.safe_dump(benchmark, sort_keys=False))
