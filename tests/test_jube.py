@@ -61,7 +61,7 @@ def slurm(tmp_path, monkeypatch):
     """Stand-ins for Slurm's commands: sbatch notes its arguments; its job is done at once, with the published log."""
     scripts = {"scontrol": "echo 127.0.0.1",
                "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-               "sbatch": f'printf "%s\\n" "$@" >"{tmp_path}/sbatch.txt"\n'
+               "sbatch": f'printf "%s\\n" "$@" "$NCCL_SOCKET_IFNAME$MASTER_SUFFIX" >"{tmp_path}/sbatch.txt"\n'
                          f'cp "{tmp_path}/published.out" job.out\ntouch ready'}
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -157,7 +157,7 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, t
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    jube("run", "nlp_benchmark.yaml", "--tag", str(size))
+    jube("run", "nlp_benchmark.yaml", "--tag", str(size), *([] if text else ["jwb"]))
     assert "ERROR" not in (log := "".join(p.read_text() for p in tmp_path.glob("nlp_benchmark_run/*/*/stderr"))), log
     rows = [[cell.strip() for cell in line.strip("|").split("|")]
             for line in jube("result", "-a", "nlp_benchmark_run").splitlines() if line.startswith("|")]
@@ -175,3 +175,4 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, t
     path = f"data.paths=[{tmp_path}/oscar_text_document]"
     assert ({"data.source=indexed", "data.split=7,3,1", path} if text else {"data.source=mock"}) <= set(submitted)
     assert (tmp_path / "oscar_text_document.idx").exists() == text
+    assert ({"--partition=booster", "ib0i"} <= set(submitted)) != text  # JUWELS Booster's partition and network
