@@ -55,7 +55,7 @@ class Ranks:
     """One start of minitron.pretrain on `world` ranks, in the background. Their output is appended to a file."""
 
     def __init__(self, store: dist.TCPStore, world: int, argv: list[str], output: Path):
-        self.output = output
+        self.store, self.output = store, output  # it is served as long as somebody has it
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pytest", "hypothesis", "minitron.pretrain"])  # if no test has started it yet
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",

@@ -22,19 +22,20 @@ def test_a_run_survives_many_kills(tmp_path):
     assert campaign(tmp_path, kills, seed, steps=2 * kills)["inside_saves"] > kills / 4
 
 
-@pytest.mark.parametrize("layout", [["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"],
-                                    ["parallel.cp=2", "train.recompute=full"]], ids=["tensor", "context"])
-def test_deterministic_runs_are_bit_equal_however_often_they_end(tmp_path, layout):
+@pytest.mark.parametrize("world, layout", [
+    (4, ["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"]),
+    (2, ["parallel.cp=2", "train.recompute=full"])], ids=["tensor", "context"])
+def test_deterministic_runs_are_bit_equal_however_often_they_end(tmp_path, world, layout):
     """Two runs, and one that ends and goes on at every save."""
-    argv = [*layout, "train.deterministic=true", "checkpoint.every=2", "optimizer.decay_steps=6"]
-    for name, ends in ("once", [6]), ("again", [6]), ("in parts", [2, 4, 6]):
+    argv = [*layout, "train.deterministic=true", "checkpoint.every=2", "optimizer.decay_steps=4"]
+    for name, ends in ("once", [4]), ("again", [4]), ("in parts", [2, 4]):
         for steps in ends:
-            run(tmp_path / name, 4, *argv, f"checkpoint.dir={tmp_path / name / 'saves'}", f"train.steps={steps}")
+            run(tmp_path / name, world, *argv, f"checkpoint.dir={tmp_path / name / 'saves'}", f"train.steps={steps}")
     once = Reader(tmp_path / "once" / "saves")
     for name in "again", "in parts":
         assert losses(tmp_path / name) == losses(tmp_path / "once")
         other = Reader(tmp_path / name / "saves")
-        assert (other.iteration, other.state, other.names()) == (6, once.state, once.names())
+        assert (other.iteration, other.state, other.names()) == (4, once.state, once.names())
         for tensor in once.names():
             box = [0] * len(once.shape(tensor)), once.shape(tensor)
             for kind in once.kinds(tensor):
