@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 HUNG = 124  # exit status, as of timeout(1)
 # Actions that the host does at its own pace: no other rank is to blame if they take long. Not "start", where ranks meet.
-OWN_PACE = frozenset({"data", "checkpoint"})
+OWN_PACE = frozenset({"data", "checkpoint", "profile"})
 
 
 class Activity:
