@@ -206,7 +206,7 @@ class Victim:
     def _moment(self, ranks: Ranks, before: set[str], steps: int) -> bool:
         """Wait for a random moment in a save, in the start or in a step. False if the ranks ended before it."""
         kind, count = self.rng.choice(["save"] * 4 + ["start", "step"]), self.rng.randint(1, 3)
-        delay = self.rng.uniform(0, {"save": 0.07, "start": self.start_seconds, "step": 0.2}[kind])
+        delay = self.rng.uniform(0, {"save": 0.04, "start": self.start_seconds, "step": 0.2}[kind])
         seen, begun = set(), time.monotonic()
         while kind != "start" and len(seen) < count:
             if not ranks.alive():
