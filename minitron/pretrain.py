@@ -19,6 +19,7 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.rendezvous import meet
 from minitron.stop import Diverged, Stop
 from minitron.train import build, choose_kernels, train
 from minitron.watch import watched
@@ -93,8 +94,9 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
     if world == 1:
         return Mesh.offline(device=device)
     timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.watch comes first
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout,
-                            device_id=device if device.type == "cuda" else None)
+    store, rank, world = meet(timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timeout, device_id=device if device.type == "cuda" else None)
     return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     ("fused", "plain"),
     ("overlap",),
     ("collectives",),
-    ("mesh", "rng", "log", "profiling", "testing", "watch", "stop", "lines"),
+    ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines"),
     ("planner",),
     ("cli",),
     ("config", "rules"),
