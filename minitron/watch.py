@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from minitron.mesh import Axis, Mesh
 
 HUNG = 124  # exit status, as of timeout(1)
-# Actions that the host does at its own pace: no other rank is to blame if they take long. Not "start", where ranks meet.
+# Actions that the host does at its own pace: no other rank is to blame if they take long. In "start" ranks meet.
 OWN_PACE = frozenset({"data", "checkpoint", "profile"})
 
 
