@@ -63,8 +63,8 @@ def write_shards(folder: Path, count: int) -> list[Path]:
     words = Path(os.__file__).read_text().split()
     shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
     for i, shard in enumerate(shards):
-        shard.write_text("".join(json.dumps({"text": " ".join(words[k:k + 60]), "meta": {"pile_set_name": "Books3"}}) + "\n"
-                                 for k in range(i, 3000, 60)))
+        texts = [" ".join(words[k:k + 60]) for k in range(i, 3000, 60)]
+        shard.write_text("".join(json.dumps({"text": text, "meta": {"pile_set_name": "Github"}}) + "\n" for text in texts))
     return shards
 
 
