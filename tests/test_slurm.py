@@ -93,7 +93,7 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
     (folder / "my-gpt3_03_text_document.idx").unlink()
     missing = stage.script("check_dataset.sh")
     assert missing.returncode == 1 and missing.stdout == ""
-    assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see the logs in .*\n", missing.stderr)
+    assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see .*, then run .*\n", missing.stderr)
 
 
 @pytest.mark.parametrize("arguments, variables, message", [
