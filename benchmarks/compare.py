@@ -6,6 +6,7 @@ Per case and precision it prints, and appends to the results,
 
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. ours_gib=.. peer_gib=..
 
+The peer is Megatron-core, or `--peer torchtitan` or `huggingface`.
 MFU by the `full` counting, in percent; memory of the highest rank, as torch's allocator counts it. A case that cannot
 run here is skipped with a reason. Exits with status 1 if one failed.
 """
@@ -30,11 +31,10 @@ from benchmarks import record
 from benchmarks.cases import CASES, FP8_RECIPES, Case
 
 OURS = "benchmarks/step.py"
-PEER = "benchmarks/peers/megatron.py"
-# Growing segments do not fragment. The peer relies on one work queue, which keeps kernels in the order of their launch;
-# minitron's pipelined products need several.
-ENVIRONMENT = {"ours": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-               "peer": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+# What each needs in its environment. Megatron-core relies on one work queue, which keeps kernels in the order of their
+# launch; minitron's pipelined products, and the others' FSDP, need several.
+PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "torchtitan": {}, "huggingface": {}}
+ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # growing segments do not fragment
 GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
 
 
@@ -49,6 +49,7 @@ class Failed(Exception):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--peer", choices=PEERS, default="megatron", help="the other trainer (default megatron)")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--fp8", choices=FP8_RECIPES, default="delayed", help="scaling on both sides (default delayed)")
     parser.add_argument("--steps", type=int, default=12)
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"case={label} failed: {reason}", flush=True)
                 failed = True
             else:
-                result = {"case": label, "peer": "megatron", **result}
+                result = {"case": label, "peer": args.peer, **result}
                 record.append(args, "compare", result)
                 print(line(result), flush=True)
     return int(failed)
@@ -80,10 +81,11 @@ def main(argv: list[str] | None = None) -> int:
 def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
     """Both sides' figures and their ratio. Raises Skipped or Failed."""
     both = {}
-    for side, program in (("peer", PEER), ("ours", OURS)):
+    peer = f"benchmarks/peers/{args.peer}.py"
+    for side, program, environment in (("peer", peer, PEERS[args.peer]), ("ours", OURS, {})):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus),
                    program, *case.arguments(fp8), "--steps", str(args.steps)]
-        both[side] = launch(command, args.timeout, ENVIRONMENT[side])
+        both[side] = launch(command, args.timeout, ENVIRONMENT | environment)
     ours, peer = both["ours"], both["peer"]
     return {"ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"], "ratio": ours["tflops"] / peer["tflops"],
             "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"], "fp8": fp8, "ours": ours, "peer_figures": peer}

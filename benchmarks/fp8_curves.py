@@ -1,8 +1,9 @@
 """Does FP8 learn as bf16 does? `python benchmarks/fp8_curves.py [CONFIG.yaml | section.key=value ...] [--plot FILE]`.
 
-Trains the same model from the same weights on the same text (the quickstart's corpus, unless told otherwise) in bf16 and
-with each FP8 recipe, and prints the mean training loss of every tenth of the run, with its distance from bf16's. The
-backend is Transformer Engine on a GPU, and plain torch, the same numbers, on a CPU. Appends a record of kind "fp8_curves".
+Trains the same model from the same weights on the same text (the quickstart's corpus, unless told otherwise) in bf16
+and with each FP8 recipe, and prints the mean training loss of every tenth of the run, with its distance from bf16's.
+The backend is Transformer Engine on a GPU, and plain torch, the same numbers, on a CPU. Appends a record of kind
+"fp8_curves".
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> dict:
             keys = [] if fp8 == "none" else [f"precision.fp8={fp8}", f"precision.fp8_backend={backend}"]
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
             cfg.check(1, capability)
+            choose_kernels(cfg, device)
         curves["bf16" if fp8 == "none" else fp8] = losses(cfg, device)
     result = {"steps": cfg.train.steps, "backend": backend, "curves": {k: means(v) for k, v in curves.items()}}
     result["last"] = {k: v[-1] / result["curves"]["bf16"][-1] - 1 for k, v in result["curves"].items() if k != "bf16"}
@@ -55,7 +57,6 @@ def main(argv: list[str] | None = None) -> dict:
 
 def losses(cfg: Config, device: torch.device) -> list[float]:
     """The training loss of every step of a run in this process."""
-    choose_kernels(cfg, device)
     data, mesh, t = build_data(cfg), Mesh.offline(device=device), cfg.train
     trainer, loader, figures = build(cfg, mesh), Loader(data.train, cfg, mesh), []
     for step in range(1, t.steps + 1):

@@ -18,6 +18,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,9 @@ from minitron import cli, flops
 from minitron.config import Config
 
 WARMUP = 3
+# What no peer's runner translates.
+UNTRANSLATED = ("train.recompute", "precision.dtype", "model.attention_dropout", "model.hidden_dropout",
+                "parallel.cp_style", "data.separate_documents")
 
 
 def arguments(description: str, argv: list[str] | None, *add_options: Callable) -> tuple[Config, argparse.Namespace]:
@@ -41,6 +46,12 @@ def arguments(description: str, argv: list[str] | None, *add_options: Callable) 
             raise ValueError(f"--steps {args.steps} are all warm-up; use {WARMUP + 1} or more")
         cfg = cli.load(args.config)
     return replace(cfg, train=replace(cfg.train, steps=max(cfg.train.steps, args.steps))), args
+
+
+def check_translated(cfg: Config, peer: str) -> None:
+    """Raises ValueError for a key that the runners of peers do not translate and that is not at its default."""
+    if changed := [key for key in UNTRANSLATED if attrgetter(key)(cfg) != attrgetter(key)(Config())]:
+        raise ValueError(f"{', '.join(changed)} is not what the {peer} runner knows; leave it at its default")
 
 
 def choose_device() -> tuple[torch.device, tuple[int, int] | None]:
@@ -61,14 +72,17 @@ def skip(reason: str) -> SystemExit:
 
 def median_seconds(step: Callable[[int], object], steps: int, device: torch.device) -> float:
     """Median time of step(i), i = 0 ... steps - 1, without the warm-up. Collective over the world."""
-    times = []
-    for i in range(steps):
-        _wait(device)
-        start = time.perf_counter()
-        step(i)
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
+    times = [seconds(partial(step, i), device) for i in range(steps)]
     return highest(statistics.median(times[WARMUP:]), device)
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """From a barrier to the end of work() on this rank's device. Collective over the world."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def figures(cfg: Config, step_seconds: float, world: int, device: torch.device) -> dict:

@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "results.jsonl"
-PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "transformers")
+PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "torchtitan", "transformers")
 
 
 def add_options(parser: argparse.ArgumentParser, results: Path | None = RESULTS) -> None:
@@ -44,7 +44,7 @@ def environment() -> dict:
     return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "gpu": gpu or None,
             "power_limit_watts": float(power) if power else None,
             "versions": {"cuda": torch.version.cuda, **{name: _version(name) for name in PACKAGES}},
-            "command": shlex.join(_without(sys.argv, "--results", "--commit"))}
+            "command": shlex.join(_without(sys.argv, "--results", "--commit", "--plot"))}
 
 
 def commit() -> str | None:

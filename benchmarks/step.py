@@ -50,11 +50,15 @@ def main(argv: list[str] | None = None) -> dict:
     alone = floor.floor_seconds(work, backend, cfg.precision.dtype, device)
     result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
     result["floor_share"] = measure.highest(sum(alone.values()), device) / result["step_seconds"]
+    of_ranks = gathered(shares.shares(kernels) if kernels else {}, mesh)
     if mesh.rank == 0:
         print(description, summary(result), sep="\n")
         if kernels:
-            result["shares"] = shares.shares(kernels)
+            result["shares"] = of_ranks[0]
+            # A rank whose GPU is faster than the others' waits for them: what the slowest does not hide is exposed.
+            result["nccl_exposed"] = [share["nccl exposed"] for share in of_ranks]
             print(shares.table(kernels, PROFILED_STEPS))
+            print("nccl exposed by rank: " + "  ".join(f"{100 * x:.1f} %" for x in result["nccl_exposed"]))
         if args.results:
             record.append(args, "step", result)
     measure.report(result)
@@ -73,9 +77,19 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
 
     seconds = measure.median_seconds(step, args.steps, mesh.device)
     result = measure.figures(cfg, seconds, mesh.world.size, mesh.device)
+    if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
+        result["peak_gib"] += measure.highest(trainer.chunks[0].layout.by.nbytes / 2**30, mesh.device)
     kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
     loader.close()
     return result, floor.step_work(trainer), kernels, trainer.describe()
+
+
+def gathered(value: object, mesh: Mesh) -> list:
+    """The ranks' values, in order."""
+    values = [value] * mesh.world.size
+    if mesh.world.size > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

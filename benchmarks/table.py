@@ -54,7 +54,7 @@ def draw(entries: list[dict], path: Path) -> None:
         values = [e[key] or 0.0 for e in entries]
         bars = axes.barh([i + 0.38 * offset for i in range(len(entries))], values, 0.36, color=COLORS[key], label=label)
         axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    axes.set_yticks([i + 0.19 for i in range(len(entries))], [e["case"] for e in entries])
+    axes.set_yticks([i + 0.19 for i in range(len(entries))], [f"{e['case']} ({e['peer']})" for e in entries])
     axes.invert_yaxis()
     axes.set_xlabel("MFU in percent of the dense peak, all attention scores counted")
     axes.spines[["top", "right"]].set_visible(False)

@@ -52,7 +52,8 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 
 
 @contextmanager
-def user_errors(kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *, quiet: bool = False) -> Iterator[None]:
+def user_errors(kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *,
+                quiet: bool = False) -> Iterator[None]:
     """Turns an error of this kind inside into one line on stderr and exit status 1.
 
     While parsing and building, every ValueError is the user's to mend; later only narrower kinds are.
@@ -263,7 +264,7 @@ def _without_none(hint: Any) -> Any:
 
 
 _NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts"),
-          bool: ("true or false", "")}
+          bool: ("true or false", ""), type(None): ("null", "")}
 # Of types, for keys whose default is no example.
 _EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
 
@@ -277,7 +278,8 @@ def _type_name(hint: Any, within: str | None = None) -> str:
         name = f"a list of {'' if args[-1] is Ellipsis else f'{len(args)} '}{_NAMES[args[0]][1]}"
     else:
         name = "a section" if is_dataclass(bare) else _NAMES[bare][0]
-    return name + (f" in {within}" if within else "") + ("" if bare is hint else ", or null")
+    others = () if bare is hint else [arg for arg in get_args(hint) if arg is not bare]
+    return ", or ".join([name + (f" in {within}" if within else ""), *(_NAMES[arg][0] for arg in others)])
 
 
 def _shown(value: Any) -> str:

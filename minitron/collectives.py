@@ -103,7 +103,11 @@ def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tu
     ops = [dist.P2POp(direction, x, axis.ranks[peer], group=axis.group)
            for direction, messages in ((dist.isend, sends), (dist.irecv, recvs)) for peer, x in messages]
     tensors = [op.tensor for op in ops]
-    return Pending("exchange", axis, sum(x.nbytes for x in tensors), dist.batch_isend_irecv(ops), tensors)
+    num_bytes = sum(x.nbytes for x in tensors)
+    axis.activity.enter("exchange", axis, num_bytes)  # posting waits for nobody, but fails if a peer has died
+    works = dist.batch_isend_irecv(ops)
+    axis.activity.leave()
+    return Pending("exchange", axis, num_bytes, works, tensors)
 
 
 def gather_start(x: Tensor, axis: Axis):

@@ -109,6 +109,8 @@ class TrainConfig:
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
+    kernels: Literal["auto", "apex"] = key(
+        "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)")
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
     hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", COUNT)
     max_skipped: int = key(
@@ -169,9 +171,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    format: Literal["megatron", "megatron-core"] = key("megatron", "form of the iteration line")
+    format: Literal["megatron", "megatron-core", "nemo"] = key("megatron", "form of the iteration line")
     every: int = key(1, "steps between iteration lines", COUNT)
-    dir: str | None = key(None, "where config.yaml, metrics.jsonl and one log per rank go; null: nowhere")
+    dir: str | None = key(
+        None, "where config.yaml, metrics.jsonl, dllogger.json and one log per rank go; null: nowhere")
+    tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    kind: Literal["none", "nsys", "torch", "memory"] = key(
+        "none", "nsys: the range that `nsys profile --capture-range=cudaProfilerApi` records; torch: a Chrome trace "
+        "and a table; memory: every allocation on the GPU")
+    start_step: int = key(10, "first step that is profiled", COUNT)
+    end_step: int = key(12, "last step that is profiled", COUNT)
+    ranks: tuple[int, ...] = key((0,), "ranks that are profiled", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,7 @@ class Config:
     data: DataConfig = key(DataConfig, "what is read")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is saved and started from")
     log: LogConfig = key(LogConfig, "what is written")
+    profile: ProfileConfig = key(ProfileConfig, "some steps under a profiler")
 
     def check(self, world: int, capability: tuple[int, int] | None = None) -> None:
         """Raises ValueError unless `world` ranks can run this on GPUs of that CUDA capability (None: on CPU)."""

@@ -7,6 +7,7 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
                                                                    dy: input and weight gradient
     weights are cast once per optimizer step, not per microbatch   `on_weights_updated` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
+    SwiGLU casts what it computes, its gradient too                one pass less each, where the scale is known before
 
 and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
 
@@ -99,7 +100,7 @@ class DelayedScaling:
     def follow_history(self) -> None:
         """Make the scales from the history: also after a checkpoint has been read into it."""
         top = self.history.amax(0)
-        self.scale.copy_(torch.where(top > 0, self.limits / top, 1.0))
+        self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
         self.cold = False
 
 
@@ -183,11 +184,12 @@ class Fp8Gemm(Gemm):
 class Formats:
     """The number formats of a model chunk's blocks: makes their GEMMs, and ends their step.
 
-    layers: the blocks of the chunk, of num_layers in the model.
+    layers: the blocks of the chunk, of num_layers in the model. ordinary: what multiplies in those without FP8.
     """
 
-    def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh):
-        self.dtype, kept = DTYPES[precision.dtype], precision.fp8_bf16_layers
+    def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh,
+                 ordinary: Gemm = Gemm()):
+        self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
         self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
         self.gemms: list[Fp8Gemm] = []
         self.backend = choose_backend(precision, mesh.device) if self.layers else None
@@ -199,7 +201,7 @@ class Formats:
     def gemm(self, layer: int) -> Gemm:
         """For one more linear layer of this block."""
         if layer not in self.layers:
-            return Gemm()
+            return self.ordinary
         self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
         return self.gemms[-1]
 

@@ -6,8 +6,9 @@ operation, everything in registers, arithmetic in float32 whatever the format in
 
     kernel          of numbers as large as its result, it reads and writes
     add_norm        2 and 2, backward 3 and 1
-    swiglu          2 and 1, backward 3 and 2
+    swiglu          2 and 1, backward 3 and 2; with casts the results are bytes, written twice: rows and columns
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
+    merge           2 and 1
     add_rows        3 and 2, of those rows that a token has
     cross-entropy   1 and 0, backward 1 and 1 over the logits
     dropout         1 and 1
@@ -307,6 +308,36 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
     for grad, part, sign in zip(grads, out.split(sizes, 2), (-1, -1, 0)):
         _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), part, rope if sign else None, sign)
     return out
+
+
+# ---- attention, merged from two sets of keys -------------------------------------------------------------------------
+
+
+@triton.jit
+def _merge(out, lse, block_out, block_lse, n, s, d, out_b, out_n, out_s, lse_b, lse_n, lse_s, from_b, from_n, from_s,
+           with_b, with_n, with_s, ROWS: tl.constexpr, D: tl.constexpr):
+    sample, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
+    row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    here, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
+    lse += sample * lse_b + head * lse_n + row * lse_s
+    a = tl.load(lse, here, other=0.0)
+    b = tl.load(block_lse + sample * with_b + head * with_n + row * with_s, here, other=0.0)
+    row = row.to(tl.int64)[:, None]
+    out += sample * out_b + head * out_n + row * out_s + channel[None, :]
+    x = tl.load(out, inside).to(tl.float32)
+    y = tl.load(block_out + sample * from_b + head * from_n + row * from_s + channel[None, :], inside).to(tl.float32)
+    tl.store(out, x + tl.sigmoid(b - a)[:, None] * (y - x), inside)
+    top = tl.maximum(a, b)
+    tl.store(lse, top + tl.log(tl.exp(a - top) + tl.exp(b - top)), here)
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """See minitron/plain.py."""
+    b, n, s, d = out.shape
+    assert out.stride(-1) == block_out.stride(-1) == 1
+    _merge[(triton.cdiv(s, 32), b * n)](
+        out, lse, block_out, block_lse, n, s, d, *out.stride()[:3], *lse.stride(), *block_out.stride()[:3],
+        *block_lse.stride(), ROWS=32, D=triton.next_power_of_2(d), num_warps=4)
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
-"""What a run writes: an iteration line for people and parsers, a metrics file for tools, one log per rank.
+"""What a run writes: an iteration line for people and parsers, files for tools, one log per rank.
 
-    stdout          the iteration and validation lines of Megatron-LM, from the last rank; messages, from rank 0
+    stdout           the iteration line in the form of log.format, and Megatron's validation line, from the last rank;
+                     messages, from rank 0
     log.dir/
-      config.yaml   every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
-      metrics.jsonl one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
-      rank-3.log    all of that as rank 3 saw it, with the time: where a rank was when a run hung
+      config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
+      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
+      dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
+      tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so
+      rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
 
 Every number arrives reduced over the ranks, as a host float, so that all ranks could print it and none communicates or
 waits here. Which FLOPs a rate counts is part of its name, see `minitron.flops`: the line of `megatron` prints hardware
@@ -21,57 +24,40 @@ import json
 import logging
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from minitron import cli, flops
+from minitron import cli, flops, lines
 from minitron.config import Config
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """The figures of one optimizer step, of the whole world.
-
-    step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
-    clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
-    global batch, where they are kept apart (None: every sample is one document). memory_gib: peak of the GPU.
-    """
-
-    step: int
-    consumed_samples: int
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float
-    seconds: float
-    skipped: float = 0
-    nan: float = 0
-    squared_lengths: float | None = None
-    memory_gib: float | None = None
-
-    @property
-    def advanced(self) -> bool:
-        return not (self.skipped or self.nan)
+from minitron.lines import Iteration, Line
 
 
 class Log:
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU, whose peak the MFU is measured by; unknown GPUs, CPUs and fp32 runs have no MFU.
-    Raises ValueError if log.dir cannot be written.
+    nemo: the line of log.format=nemo, of which there are two. Raises ValueError if log.dir or log.tensorboard cannot be
+    written, or TensorBoard is not installed.
     """
 
-    def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
+    def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu",
+                 nemo: Callable[[Line], str] = lines.nemo_bar):
         self.cfg, self.rank, self.world = cfg, rank, world
+        self._format = {**lines.FORMATS, "nemo": nemo}[cfg.log.format]
         fp8 = cfg.precision.fp8 != "none"
         self.peak = None if cfg.precision.dtype == "fp32" else flops.peak_tflops(device_name, fp8)
         self._since_line: list[Iteration] = []
-        self._skipped_total = self._nan_total = 0
-        self._metrics = None
+        self._skipped_total = self._nan_total = self._steps = 0
+        self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
+        self._metrics = self._dllogger = self._board = None
         self._rank_log = logging.Logger(f"rank {rank}")  # not of logging's global tree: it ends with this object
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
+        if cfg.log.tensorboard and rank == 0:
+            self._board = self._open_board(f"{cfg.log.dir}/tensorboard" if cfg.log.tensorboard is True
+                                           else cfg.log.tensorboard)
 
     def start(self, **facts: float | str | None) -> None:
         """The `run` record of metrics.jsonl: what is known before the first step, as the corpus' unigram entropy."""
@@ -81,14 +67,16 @@ class Log:
         """Record a step; every log.every steps, and after the last, also print the line. On every rank."""
         self._skipped_total += int(it.skipped)
         self._nan_total += int(it.nan)
+        self._steps, self._seconds = self._steps + 1, self._seconds + it.seconds
         self._since_line.append(it)
         self._record_step(it)
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
-            self._print_from(self.world - 1, self._line())
+            self._print_from(self.world - 1, self._format(self._line()))
             self._since_line = []
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record and print the mean loss on the validation data after `step`."""
+        self._val_loss = loss
         self._record("eval", step=step, loss=loss)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         self._print_from(self.world - 1, f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
@@ -109,9 +97,9 @@ class Log:
         for handler in list(self._rank_log.handlers):
             handler.close()
             self._rank_log.removeHandler(handler)
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        for file in filter(None, (self._metrics, self._dllogger, self._board)):
+            file.close()
+        self._metrics = self._dllogger = self._board = None
 
     def __enter__(self) -> Log:
         return self
@@ -119,40 +107,13 @@ class Log:
     def __exit__(self, *_) -> None:
         self.close()
 
-    # ---- the line -----------------------------------------------------------------------------------------------
+    # ---- figures ------------------------------------------------------------------------------------------------
 
-    def _line(self) -> str:
-        """The iteration line over `_since_line`, byte for byte as Megatron-LM's but for what we add behind it."""
-        its, batch = self._since_line, self.cfg.train.global_batch_size
-        last, rates, seconds = its[-1], self._rates(its), sum(it.seconds for it in its) / len(its)
-        count = f"iteration {last.step:8d}/{self.cfg.train.steps:8d}"
-        samples = f"consumed samples: {last.consumed_samples:12d}"
-        if self.cfg.log.format == "megatron":
-            fields = [count, samples, f"elapsed time per iteration (s): {seconds:.4f}",
-                      f"learning rate: {last.lr:.3E}", *self._common_fields(),
-                      f"samples per second: {batch / seconds:.3f}", f"TFLOPs: {rates['hardware']:.2f}"]
-        else:
-            now = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
-            fields = [f"[{now}] {count}", samples, f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-                      f"throughput per GPU (TFLOP/s/GPU): {rates['causal']:.1f}",
-                      f"learning rate: {last.lr:.6E}", *self._common_fields()]
-        if self.peak is not None:
-            fields.append(f"MFU (full): {100 * rates['full'] / self.peak:.2f}%")
-        if last.memory_gib is not None:
-            fields.append(f"memory: {last.memory_gib:.1f} GiB")
-        return " " + " | ".join(fields) + " |"
-
-    def _common_fields(self) -> list[str]:
-        its = self._since_line
-        losses = [it.loss for it in its if it.advanced]
-        fields = [f"global batch size: {self.cfg.train.global_batch_size:5d}"]
-        if losses:
-            fields.append(f"lm loss: {sum(losses) / len(losses):.6E}")
-        fields.append(f"loss scale: {its[-1].loss_scale:.1f}")
-        if its[-1].advanced:
-            fields.append(f"grad norm: {its[-1].grad_norm:.3f}")
-        return [*fields, f"number of skipped iterations: {sum(int(it.skipped) for it in its):3d}",
-                f"number of nan iterations: {sum(int(it.nan) for it in its):3d}"]
+    def _line(self) -> Line:
+        t, its, rates = self.cfg.train, tuple(self._since_line), self._rates(self._since_line)
+        mfu = None if self.peak is None else rates["full"] / self.peak
+        return Line(its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu,
+                    self._val_loss)
 
     def _rates(self, its: list[Iteration]) -> dict[str, float]:
         """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
@@ -177,19 +138,34 @@ class Log:
             if self.rank == 0:
                 (folder / "config.yaml").write_text(cli.to_yaml(self.cfg), encoding="utf-8")
                 self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+                self._dllogger = open(folder / "dllogger.json", "a", encoding="utf-8", buffering=1)
+                self._dllog("PARAMETER", lines.flattened(asdict(self.cfg), "cfg"))
         except OSError as error:
             self.close()
             raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
                              "or null for none") from None
 
+    def _open_board(self, folder: str):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            return SummaryWriter(str(Path(folder).expanduser()))
+        except (ImportError, OSError) as error:
+            self.close()
+            why = (f"cannot be written: {error.strerror}; name another directory" if isinstance(error, OSError) else
+                   "needs TensorBoard, which is not installed; pip install tensorboard")
+            raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
+
     def _print_from(self, rank: int, text: str) -> None:
         self._rank_log.info(text)
         if self.rank == rank:
-            print(text, file=sys.stdout, flush=True)
+            encoding = sys.stdout.encoding or "utf-8"  # which may not have a bar's blocks
+            print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
 
     def _record_step(self, it: Iteration) -> None:
-        if self._metrics is None:
+        if self._metrics is None and self._board is None:
             return
+        self._dllog(it.step - 1, lines.dllogger_step(it))
         t, rates = self.cfg.train, self._rates([it])
         self._record("step", step=it.step, consumed_samples=it.consumed_samples, loss=it.loss, grad_norm=it.grad_norm,
                      learning_rate=it.lr, loss_scale=it.loss_scale, step_seconds=it.seconds,
@@ -199,7 +175,20 @@ class Log:
                      skipped_total=self._skipped_total, nan_total=self._nan_total)
 
     def _record(self, kind: str, **values) -> None:
-        """One line of metrics.jsonl, written whole. JSON has no NaN and no infinity: they become null."""
+        """One line of metrics.jsonl, written whole, and its numbers for TensorBoard."""
         if self._metrics is not None:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self._metrics.write(json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n")
+            self._metrics.write(json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
+        if self._board is not None and kind != "run":
+            step = values.pop("step")
+            for name, value in lines.flattened(_finite(values), kind).items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    def _dllog(self, step: int | str, data: dict) -> None:
+        if self._dllogger is not None:
+            self._dllogger.write(lines.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n")
+
+
+def _finite(values: dict) -> dict:
+    """JSON has no NaN and no infinity: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

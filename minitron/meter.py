@@ -43,16 +43,17 @@ class Meter:
         `log.Iteration` that the host has.
         """
         self.mesh.activity.begin("figures")
-        extra = torch.zeros(3, dtype=values.dtype, device=values.device)
+        extra = torch.zeros(4, dtype=values.dtype, device=values.device)
         if documents is not None:
             extra[0].fill_(sum(float(np.square(np.diff(bounds)).sum()) for bounds in documents))
             all_reduce_(extra[:1], self.mesh.dp)
             known["squared_lengths"] = 0.0
         if values.is_cuda:
             extra[1].fill_(torch.cuda.max_memory_allocated() / GIB)
-            known["memory_gib"] = 0.0
+            extra[2].fill_(torch.cuda.memory_allocated() / GIB)
+            known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
         if self.stop.asked:
-            extra[2].fill_(self.stop.asked)
+            extra[3].fill_(self.stop.asked)
         all_reduce_(extra[1:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = Mark(values.device)
@@ -67,9 +68,9 @@ class Meter:
             return
         (known, host, copied), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
-        *common, squares, memory, agreed = host.tolist()
+        *common, squares, memory, allocated, agreed = host.tolist()
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
-        measured = {"squared_lengths": squares, "memory_gib": memory}
+        measured = {"squared_lengths": squares, "memory_gib": memory, "allocated_gib": allocated}
         it = Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds)
         self.log.iteration(it)
         self.stop.saw(it, int(agreed))

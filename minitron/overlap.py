@@ -44,46 +44,42 @@ Produce = Callable[[slice, Tensor], None]
 class Separate:
     """Collectives by the process group; any device, any number of nodes."""
 
+    nbytes = 0
+
     def __init__(self, axis: Axis, overlap: bool = True):
         self.axis, self.overlap = axis, overlap
 
     def gather(self, parts: Parts) -> Callable[[], Parts]:
-        """Begin to gather; the function returned waits for the result."""
-        started = [gather_start(part, self.axis) for part in parts]
+        """Begin to gather; the function returned waits for the result. Call it before the next gather."""
+        return self._finish([gather_start(part, self.axis) for part in parts])
 
-        def finish() -> Parts:
-            for _, handle in started:
-                handle.wait()
-            return [whole for whole, _ in started]
-
-        if self.overlap:
-            return finish
-        whole = finish()
-        return lambda: whole
-
-    def gather_then(self, parts: Parts, consume: Consume) -> Parts:
-        """Gather and consume; returns what was gathered."""
+    def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
+        """Gather and consume; returns what was gathered if it is to be kept."""
         whole = self.gather(parts)()
         consume(slice(None), whole)
-        return whole
+        return whole if keep else None
 
     def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Produce partial sums [m, n] in like's dtype and add them up: this rank's rows of the sum [m/tp, n]."""
         return self.scatter(produce, shape, like)()
 
     def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
-        """Produce partial sums and begin to add them up; the function returned waits for the result."""
+        """Produce, and begin to add up; the function returned waits for the result. Call it before the next one."""
         partial = like.new_empty(shape)
         produce(slice(None), partial)
-        y, handle = reduce_scatter_start(partial, self.axis)
+        finish = self._finish([reduce_scatter_start(partial, self.axis)])
+        return lambda: finish()[0]
 
-        def finish() -> Tensor:
-            handle.wait()
-            return y
+    def _finish(self, started: list) -> Callable[[], Parts]:
+        def finish() -> Parts:
+            for _, handle in handles:
+                handle.wait()
+            return [result for result, _ in started]
 
+        handles = started
         if not self.overlap:
-            handle.wait()
-            return lambda: y
+            finish()
+            handles = []
         return finish
 
 
@@ -93,9 +89,12 @@ class Pipelined:
     Two streams beside the current one: `copies` for what travels, `side` for every second piece of a product, so that
     the end of one piece and the beginning of the next share the GPU.
 
-    What is to be read by others is written to memory that they see, then a barrier says that it is there. The memory
-    has two halves, used in turn: whoever has passed the barrier of one use knows that the use before it is over on all
-    ranks, so none has to end with a barrier too.
+    What is to be read by others is written to memory that they see, then a barrier says that it is there. Barriers are
+    kernels, which a product that fills the GPU would hold up: they stand in the stream that made what they announce,
+    and `copies` has nothing that needs a multiprocessor.
+
+    The memory has two halves, used in turn: whoever has passed the barrier of one use knows that the use before it is
+    over on all ranks, so none has to end with a barrier too.
     """
 
     overlap = True
@@ -104,54 +103,55 @@ class Pipelined:
         self.axis = axis
         self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream()
         self._halves: dict[str, list] = {}
+        self._pending: set[str] = set()
 
     def gather(self, parts: Parts) -> Callable[[], Parts]:
-        """By copy engines, beside what the current stream does next."""
-        parts, whole = self._prepare(parts)
-        _, memory = self._half("gather", sum(part.nbytes for part in parts), parts[0].device)
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            self._publish(memory, parts)
+        parts, whole, memory = self._publish(parts)
+        self._pending.add("gather")
+        with torch.cuda.stream(self._copies_after(torch.cuda.current_stream())):
             for source in self._ring(1):
                 self._fetch(memory, source, whole)
-        return lambda: (torch.cuda.current_stream().wait_stream(self.copies), whole, parts)[1]
+        there = self.copies.record_event()
 
-    def gather_then(self, parts: Parts, consume: Consume) -> Parts:
-        parts, whole = self._prepare(parts)
+        def finish() -> Parts:
+            torch.cuda.current_stream().wait_event(there)  # not for a scatter that has begun meanwhile
+            self._pending.remove("gather")
+            return whole
+
+        return finish
+
+    def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
+        parts, whole, memory = self._publish(parts)
         main, m = torch.cuda.current_stream(), parts[0].shape[0]
-        _, memory = self._half("gather", sum(part.nbytes for part in parts), parts[0].device)
-        self._publish(memory, parts)
-        self.copies.wait_stream(main)
         self.side.wait_stream(main)
+        self._copies_after(main)
         for i, source in enumerate(self._ring(0)):  # the own piece first: it needs no copy
             stream, pieces = (main, self.side)[i % 2], parts
             if i > 0:
                 with torch.cuda.stream(self.copies):
                     pieces = self._fetch(memory, source, whole)
-                stream.wait_stream(self.copies)
+                stream.wait_event(self.copies.record_event())
             with torch.cuda.stream(stream):
                 consume(slice(source * m, (source + 1) * m), pieces)
-        with torch.cuda.stream(self.copies):
-            self._fetch(memory, self.axis.rank, whole)
+        if keep:
+            with torch.cuda.stream(self.copies):
+                self._fetch(memory, self.axis.rank, whole)
         main.wait_stream(self.side)
         main.wait_stream(self.copies)
-        return whole
+        return whole if keep else None
 
     def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
         main, m = torch.cuda.current_stream(), shape[0] // self.axis.size
-        partial, memory = self._partial_sums(shape, like)
-        received = like.new_empty(self.axis.size, m, shape[1])
-        self.copies.wait_stream(main)
+        partial, received, memory = self._partial_sums(shape, like)
         self.side.wait_stream(main)
         for i, target in enumerate(self._ring(1)):  # the own piece last: nobody waits for it
             stream, own = (main, self.side)[i % 2], target == self.axis.rank
             with torch.cuda.stream(stream):
-                produce(slice(target * m, (target + 1) * m), received[target] if own else partial.chunk(
-                    self.axis.size)[target])
-            if not own:
-                self.copies.wait_stream(stream)
-                with torch.cuda.stream(self.copies):
+                produce(slice(target * m, (target + 1) * m), received[target] if own else partial[target])
+                if not own:
                     memory.barrier(channel=i)  # everyone has produced as many pieces
+            if not own:
+                with torch.cuda.stream(self._copies_after(stream)):
                     self._receive(memory, (2 * self.axis.rank - target) % self.axis.size, received)
         main.wait_stream(self.side)
         main.wait_stream(self.copies)
@@ -159,17 +159,18 @@ class Pipelined:
 
     def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
         """The product stays whole; its parts travel beside what the current stream does next."""
-        partial, memory = self._partial_sums(shape, like)
-        produce(slice(None), partial)
-        received = like.new_empty(self.axis.size, shape[0] // self.axis.size, shape[1])
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            memory.barrier(channel=0)
-            for source in self._ring(0):
+        partial, received, memory = self._partial_sums(shape, like)
+        self._pending.add("scatter")
+        produce(slice(None), partial.flatten(0, 1))
+        memory.barrier(channel=0)
+        with torch.cuda.stream(self._copies_after(torch.cuda.current_stream())):
+            for source in self._ring(1):
                 self._receive(memory, source, received)
+        there = self.copies.record_event()
 
         def finish() -> Tensor:
-            torch.cuda.current_stream().wait_stream(self.copies)
+            torch.cuda.current_stream().wait_event(there)
+            self._pending.remove("scatter")
             return received.sum(0)
 
         return finish
@@ -178,14 +179,19 @@ class Pipelined:
         """All ranks from the `first` after this one on: at any time everyone reads from another one."""
         return [(self.axis.rank + step) % self.axis.size for step in range(first, first + self.axis.size)]
 
-    def _prepare(self, parts: Parts) -> tuple[Parts, Parts]:
-        parts = [part.contiguous() for part in parts]
-        return parts, [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
+    def _copies_after(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        self.copies.wait_stream(stream)
+        return self.copies
 
-    def _publish(self, memory, parts: Parts) -> None:
+    def _publish(self, parts: Parts):
+        """Parts where others see them: (the parts, space for everyone's, the handle to everyone's)."""
+        parts = [part.contiguous() for part in parts]
+        whole = [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
+        _, memory = self._half("gather", sum(map(_room, parts)), parts[0].device)
         for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
             mine.copy_(part)
         memory.barrier(channel=0)
+        return parts, whole, memory
 
     def _fetch(self, memory, source: int, whole: Parts) -> Parts:
         pieces = [out.chunk(self.axis.size)[source] for out in whole]
@@ -194,10 +200,10 @@ class Pipelined:
         return pieces
 
     def _partial_sums(self, shape: tuple[int, int], like: Tensor):
-        """[m, n] in memory that others see, and its handle."""
-        size = shape[0] * shape[1] * like.itemsize
+        """(space that others see, space for what they have for this rank, both [tp, m/tp, n]; handle to everyone's)."""
+        shape, size = (self.axis.size, shape[0] // self.axis.size, shape[1]), shape[0] * shape[1] * like.itemsize
         buffer, memory = self._half("scatter", size, like.device)
-        return buffer[:size].view(like.dtype).view(shape), memory
+        return buffer[:size].view(like.dtype).view(shape), like.new_empty(shape), memory
 
     def _receive(self, memory, source: int, received: Tensor) -> None:
         """What `source` has for this rank."""
@@ -206,24 +212,36 @@ class Pipelined:
 
     def _half(self, use: str, need: int, device: torch.device):
         """(buffer, handle to everyone's) of `need` bytes or more. Grows in the first microbatches of a run only."""
+        assert use not in self._pending, f"a {use} begins before the one before it was finished"
         halves = self._halves.setdefault(use, [])
         if not halves or halves[0][0].nbytes < need:
+            self.axis.activity.enter("rendezvous", self.axis, need)
             torch.cuda.synchronize()
             dist.barrier(self.axis.group)  # someone may still read the old memory
             buffers = [symmetric_memory.empty(need, dtype=torch.uint8, device=device) for _ in range(2)]
             halves[:] = [(buffer, symmetric_memory.rendezvous(buffer, self.axis.group.group_name))
                          for buffer in buffers]
+            self.axis.activity.leave()
         halves.reverse()
         return halves[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of shared memory on this rank, which is none of the caching allocator's."""
+        return sum(buffer.nbytes for halves in self._halves.values() for buffer, _ in halves)
+
+
+def _room(part: Tensor) -> int:
+    """Bytes from the start of this part to that of the next."""
+    return -(-part.nbytes // 256) * 256
 
 
 def _views(memory, rank: int, parts: Parts) -> Parts:
     """Tensors like `parts`, one after another, in the memory of `rank`."""
     views, start = [], 0
     for part in parts:
-        assert start % part.itemsize == 0
         views.append(memory.get_buffer(rank, part.shape, part.dtype, start // part.itemsize))
-        start += part.nbytes
+        start += _room(part)
     return views
 
 
@@ -234,8 +252,8 @@ def choose(axis: Axis, device: torch.device, overlap: bool) -> Separate | Pipeli
     places: list = [None] * axis.size
     dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
     here = places[axis.rank]
-    near = all(host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu))
-               for host, gpu in places)
+    near = len(set(places)) == axis.size and all(
+        host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places)
     every = torch.tensor(near, dtype=torch.int32, device=device)
     dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
     return Pipelined(axis) if every.item() else Separate(axis)

@@ -4,8 +4,9 @@ Each function is a whole forward or a whole backward, without autograd: the laye
 function, and so decide what is kept. One of the two modules is chosen, once, when a model is built.
 
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
-    swiglu                       silu(gate) * up                         Shazeer 2020
+    swiglu, _cast                silu(gate) * up; and its FP8 cast       Shazeer 2020
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
+    merge_                       attention over two sets of keys         Milakov & Gimelshein 2018
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its random words         minitron/rng.py
@@ -23,9 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitron.rng import drop_elements
-
-__all__ = ["drop_elements"]
+from minitron.rng import drop_elements as drop_elements  # one of this module's functions
 
 Cast = tuple[Tensor, Tensor, Tensor | None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
@@ -58,7 +57,7 @@ def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight:
 
 def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
                       delta_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm) and ddelta_bias (if wanted), float32 [h].
+    """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm), ddelta_bias (if wanted), float32 [h].
 
     dtotal: the gradient of the sum, None where nothing but the norm read it.
     """
@@ -138,6 +137,19 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
     """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     dq, dk, dv = grads
     return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
+
+
+# ---- attention, merged from two sets of keys -------------------------------------------------------------------------
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """out and lse become those of both sets of keys together.  outs [b, n, s, d] with lse [b, n, s], any strides.
+
+    The block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    out.copy_(torch.lerp(out.to(wide), block_out.to(wide), torch.sigmoid(block_lse - lse).unsqueeze(-1).to(wide)))
+    torch.logaddexp(lse, block_lse, out=lse)
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

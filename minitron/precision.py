@@ -1,17 +1,18 @@
 """The GEMM seam: every matrix product of the model passes through here, with the communication next to it.
 
 Problem: tensor parallelism puts a collective before or after each linear layer, FP8 puts a cast before it, and
-both are fast only when they know of each other and of the gradient accumulation. The idea: one autograd function,
-`linear`, owns the sequence
+both are fast only when they know of each other and of the gradient accumulation. The idea: one object, `Layer`, owns
+the sequence
 
-    forward    quantize x -> [gather x] -> y = x W^T -> [reduce or scatter y]
+    forward    quantize x -> [gather x] -> y = x W^T + bias -> [reduce or scatter y]
     backward   quantize dy -> [gather dy], meanwhile gather x again
                dx = dy W -> [reduce or scatter dx], meanwhile
                W.main_grad += dy^T x      in float32, inside the GEMM where the device can
 
-and asks a `Gemm` object for the number format: this file has the ordinary ones, minitron/fp8.py the others. What is
-gathered is the quantized payload, so FP8 also halves the traffic. A faster way to run one of these lines (a fused
-gather-GEMM, another FP8 library) replaces that line here and no layer changes.
+and asks two others: a `Gemm` for the number format (this file has the ordinary ones, minitron/fp8.py the others), and
+`Separate` or `Pipelined` (minitron/overlap.py) for a product next to a collective, in one piece or in several. What is
+gathered is the quantized payload, so FP8 also halves the traffic. Its users are two autograd functions: `linear` here,
+and Llama's whole MLP in minitron/parallel/gated.py.
 
 Gradients of weights do not pass through autograd's `.grad`: a parameter with a `main_grad` (float32, a view into the
 optimizer's flat buffer) has its gradient added there, or written if `grad_stale` says that the buffer still holds
@@ -28,7 +29,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from minitron.collectives import all_reduce_
+from minitron.collectives import Done, all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
 
@@ -79,7 +80,7 @@ class _Use(torch.autograd.Function):
 
 
 def use(param: Tensor) -> Tensor:
-    """`param` for ordinary autograd operations; its gradient lands in main_grad. For small ones: norms, biases."""
+    """`param` for ordinary autograd operations; its gradient lands in main_grad. For small ones: biases."""
     return _Use.apply(param) if hasattr(param, "main_grad") else param
 
 
@@ -132,7 +133,13 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 class Gemm:
-    """Products in the tensors' own format (bf16, fp16, fp32)."""
+    """Products in the tensors' own format (bf16, fp16, fp32).
+
+    accumulate: adds a weight gradient to main_grad, accumulate_product or a twin of it.
+    """
+
+    def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], Tensor | None] = accumulate_product):
+        self.accumulate = accumulate
 
     def quantize(self, x: Tensor, shared: Axis, *, gradient: bool = False, columns: bool = False,
                  record: bool = True) -> Payload:
@@ -156,7 +163,7 @@ class Gemm:
 
     def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
         """weight.main_grad += dy^T x."""
-        return accumulate_product(weight, dy.rows, x.rows)
+        return self.accumulate(weight, dy.rows, x.rows)
 
     def prepare(self, weight: Tensor) -> None:
         """To be called before products of this weight are launched on several streams."""
@@ -206,23 +213,22 @@ class Layer(NamedTuple):
         """y [m', n] with its communication done."""
         multiply = self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
         self.gemm.prepare(self.weight)
-        y, _, finish = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic)
-        return finish(y)
+        finish, _ = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic, again=False)
+        return finish()
 
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dW); x None: the weight has no gradient. dW is None also if it went into main_grad."""
-        traffic, weight = self.traffic, self.weight
-        dx, finish, dw = None, None, None
-        gathered = None if x is None else _gather(x.for_weight_grad(), traffic.by, traffic.before == "gather")
+        traffic, weight, again = self.traffic, self.weight, x is not None
+        gathered = _gather(x.for_weight_grad(), traffic.by, traffic.before == "gather") if again else None
+        finish, dw = None, None
         if need_dx:
             self.gemm.prepare(weight)
-            dx, dy, finish = _product(self.gemm.input_grad, dy, weight, weight.shape[1], traffic.adjoint(),
-                                      beside=x is not None)
-        else:
+            finish, dy = _product(self.gemm.input_grad, dy, weight, weight.shape[1], traffic.adjoint(), again)
+        elif again:
             dy = _gather(dy, traffic.by, traffic.after == "scatter")()
-        if gathered is not None:
+        if again:
             dw = self.gemm.weight_grad(weight, dy, gathered())
-        return finish(dx) if need_dx else None, dw
+        return finish() if need_dx else None, dw
 
     def _shared(self, gathered: bool) -> Axis:
         return self.traffic.by.axis if gathered else Axis.single()
@@ -244,6 +250,8 @@ class _Linear(torch.autograd.Function):
         layer, x, dy = ctx.layer, None, rows(dy)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         db = accumulate(layer.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
+        if not (need_dx or need_dw):
+            return None, None, db, None, None, None
         if need_dw:
             x = (Payload(*ctx.saved_tensors) if ctx.remake is None else
                  layer.quantize(rows(ctx.remake()), columns=True, record=True))
@@ -265,32 +273,32 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traffic: Traffic, beside: bool = False):
-    """multiply(x, weight) [m', columns] with its communication.
+def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traffic: Traffic, again: bool):
+    """multiply(x, weight) [m', columns] with its communication: (a function that waits for the result, x gathered).
 
-    Returns (y, x as it was multiplied, finish): finish(y) is the result, once what follows the product has ended.
-    beside: there is other work to do before that.
+    again: another product of the gathered x follows, which the communication of the result can run beside.
     """
     by, shape = traffic.by, (x.rows.shape[0], columns)
     if by.axis.size > 1 and traffic.before == "gather":
         y = weight.new_empty(by.axis.size * shape[0], columns)
-        parts = by.gather_then(x.parts(), lambda rows, parts: multiply(x.of(parts), weight, y[rows]))
-        return y, x.of(parts), _ready
+        parts = by.gather_then(x.parts(), lambda at, parts: multiply(x.of(parts), weight, y[at]), keep=again)
+        return lambda: y, x.of(parts) if again else None
     if by.axis.size > 1 and traffic.after == "scatter":
-        produce = lambda rows, out: multiply(x.cut(rows), weight, out)  # noqa: E731
-        if not beside:
-            return by.then_scatter(produce, shape, weight), x, _ready
-        finish = by.scatter(produce, shape, weight)
-        return None, x, lambda _: finish()
+        def produce(at: slice, out: Tensor) -> None:
+            multiply(x.cut(at), weight, out)
+
+        if again:
+            return by.scatter(produce, shape, weight), x
+        y = by.then_scatter(produce, shape, weight)
+        return lambda: y, x
     y = multiply(x, weight)
-    if traffic.after != "reduce":
-        return y, x, _ready
-    handle = all_reduce_(y, by.axis, wait=not by.overlap)
-    return y, x, lambda y: (handle.wait(), y)[1]
+    handle = all_reduce_(y, by.axis, wait=not by.overlap) if traffic.after == "reduce" else Done()
 
+    def finish() -> Tensor:
+        handle.wait()
+        return y
 
-def _ready(y: Tensor) -> Tensor:
-    return y
+    return finish, x
 
 
 def _gather(x: Payload, by: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:

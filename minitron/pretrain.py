@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minitron import cli
+from minitron import cli, profiling
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, check_data, find, restore
 from minitron.config import Config
@@ -19,6 +19,7 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.rendezvous import meet
 from minitron.stop import Diverged, Stop
 from minitron.train import build, choose_kernels, train
 from minitron.watch import watched
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         choose_kernels(cfg, device)
+        profiling.check(cfg.profile, device)
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
@@ -46,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
             trainer = build(cfg, mesh)
             restore(start, trainer.state)
             log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
-                      first_step=start.step + 1, **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+                      first_step=start.step + 1,
+                      **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
             log.info(trainer.describe())
             if start.reader is not None:
                 log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
@@ -91,8 +94,9 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
     if world == 1:
         return Mesh.offline(device=device)
     timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.watch comes first
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout,
-                            device_id=device if device.type == "cuda" else None)
+    store, rank, world = meet(timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timeout, device_id=device if device.type == "cuda" else None)
     return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)
 
 

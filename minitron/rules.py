@@ -32,6 +32,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None) -> None:
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_checkpoint(cfg)
+    _check_log(cfg, world)
 
 
 def _check_ranges(section, prefix: str) -> None:
@@ -201,6 +202,23 @@ def _check_checkpoint(cfg: Config) -> None:
     if c.resume_step is not None and (c.dir is None or not c.resume):
         raise ValueError(f"checkpoint.resume_step={c.resume_step} has no effect with checkpoint."
                          f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them")
+
+
+def _check_log(cfg: Config, world: int) -> None:
+    p, steps = cfg.profile, cfg.train.steps
+    writers = {"log.tensorboard=true": cfg.log.tensorboard is True,
+               f"profile.kind={p.kind}": p.kind in ("torch", "memory")}
+    for key, writes in writers.items():
+        if writes and cfg.log.dir is None:
+            raise ValueError(f"{key} writes into log.dir, which is null; set log.dir, or drop {key}")
+    if p.kind == "none":
+        return
+    if not p.start_step <= p.end_step <= steps:
+        raise ValueError(f"profile.start_step={p.start_step} and profile.end_step={p.end_step} are no steps, in order, "
+                         f"of train.steps={steps}; use 1 to {steps}")
+    strangers = [rank for rank in p.ranks if rank >= world]
+    if strangers or not p.ranks:
+        raise ValueError(f"profile.ranks={list(p.ranks)} must name ranks of the world of {world}; use 0 to {world - 1}")
 
 
 # ---- their fixes --------------------------------------------------------------------------------------------------

@@ -30,9 +30,11 @@ from minitron.optim.grads import Gradients
 from minitron.optim.lr import learning_rate
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
+from minitron.parallel.tensor import choose_apex
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import stage_layers
 from minitron.precision import DTYPES
+from minitron.profiling import profiled
 from minitron.stop import Stop
 
 
@@ -83,7 +85,8 @@ class Trainer:
         return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-                f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}")
+                f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}, "
+                f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
         """What a microbatch's loss sum is multiplied with before its backward.
@@ -108,10 +111,11 @@ class Trainer:
 
 
 def choose_kernels(cfg: Config, device: torch.device) -> attention.Backend:
-    """The attention kernels of the run. Raises ValueError if those, or the FP8 kernels, asked for cannot run here."""
+    """The attention kernels of the run. Raises ValueError if they, FP8's or apex's cannot run here."""
     m = cfg.model
     if cfg.precision.fp8 != "none":  # first: Transformer Engine cannot load behind torch's own cuDNN
         fp8.choose_backend(cfg.precision, device)
+    choose_apex(cfg.train.kernels, device)
     return attention.choose(m.attention, device, DTYPES[cfg.precision.dtype], m.head_dim, m.attention_dropout,
                             documents=cfg.data.separate_documents)
 
@@ -128,7 +132,7 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     initialise(chunks, cfg.train.seed)
     gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
                           overlap=cfg.parallel.overlap_grads)
-    optimizer = Zero1Optimizer(gradients, cfg.optimizer)
+    optimizer = Zero1Optimizer(gradients, cfg.optimizer, choose_apex(cfg.train.kernels, mesh.device))
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
                         on_last_backward=gradients.begin_last_backward)
@@ -145,7 +149,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
-    for step in range(done + 1, t.steps + 1):
+    for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
         activity.step = step
         activity.begin("data")
         batches = loader.step(consumed, step)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from minitron.mesh import Axis, Mesh
 
 HUNG = 124  # exit status, as of timeout(1)
-# Actions that the host does at its own pace: no other rank is to blame if they take long.
-OWN_PACE = frozenset({"start", "data", "checkpoint"})
+# Actions that the host does at its own pace: no other rank is to blame if they take long. Not "start", where ranks meet.
+OWN_PACE = frozenset({"data", "checkpoint", "profile"})
 
 
 class Activity:

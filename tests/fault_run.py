@@ -30,10 +30,10 @@ TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"
 class Run:
     """A run in the background. `wait_for` and `end` fail after a minute, and at the end no process is left."""
 
-    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int, on_gpus: bool = False):
+    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int, on_gpus: bool = False, restarts: int = 0):
         self.folder, self.output = folder / "log", folder / "output"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-                  "tests/fault_run.py", fault]
+                  "--max-restarts", str(restarts), "tests/fault_run.py", fault]
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(

@@ -115,7 +115,7 @@ def part_of(whole: torch.Tensor, how) -> torch.Tensor:
 class Pieces(Separate):
     """Separate's communication with Pipelined's products: one for each rank's rows. Runs on CPUs."""
 
-    def gather_then(self, parts, consume):
+    def gather_then(self, parts, consume, keep):
         whole, m = self.gather(parts)(), parts[0].shape[0]
         for rank, shards in enumerate(zip(*(part.chunk(self.axis.size) for part in whole))):
             consume(slice(rank * m, (rank + 1) * m), list(shards))

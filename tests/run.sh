@@ -7,5 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/venv.sh
 use_venv plot,test
+[ -x "$VENV/bin/helm" ] || PYTHON=$(find_python) bash tests/get_helm.sh "$VENV/bin" ||
+    echo "No helm to be had; tests/test_helm.py will be skipped"
 export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
 exec "$python" -m pytest "$@"

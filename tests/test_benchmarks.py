@@ -3,17 +3,22 @@ not."""
 
 import importlib.util
 import json
+import os
 import re
+import runpy
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ceilings, compare, floor, host, measure, record, shares, step, table
+from benchmarks import ceilings, checkpoint, compare, floor, host, measure, record, shares, step, table
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron import attention, cli, flops
 from minitron.mesh import Mesh
@@ -167,7 +172,8 @@ def test_a_program_reports_skips_or_fails():
         compare.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2, {})
 
 
-def test_comparisons_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("option, name", [([], "megatron"), *((["--peer", peer], peer) for peer in compare.PEERS)])
+def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_path, capsys):
     ours = {"mfu_full": 66.0, "tflops": 660.0, "peak_gib": 100.0}
     peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0}
     launched = []
@@ -176,12 +182,14 @@ def test_comparisons_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
         launched.append(command)
         if "precision.fp8=delayed" in command:
             raise compare.Failed("it broke")
-        return peer if "benchmarks/peers/megatron.py" in command else ours
+        is_peer = f"benchmarks/peers/{name}.py" in command
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (is_peer and name == "megatron")
+        return peer if is_peer else ours
 
     monkeypatch.setattr(compare, "launch", launch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     path = tmp_path / "results.jsonl"
-    argv = ["8b-1gpu", "70b-tp4", "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
+    argv = ["8b-1gpu", "70b-tp4", *option, "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
     assert compare.main(argv) == 1 and len(launched) == 3
     assert capsys.readouterr().out.splitlines() == [
         "case=8b-1gpu-bf16 ours_mfu=66.00 peer_mfu=60.00 ratio=1.100 ours_gib=100.00 peer_gib=110.00",
@@ -190,22 +198,16 @@ def test_comparisons_are_printed_and_recorded(monkeypatch, tmp_path, capsys):
     entry, = map(json.loads, path.read_text().splitlines())
     figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0}
     assert entry["case"] == "8b-1gpu-bf16" and {k: entry[k] for k in figures} == pytest.approx(figures)
-    assert entry["kind"] == "compare" and entry["commit"] == "abc" and entry["peer"] == "megatron"
+    assert entry["kind"] == "compare" and entry["commit"] == "abc" and entry["peer"] == name
     assert {"gpu", "power_limit_watts", "command"} <= entry.keys()
     assert entry["versions"]["torch"] == torch.__version__
-    assert {"cuda", "triton", "transformer_engine", "megatron-core"} <= entry["versions"].keys()
+    assert {"cuda", "triton", "transformer_engine", "megatron-core", "torchtitan"} <= entry["versions"].keys()
 
 
 def test_an_unknown_case_is_an_error(capsys):
     with pytest.raises(SystemExit):
         compare.main(["8b"])
     assert "unknown case 8b; use one of 8b-s8192-dp4" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
-def test_a_peer_that_is_not_installed_is_skipped_with_a_reason():
-    with pytest.raises(compare.Skipped, match="Megatron-core or Transformer Engine is not installed .*; pip install"):
-        compare.launch([sys.executable, compare.PEER], 60, {})
 
 
 def test_two_ranks_of_our_side_really_run():
@@ -233,6 +235,168 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     assert "| a | 66.0 % | 60.0 % | 1.100 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text and "61.0" not in text
     assert f"torch {torch.__version__}" in text
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def in_this_process(arguments, environment):
+    cfg, args = measure.arguments("", [*arguments, "--started", str(time.time())], checkpoint.add_options)
+    return checkpoint.leg(cfg, args)
+
+
+def test_saving_and_resuming_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "launch", in_this_process)
+    (tmp_path / "disk").mkdir()
+    entry = checkpoint.main([*TINY, "--steps", "4", "--dir", str(tmp_path / "disk"),
+                             "--results", str(tmp_path / "results.jsonl"), "--commit", "abc"])
+    assert json.loads((tmp_path / "results.jsonl").read_text()) == entry and entry["kind"] == "checkpoint"
+    assert not list((tmp_path / "disk").iterdir())
+    cfg = cli.load(TINY)
+    numbers = sum(p.numel() for p in GPT(cfg, Mesh.offline(1), attention.choose("reference", CPU, torch.float32, 64),
+                                         range(2), first=True, last=True).parameters())
+    assert entry["state_gb"] * 1e9 == pytest.approx(12 * numbers, rel=0.01)  # and headers
+    assert all(entry[key] > 0 for key in ("step_seconds", "blocked_seconds", "save_gb_per_second", "host_gib_fresh",
+                                          "load_gb_per_second_from_cache", "start_seconds_resumed", "host_gib_resumed"))
+    assert entry["gpu_gib_fresh"] is entry["gpu_gib_more_by_saving"] is None
+    assert "save " + f"{entry['save_gb_per_second']:.3f} GB/s" in capsys.readouterr().out
+
+
+def test_a_file_is_read_from_the_disk_once_it_was_dropped(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(bytes(16 << 20))
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    assert checkpoint.cached_share(path) > 0.99
+    if checkpoint.drop_from_page_cache(tmp_path):  # not on a file system that is memory itself
+        assert checkpoint.cached_share(path) < 0.01
+    path.read_bytes()
+    assert checkpoint.cached_share(path) > 0.99
+
+
+def test_a_leg_reports_or_ends_the_measurement(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "leg.py"))
+    (tmp_path / "leg.py").write_text("print('noise')\nprint('RESULT 7')\nimport sys; sys.exit(int(sys.argv[1]))")
+    assert checkpoint.launch(["0"], {}) == 7
+    with pytest.raises(SystemExit) as exit:
+        checkpoint.launch(["3"], {})
+    assert exit.value.code == 3
+    assert "noise" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        checkpoint.main([*TINY, "--dir", str(tmp_path / "none")])
+    assert f"--dir {tmp_path}/none is no directory; name one on the disk" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_checkpoints_are_measured_under_torchrun(tmp_path):
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                    "benchmarks/checkpoint.py", *TINY, "--steps", "4", "--dir", str(tmp_path),
+                    "--results", str(tmp_path / "results.jsonl")], cwd=record.ROOT, check=True, timeout=240)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["world"] == 2
+
+
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+# bf16, which is what peers are measured in
+PEER_TINY = [*TINY[:-1], "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2"]
+GPT_KEYS = ["model.family=gpt", "model.positions=learned", "model.num_kv_heads=null"]
+FP8_KEYS = ["precision.fp8=current", "precision.fp8_backend=torch"]
+
+
+def peer_module(name):
+    """The peer's runner, where what it runs is installed."""
+    package = {"huggingface": "transformers", "torchtitan": "torchtitan"}[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    return importlib.import_module(f"benchmarks.peers.{name}")
+
+
+@pytest.mark.parametrize("peer, package, line", [
+    ("megatron", "transformer_engine.pytorch", "pip install megatron-core 'transformer-engine[pytorch]'"),
+    ("torchtitan", "torchtitan.components.loss", "pip install torchtitan==0.2.2"),
+    ("huggingface", "transformers", "pip install transformers"),
+])
+def test_a_peer_that_is_not_installed_is_skipped_with_a_reason(peer, package, line, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(record.ROOT / "benchmarks" / "peers" / f"{peer}.py"))
+    assert exit.value.code == 0
+    assert re.fullmatch(f"SKIP .* is not installed .*; {re.escape(line)}\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("peer, world, argv, reason", [
+    ("huggingface", 2, ["parallel.tp=2"], "Hugging Face is measured data parallel only, not with tp, pp or cp"),
+    ("huggingface", 1, FP8_KEYS, "Hugging Face is measured in bf16 only, not in FP8"),
+    ("huggingface", 1, ["model.family=gpt"], "Hugging Face has no gpt model with rope positions"),
+    ("huggingface", 1, [*GPT_KEYS, "model.num_kv_heads=2"], "Hugging Face's GPT-2 has no grouped queries"),
+    ("torchtitan", 1, GPT_KEYS, "torchtitan's Llama 3 has rotary positions and an untied head, and it has no GPT-3"),
+    ("torchtitan", 1, FP8_KEYS, "torchtitan is measured in bf16 only, not in FP8"),
+    ("torchtitan", 2, ["parallel.tp=2", "parallel.sequence_parallel=false"],
+     "torchtitan has no tensor parallelism without sequence parallelism"),
+    ("torchtitan", 2, ["parallel.cp=2"], "torchtitan's context parallelism needs GPUs"),
+])
+def test_what_a_peer_has_not_is_skipped_with_a_reason(peer, world, argv, reason, monkeypatch, capsys):
+    module = peer_module(peer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit) as exit:
+        module.main([*PEER_TINY, *argv])
+    assert exit.value.code == 0 and capsys.readouterr().out.strip() == f"SKIP {reason}"
+
+
+@pytest.mark.parametrize("peer, shown", [("huggingface", "Hugging Face"), ("torchtitan", "torchtitan")])
+def test_keys_that_no_peer_knows_are_named(peer, shown, monkeypatch, capsys):
+    module = peer_module(peer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as exit:
+        module.main([*PEER_TINY, "train.recompute=full", "model.hidden_dropout=0.1"])
+    message = f"train.recompute, model.hidden_dropout is not what the {shown} runner knows; leave it at its default"
+    assert exit.value.code == 1 and capsys.readouterr().err.strip() == f"error: {message}"
+
+
+@pytest.mark.parametrize("peer, argv", [
+    ("huggingface", []), ("huggingface", ["model.tie_embeddings=true"]), ("huggingface", GPT_KEYS),
+    ("huggingface", ["model.rope_scaling.factor=4"]), ("torchtitan", []),
+    ("torchtitan", ["model.num_kv_heads=null", "model.ffn_hidden_size=100"]),
+])
+def test_a_peer_builds_our_model(peer, argv):
+    module, cfg = peer_module(peer), cli.load([*PEER_TINY, *argv])
+    with torch.device("meta"):
+        model = module.make_model(cfg, *([torch.float32] if peer == "torchtitan" else []))
+    chunk, = offline_trainer(cfg, 1, 0).chunks
+    count, ours = (sum(weight.numel() for weight in part.parameters()) for part in (model, chunk))
+    assert count == ours
+
+
+def test_a_stage_of_torchtitan_has_our_layers():
+    module = peer_module("torchtitan")
+    stages = module.stage_modules(cli.load([*PEER_TINY, "parallel.pp=2", "parallel.layers_per_stage=[3,1]"]))
+    layers = [f"layers.{i}" for i in range(4)]
+    assert stages == [["tok_embeddings", *layers[:3]], [layers[3], "norm", "output"]]
+
+
+def test_a_tied_weight_lies_in_one_unit():
+    """FSDP refuses a weight that lies in two."""
+    module, cfg = peer_module("huggingface"), cli.load([*PEER_TINY, *GPT_KEYS, "model.tie_embeddings=true"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert measure.median_seconds(module.make_step(cfg, 1, CPU), 5, CPU) > 0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("peer, world, argv", [
+    ("huggingface", 2, []), ("torchtitan", 1, []), ("torchtitan", 2, []),
+    ("torchtitan", 4, ["parallel.tp=2"]), ("torchtitan", 4, ["parallel.pp=2", "parallel.vp=2"]),
+])
+def test_peers_really_run(peer, world, argv):
+    """As programs of their own: one that ends only now and then is a bug that a function would not show."""
+    peer_module(peer)
+    figures = compare.launch(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+         f"benchmarks/peers/{peer}.py", *PEER_TINY, *argv, "--steps", "4"], 240.0, {"OMP_NUM_THREADS": "1"})
+    assert figures["world"] == world and figures["step_seconds"] > 0
 
 
 # ---- the machine and the host ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import resource
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
 from minitron.checkpoint.format import CheckpointError, Reader, Writer
 from minitron.checkpoint.load import Start, find, restore
-from minitron.checkpoint.save import Checkpointer, State
+from minitron.checkpoint.save import Checkpointer, State, copy_beside, host_memory
 from minitron.config import Config
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
@@ -186,24 +187,77 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
 # ---- the save -----------------------------------------------------------------------------------------------------
 
 
-def test_the_save_is_of_its_moment_and_waits_for_none(tmp_path):
+class LateCopy:
+    """In place of copy_beside and its event: a stream that copies as late as it may, when somebody waits for it."""
+
+    def __init__(self, stream, pairs):
+        self.pairs, self.lock = list(pairs), threading.Lock()
+
+    def wait(self):
+        with self.lock:
+            for host, device in self.pairs:
+                host.copy_(device)
+            self.pairs = []
+
+    synchronize = wait
+
+
+@pytest.mark.parametrize("change", [FP8, FP16, {}], ids=["fp8", "fp16", "fp32"])
+@pytest.mark.parametrize("copy", [copy_beside, LateCopy])
+def test_the_save_is_of_its_moment_and_waits_for_none(tmp_path, monkeypatch, change, copy):
     """Training goes on while the thread is held up; the files hold what was there when `save` was called."""
-    cfg = config(LLAMA, LONG, FP8)
+    cfg = config(LLAMA, LONG, change)
     trainer, _ = start_trainer(cfg)
     train(trainer, 0, 2)
     save(trainer, saving(cfg, tmp_path / "then"), 2)
     gate, cfg = threading.Event(), saving(cfg, tmp_path / "late")
+    monkeypatch.setattr("minitron.checkpoint.save.copy_beside", copy)
     with Log(cfg, 0, 1) as log:
         saves = Checkpointer(cfg, trainer.state, {}, log)
         saves.thread.submit(gate.wait)
         saves.save(2, 8)
-        train(trainer, 2, 4)
+        figures = train(trainer, 2, 4)
         assert not (tmp_path / "late").exists()
         gate.set()
         saves.wait()
         saves.save(2, 8)                                 # once is enough
         assert saves.running is None
-    assert_same(contents(tmp_path / "late"), contents(tmp_path / "then"))
+        saves.save(4, 16)                                # the last one: no update waits for it
+        saves.wait()
+    assert_same(contents(tmp_path / "late" / "step_00000002"), contents(tmp_path / "then"))
+    save(trainer, saving(cfg, tmp_path / "end"), 4)
+    assert_same(contents(tmp_path / "late"), contents(tmp_path / "end"))
+    assert repr(figures) == repr(whole(config(LLAMA, LONG, change), 4)[2:])  # as text: a NaN norm equals itself
+
+
+def lacks_memory(cfg: Config) -> str:
+    trainer, _ = start_trainer(cfg)
+    with pytest.MonkeyPatch.context() as patch, Log(cfg, trainer.mesh.rank, trainer.mesh.world.size) as log:
+        if trainer.mesh.rank == 1:
+            patch.setattr("minitron.checkpoint.save.host_memory", lambda rows, _, pinned: host_memory(
+                rows, 1 << 55, pinned=pinned))
+        try:
+            return str(Checkpointer(cfg, trainer.state, {}, log))
+        except CheckpointError as error:
+            return str(error)
+
+
+def test_a_host_without_memory_for_the_copy(ranks, tmp_path, monkeypatch):
+    """One rank lacks it: all say so. A GPU's driver may refuse to lock what the host has."""
+    messages = ranks(2, lacks_memory, saving(config(LLAMA, LONG), tmp_path))
+    assert len(set(messages)) == 1 and messages[0].startswith(
+        f"checkpoint.dir is set and the host has no {3 * 4 * 2**55 / 1e9:.1f} GB for a copy of this rank's state; use")
+    calls = []
+    cuda = SimpleNamespace(cudaHostRegister=lambda *range_: calls.append(range_) or len(calls) - 1,
+                           cudaHostUnregister=calls.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    memory = host_memory(3, 5, pinned=True)
+    assert not memory.any() and calls == [(memory.data_ptr(), 60, 0)]
+    with pytest.raises(CheckpointError, match="the host has no 0.0 GB"):
+        host_memory(3, 5, pinned=True)
+    address = memory.data_ptr()
+    del memory
+    assert calls[-1] == address                          # before the memory goes to somebody else
 
 
 def fails_on_rank_1(cfg: Config) -> tuple[list[str], list[dict]]:

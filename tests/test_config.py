@@ -108,7 +108,7 @@ def test_help_lists_every_key(capsys):
     ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
     ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),
     ("model.rope_scaling.factr=8", ["did you mean model.rope_scaling.factor?"]),
-    ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir"]),
+    ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir, log.tensorboard"]),
     ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
     ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
     ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
@@ -121,6 +121,7 @@ def test_help_lists_every_key(capsys):
     ("train.deterministic=3", ["train.deterministic=3 is not true or false", "train.deterministic=false"]),
     ("train.deterministic='true'", ["train.deterministic='true' is not true or false"]),
     ("log.dir=false", ["log.dir=false is not text, or null", "log.dir=NAME"]),
+    ("log.tensorboard=[a]", ["log.tensorboard=[a] is not text, or true or false", "for example log.tensorboard=false"]),
     ("log.dir=???", ["log.dir=??? is not text, or null"]),
     ("data.split=[9,1]", ["data.split=[9, 1] is not text"]),
     ("model.family=bert", ["model.family=bert is not one of llama, gpt", "model.family=llama"]),
@@ -276,6 +277,14 @@ FP8 = ["precision.fp8=current"]
     (["optimizer.decay_samples=319"], 1, ["optimizer.decay_samples=319 ends the decay after 319 samples"]),
     (["data.source=indexed"], 1, ["data.source=indexed has nothing to read; set data.paths=[PREFIX]"]),
     (["data.paths=[a]"], 1, ["data.paths=a is not read with data.source=corpus"]),
+    (["log.tensorboard=true"], 1, ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"]),
+    (["profile.kind=torch"], 1, ["profile.kind=torch writes into log.dir, which is null; set log.dir"]),
+    (["profile.kind=nsys", "train.steps=11"], 1,
+     ["profile.start_step=10 and profile.end_step=12 are no steps, in order, of train.steps=11; use 1 to 11"]),
+    (["profile.kind=nsys", "profile.start_step=13"], 1, ["profile.start_step=13 and profile.end_step=12 are no steps"]),
+    (["profile.kind=nsys", "profile.ranks=[0,2]"], 2,
+     ["profile.ranks=[0, 2] must name ranks of the world of 2; use 0 to 1"]),
+    (["profile.kind=nsys", "profile.ranks=[]"], 1, ["profile.ranks=[] must name ranks"]),
 ])
 def test_broken_rule(argv, world, parts):
     message = error_of(argv, world)

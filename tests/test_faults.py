@@ -125,12 +125,14 @@ def test_the_same_signal_again_ends_at_once_unless_it_is_an_echo(stop, capsys, m
     assert "got SIGTERM a second time: ends without saving in step 0, start" in capsys.readouterr().err
 
 
-def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, monkeypatch):
+@pytest.mark.parametrize("action", [Forward(1, 0), "start"])  # in the start ranks meet, and there is nothing to save
+def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, monkeypatch, action):
     monkeypatch.setattr(stop_module, "PATIENCE_SECONDS", 0.0)
+    stop.mesh.activity.begin("data")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.5)
     assert not stop.ends  # still at its own work
-    stop.mesh.activity.begin(Forward(1, 0))
+    stop.mesh.activity.begin(action)
     eventually(lambda: stop.ends)
     assert "got SIGTERM and has not moved for" in capsys.readouterr().err
     stop.mesh.activity.begin("checkpoint")

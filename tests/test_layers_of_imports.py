@@ -20,11 +20,11 @@ LAYERS = [
     ("data",),
     ("model",),
     ("parallel",),
-    ("attention", "precision", "fp8", "fp8_te", "fp8_torch"),
+    ("attention", "precision", "fp8", "fp8_te", "fp8_torch", "fused_apex"),
     ("fused", "plain"),
     ("overlap",),
     ("collectives",),
-    ("mesh", "rng", "log", "profiling", "testing", "watch", "stop"),
+    ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines"),
     ("planner",),
     ("cli",),
     ("config", "rules"),
@@ -32,7 +32,7 @@ LAYERS = [
     ("flops",),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "apex"}
+TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}
 
 
 def layer_of(module):

@@ -4,13 +4,17 @@ import io
 import json
 import math
 import re
+import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import datetime
 
 import pytest
 
 from minitron import cli, flops
-from minitron.log import Iteration, Log
+from minitron import lines as forms
+from minitron.lines import Iteration, Line
+from minitron.log import Log
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (s): 7.2310 | "
@@ -58,6 +62,58 @@ def test_megatron_core_line():
                     "learning rate: 4.438000E-07 | global batch size:    96 | lm loss: 1.010967E+01 | "
                     "loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
                     "number of nan iterations:   0 |")
+
+
+def test_megatron_core_line_feeds_its_readers():
+    (line,) = lines([*GPT_175B, "log.format=megatron-core"], [STEP])
+    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(GPT_175B).model.shape, 2048), 7.2310, 384)
+    for pattern, value in ((r"iteration\s+(\d+)/", 10), (r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)", causal),
+                           (r"elapsed time per iteration \(ms\): (\d+\.\d)", 7231.0), (r"lm loss: (\S+)", 10.10967)):
+        assert float(re.search(pattern, line)[1]) == pytest.approx(value, abs=0.05)
+
+
+# The bar of NVIDIA's 70B recipe and a line of NeMo's fine-tuning, as they were published.
+BAR = ("Epoch 0: : 100%|██████████| 100/100 [20:15<00:00, reduced_train_loss=6.370, global_step=99.00, "
+       "consumed_samples=12800.0, train_step_timing in s=11.20]")
+PIPE = ("Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | "
+        "peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | reduced_train_loss: 11.96 | "
+        "train_step_timing in s: 12.39 | consumed_samples: 6400")
+
+
+def line_of(step: int, steps: int, seconds: float, elapsed: float, **known) -> Line:
+    it = replace(STEP, step=step, consumed_samples=128 * step, seconds=seconds, **known)
+    return Line((it,), steps, 128, {}, datetime.now(), done=step, elapsed=elapsed)
+
+
+def test_nemo_s_lines_are_the_published_ones():
+    last = line_of(100, 100, 11.2, 20 * 60 + 15, loss=6.37)
+    assert forms.nemo_bar(last) == BAR
+    gib = {"memory_gib": 70833405952 / 2**30, "allocated_gib": 44271689728 / 2**30}
+    assert forms.nemo_pipe(line_of(50, 50, 12.394, 600, loss=11.9618, lr=7.4963e-6, **gib)) == PIPE
+    assert forms.nemo_bar(replace(last, val_loss=6.25)) == BAR[:-1] + ", val_loss=6.250]"
+    lost = replace(last, its=(replace(last.last, skipped=1.0, loss=math.nan),))
+    assert "reduced_train_loss" not in forms.nemo_bar(lost) + forms.nemo_pipe(lost)
+    half = replace(line_of(60, 100, 2.0, 20.0), done=10)  # resumed after step 50: 40 to go, 2 s each
+    assert forms.nemo_bar(half).startswith("Epoch 0: :  60%|██████    | 60/100 [00:20<01:20, ")
+
+
+def test_nemo_s_lines_feed_their_readers():
+    """The patterns that tools around NeMo look for, with what they make of our lines."""
+    cfg = ["log.format=nemo", "train.steps=50"]
+    it = replace(STEP, step=50, consumed_samples=6400, seconds=5.9)
+    (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines(cfg, [it], 0, 1, nemo=forms.nemo_pipe)
+    assert re.search(r"train_step_timing in s=([\d\.]+)", bar)[1] == "5.900"
+    found = re.match(r"Training epoch (\d+), iteration (\d+)/(\d+) \| lr: \S+ \| global_batch_size: (\d+) \| "
+                     r"global_step: (\d+) \| reduced_train_loss: [\d.]+ \| train_step_timing in s: ([\d.]+)", pipe)
+    assert found.groups() == ("0", "49", "49", "16", "49", "5.9")
+
+
+def test_a_bar_on_a_terminal_without_its_blocks(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    with Log(cli.load(["log.format=nemo"]), 0, 1) as log:
+        log.iteration(STEP)
+    assert re.search(rb"\?   *\| 10/300 \[.*train_step_timing in s=7.230\]", raw.getvalue())
 
 
 def test_line_covers_the_iterations_since_the_last():
@@ -136,6 +192,66 @@ def test_files(tmp_path, capsys):
         text = (folder / f"rank-{rank}.log").read_text()
         assert re.search(rf"^\d{{4}}-\d\d-\d\d \S+ rank {rank}: 100 % done$", text, re.M) and "validation loss" in text
     assert capsys.readouterr().out.count("100 % done") == 1
+
+
+def dllogger_records(path) -> list[dict]:
+    """What a reader of DLLogger's files sees."""
+    text = path.read_text().splitlines()
+    assert all(line.startswith("DLLL ") for line in text)
+    return [json.loads(line.removeprefix("DLLL "), parse_constant=pytest.fail) for line in text]
+
+
+def test_dllogger(tmp_path):
+    its = [replace(STEP, step=48, consumed_samples=98304, seconds=25.1), replace(STEP, step=49, loss=math.nan, nan=1.0)]
+    lines([f"log.dir={tmp_path}", "parallel.layers_per_stage=[1,3]"], its, 0, 1)
+    parameters, first, second = dllogger_records(tmp_path / "dllogger.json")
+    assert parameters["step"] == "PARAMETER"
+    cfg = cli.load([str(tmp_path / "config.yaml")])
+    tree = {f"cfg/{section}/{key}": value for section, keys in asdict(cfg).items() for key, value in keys.items()}
+    assert parameters["data"] == json.loads(json.dumps(tree))
+    # The keys, in the order of the published record.
+    assert list(first) == ["timestamp", "datetime", "elapsedtime", "type", "step", "data"]
+    assert first["type"] == "LOG" and first["step"] == 47
+    assert first["data"] == {"reduced_train_loss": 10.10967, "lr": 4.438e-7, "global_step": 47,
+                             "consumed_samples": 98304, "train_backward_timing in s": 0.0, "grad_norm": 178.553,
+                             "train_step_timing in s": 25.1, "epoch": 0}
+    assert second["data"]["reduced_train_loss"] is None
+    moment = datetime.strptime(first["datetime"], "%Y-%m-%d %H:%M:%S.%f")
+    assert float(first["timestamp"]) == pytest.approx(moment.timestamp(), abs=1e-6)
+    assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"]) < 60
+
+
+def test_flattened_goes_as_deep_as_the_configuration():
+    cfg = cli.load(["model.rope_scaling.factor=32"])
+    assert forms.flattened(asdict(cfg), "cfg")["cfg/model/rope_scaling/factor"] == 32
+
+
+@pytest.mark.parametrize("where, folder", [("true", "run/tensorboard"), ("{}/elsewhere", "elsewhere")])
+def test_tensorboard(tmp_path, where, folder):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    cfg = cli.load([f"log.dir={tmp_path / 'run'}", f"log.tensorboard={where.format(tmp_path)}"])
+    with Log(cfg, 0, 1) as log:
+        log.start(unigram_entropy=6.5)
+        log.iteration(replace(STEP, step=3, loss=4.0))
+        log.iteration(replace(STEP, step=4, loss=math.nan))
+        log.evaluation(4, 3.5)
+    board = events.EventAccumulator(str(tmp_path / folder)).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("step/loss")] == [(3, 4.0)]
+    assert [(e.step, e.value) for e in board.Scalars("eval/loss")] == [(4, 3.5)]
+    assert {"step/tflops/causal", "step/tokens_per_second", "step/grad_norm"} <= set(board.Tags()["scalars"])
+    assert cli.load([str(tmp_path / "run" / "config.yaml")]) == cfg
+
+
+def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    pytest.importorskip("tensorboard")
+    with pytest.raises(ValueError, match=r"log\.tensorboard=\S+ cannot be written: Not a directory; name another"):
+        Log(cli.load([f"log.tensorboard={tmp_path / 'file' / 'board'}"]), 0, 1)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    Log(cli.load([]), 0, 1)
+    Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
+    with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
+        Log(cli.load([f"log.tensorboard={tmp_path}"]), 0, 1)
 
 
 def test_a_second_run_appends(tmp_path):

@@ -24,10 +24,10 @@ def write(directory, records, tail=""):
     return directory
 
 
-def records(losses, entropy=None, evals=()):
+def records(losses, entropy=None, evals=(), memory=None):
     yield {"kind": "run", "unigram_entropy": entropy}
     for step, loss in enumerate(losses, start=1):
-        yield {"kind": "step", "step": step, "loss": loss, "tokens_per_second": 100.0 * step, "grad_norm": 1.0}
+        yield {"kind": "step", "step": step, "loss": loss, "tokens_per_second": 100.0 * step, "memory_gib": memory}
         yield from ({"kind": "eval", "step": at, "loss": value} for at, value in evals if at == step)
 
 
@@ -155,15 +155,19 @@ def test_the_verdict_compares_held_out_loss_with_the_unigram_entropy(entropy, ev
 
 def test_the_command_draws_both_pictures(tmp_path):
     """In a terminal that knows ASCII only, as a user starts it."""
-    a = write(tmp_path / "a", records([8.0, 7.0, 5.0, 5.0], entropy=7.5, evals=[(4, 5.5)]))
+    a = write(tmp_path / "a", records([8.0, 7.0, 5.0, 5.0], entropy=7.5, evals=[(4, 5.5)], memory=61.25))
     b = write(tmp_path / "b", records([8.0]))
     command = [sys.executable, plot_run.__file__, str(a), str(b)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and "The loss is well below the unigram entropy" in done.stdout
+    rate = (100.0 + 200.0 + 300.0 + 400.0) / 4
+    assert f"Throughput: {rate:.0f} tokens/s" in done.stdout and "Memory: 61.2 GiB" in done.stdout
     height, width, _ = matplotlib.image.imread(a / "loss.png").shape
-    assert width > height > 500
+    assert width > 500 and height > 500
+    plot_run.save_png([plot_run.read_run(b)], tmp_path / "b.png")  # without memory: one panel less
+    assert matplotlib.image.imread(tmp_path / "b.png").shape[0] < height
 
 
 def error_of(*arguments):

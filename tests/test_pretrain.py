@@ -56,7 +56,8 @@ def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
     done = pretrain(*options, f"log.dir={tmp_path / 'a'}", "parallel.tp=2", ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| consumed samples:") == 4 and done.stdout.count("validation loss at iteration") == 2
-    assert {p.name for p in (tmp_path / "a").iterdir()} == {"config.yaml", "metrics.jsonl", "rank-0.log", "rank-1.log"}
+    assert {p.name for p in (tmp_path / "a").iterdir()} == {
+        "config.yaml", "metrics.jsonl", "dllogger.json", "rank-0.log", "rank-1.log"}
     steps = records(tmp_path / "a", "step")
     assert [r["step"] for r in steps] == [1, 2, 3, 4] and [r["step"] for r in records(tmp_path / "a", "eval")] == [2, 4]
     again = pretrain(str(tmp_path / "a" / "config.yaml"), f"log.dir={tmp_path / 'b'}", "parallel.tp=1")

@@ -1,4 +1,4 @@
-"""Draw the loss of one or more runs in the terminal and as a PNG.
+"""Draw the loss, throughput and memory of one or more runs: in the terminal (the loss), and as a PNG.
 
 A run that logs to a directory leaves `metrics.jsonl` there, one JSON object a line: a record of kind `run` at each
 start (with the unigram entropy of the corpus where it is known), then `step` and `eval` records. The unigram entropy is
@@ -19,6 +19,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
@@ -37,7 +38,7 @@ ASCII = {"eval": "o", "entropy": "-", "y": "|", "tick": "+", "x": "-", "xtick": 
 
 @dataclass
 class Run:
-    """One run's curves; `steps`, `loss` and `tokens_per_second` are parallel, a missing value is NaN."""
+    """One run's curves; all but `evals` are parallel to `steps`, a missing value is NaN."""
 
     name: str
     unigram_entropy: float | None = None
@@ -45,19 +46,23 @@ class Run:
     loss: list[float] = field(default_factory=list)
     tokens_per_second: list[float] = field(default_factory=list)
     evals: list[tuple[int, float]] = field(default_factory=list)
+    memory_gib: list[float] = field(default_factory=list)
 
     def rewind(self, step: int) -> None:
         """Forget `step` and what came after it."""
         kept = sum(at < step for at in self.steps)
-        for column in (self.steps, self.loss, self.tokens_per_second):
+        for column in (self.steps, self.loss, self.tokens_per_second, self.memory_gib):
             del column[kept:]
         self.evals = [(at, loss) for at, loss in self.evals if at < step]
 
     @property
     def final_loss(self) -> float:
         """Mean of the last losses; skipped steps, which have none, do not count."""
-        finite = [x for x in self.loss if math.isfinite(x)][-FINAL_STEPS:]
-        return sum(finite) / len(finite)
+        return mean(finite(self.loss)[-FINAL_STEPS:])
+
+
+def finite(values: list[float]) -> list[float]:
+    return [x for x in values if math.isfinite(x)]
 
 
 def read_run(directory: Path) -> Run:
@@ -79,7 +84,7 @@ def read_run(directory: Path) -> Run:
             add_record(run, record)
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
-    if not any(math.isfinite(x) for x in run.loss):
+    if not finite(run.loss):
         raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
     return run
 
@@ -97,6 +102,7 @@ def add_record(run: Run, record: dict) -> None:
         run.steps.append(int(record["step"]))
         run.loss.append(number("loss"))
         run.tokens_per_second.append(number("tokens_per_second"))
+        run.memory_gib.append(number("memory_gib"))
     elif kind == "eval":
         run.evals.append((int(record["step"]), number("loss")))
 
@@ -230,6 +236,10 @@ def verdict(run: Run) -> str:
         rows.append(("unigram entropy", entropy, "of the corpus: what token frequencies alone reach"))
     lines = [f"{run.name} after step {run.steps[-1]}, in nats per token:"]
     lines += [f"  {name:<16} {value:6.3f}  {note}" for name, value, note in rows]
+    if rates := finite(run.tokens_per_second)[-FINAL_STEPS:]:
+        lines.append(f"Throughput: {mean(rates):,.0f} tokens/s, mean of the last {len(rates)} steps.")
+    if memory := finite(run.memory_gib):
+        lines.append(f"Memory: {max(memory):.1f} GiB at most, of the GPU that needs most.")
     if entropy is not None:
         if loss < entropy - WELL_BELOW:
             judgement = f"well below the unigram entropy, by {entropy - loss:.3f}: it learned from context"
@@ -245,13 +255,16 @@ def verdict(run: Run) -> str:
 
 
 def save_png(runs: list[Run], path: Path) -> None:
-    """Loss (with validation points and the unigram entropy) above tokens per second."""
+    """Loss (with validation points and the unigram entropy) above tokens per second, above memory if that is known."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError(f"{path} was not drawn: matplotlib is not installed; pip install 'minitron[plot]'") from None
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "memory_gib"}
+    panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
+    figure = Figure(figsize=(8, 4.5 + 1.5 * len(panels)), layout="constrained")
+    above, *below = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False,
+                                    height_ratios=[3] + [1] * len(panels)).flat
     entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
     for entropy in entropies:
         above.axhline(entropy, color="0.45", linestyle="--", linewidth=1)
@@ -265,15 +278,17 @@ def save_png(runs: list[Run], path: Path) -> None:
         if run.evals:
             above.plot(*zip(*run.evals), "o", color=color, markersize=6, markerfacecolor="white", markeredgewidth=1.5,
                        label=f"{name}validation")  # fmt: skip
-        below.plot(run.steps, run.tokens_per_second, color=color, marker=point, linewidth=1)
+        for axes, name in zip(below, panels.values()):
+            axes.plot(run.steps, getattr(run, name), color=color, marker=point, linewidth=1)
     above.set_ylabel("loss (nats per token)")
     above.legend(frameon=False)
     above.set_title(runs[0].name if len(runs) == 1 else "loss", loc="left", fontsize=11)
-    below.set_ylabel("tokens/s")
-    below.set_ylim(bottom=0)
-    below.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    below.set_xlabel("step")
-    for axes in (above, below):
+    for axes, label in zip(below, panels):
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    (above, *below)[-1].set_xlabel("step")
+    for axes in (above, *below):
         axes.grid(color="0.92")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

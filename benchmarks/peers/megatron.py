@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         raise measure.skip("Megatron-core needs GPUs")
     with cli.user_errors():
         cfg.check(world, capability)
-        _check(cfg)
+        measure.check_translated(cfg, "Megatron-core")
     dist.init_process_group("nccl", device_id=device)
     p = cfg.parallel
     virtual = p.vp if p.vp > 1 else None
@@ -65,17 +65,6 @@ def main(argv: list[str] | None = None) -> None:
     step = make_step(cfg, transformer_config(cfg), virtual, world)
     measure.report(measure.figures(cfg, measure.median_seconds(step, args.steps, device), world, device))
     dist.destroy_process_group()
-
-
-def _check(cfg: Config) -> None:
-    """Raises ValueError for what this runner does not translate."""
-    m, p = cfg.model, cfg.parallel
-    unknown = {"train.recompute": cfg.train.recompute != "none", "precision.dtype": cfg.precision.dtype != "bf16",
-               "model.attention_dropout": m.attention_dropout > 0, "model.hidden_dropout": m.hidden_dropout > 0,
-               "parallel.cp_style": p.cp_style != "ring", "data.separate_documents": cfg.data.separate_documents}
-    if any(unknown.values()):
-        raise ValueError(f"{', '.join(k for k, v in unknown.items() if v)} is not what the Megatron-core runner knows; "
-                         "leave it at its default")
 
 
 def transformer_config(cfg: Config) -> TransformerConfig:

@@ -1,12 +1,18 @@
 """What of a run goes into a checkpoint, and how it gets there while training goes on.
 
-Problem: to write the state of a large model takes longer than many steps. The idea: copy it to the host, which takes a
-part of a step, and let a thread write the copy. The state is the optimizer's (float32 masters and moments, of which
-every rank holds slices), fp16's loss scale and the FP8 histories, and no more: parameters are rounded masters, dropout
-hashes counters, and the order of the data follows from the samples consumed and what the data are.
+Problem: to write the state of a large model takes longer than many steps. The idea: copy it to the host beside the next
+step, and let a thread write the copy. The state is the optimizer's (float32 masters and moments, of which every rank
+holds slices), fp16's loss scale and the FP8 histories, and no more: parameters are rounded masters, dropout hashes
+counters, and the order of the data follows from the samples consumed and what the data are.
 
-    training   step 20 |copy| step 21 ----------| step 22 ----------|      there is one copy: a save that comes too
-    thread                  |- files -|- index, rename -|                  soon waits for the one before
+    step 20 | step 21: forward, backward | update | step 22 ...     only an update overwrites the optimizer's state, so
+            |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one: a save
+                         thread            |- files -|- rename -|   that comes too soon waits for the one before
+
+At 50 GB/s the 12 bytes are copied in 0.24 ns, and at 650 TFLOP/s 26,000 tokens of 6 operations take as long: a global
+batch of more hides the copy wholly, in any layout. What the next step changes sooner (FP8 histories, loss scale, step
+count) is tiny and copied before it begins. The host's memory is taken at the start: 12 bytes for each parameter whose
+state the rank holds (96 GB for 8 billion of them on one GPU), page-locked where a GPU is to write to it on its own.
 
 All ranks write, each what no other writes: of a parameter that is replicated over tp or tied between stages the first
 copy only. They agree over a gloo group of their own, in the thread, where no training collective meets them: rank 0
@@ -18,8 +24,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from math import prod
@@ -96,19 +104,29 @@ class Checkpointer:
     """Saves a run into checkpoint.dir. Make it, `save` and `wait` on all ranks alike.
 
     data: what identifies the order of samples (`Datasets.info`). step: that the run begins after, already saved or 0.
+    Raises CheckpointError, on all ranks, where a host has no memory for the copy.
     """
 
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
         self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
         self.mesh = mesh = state.mesh
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        on_gpu = mesh.device.type == "cuda"
+        self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
+        self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
         self.running: Future | None = None
         kinds = [bucket.kind for bucket in state.optimizer.gradients.buckets]
         ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in kinds]
-        pinned = mesh.device.type == "cuda"  # filled now: no page is missing at a save, too little memory shows before
-        self.host = {kind: [torch.empty(x.shape, pin_memory=pinned).zero_() if our else None
-                            for x, our in zip(flat, ours)] for kind, flat in state.slices().items()}
+        sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
+        self.memory = failure = None
+        try:
+            self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
+        except CheckpointError as error:
+            failure = error
+        decide(failure, lambda _: None, mesh, self.group)
+        self.host = {kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
+                     for kind, row in zip(state.slices(), self.memory)}
+        self.pieces = list(pieces(state.optimizer.gradients, self.host))
 
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a save after this step."""
@@ -123,17 +141,15 @@ class Checkpointer:
         self.wait()
         if step == self.saved:
             return
-        for kind, flat in self.state.slices().items():
-            for host, device in zip(self.host[kind], flat, strict=True):
-                if host is not None:
-                    host.copy_(device, non_blocking=True)
-        mine = list(pieces(self.state.optimizer.gradients, self.host))
+        optimizer, mine = self.state.optimizer, self.pieces
         if self.mesh.tp.rank == self.mesh.dp_cp.rank == 0:
-            mine += [p._replace(tensor=_to_host(p.tensor)) for c in self.state.chunks for p in self.state.histories(c)]
+            mine = mine + [p._replace(tensor=_to_host(p.tensor))
+                           for chunk in self.state.chunks for p in self.state.histories(chunk)]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
-        copied = torch.cuda.Event() if self.mesh.device.type == "cuda" else None
+        copied = copy_beside(self.stream, ((host, device) for kind, flat in self.state.slices().items()
+                                           for host, device in zip(self.host[kind], flat) if host is not None))
         if copied is not None:
-            copied.record()
+            optimizer.reads = copied
         self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()
@@ -172,6 +188,41 @@ class Checkpointer:
                       f"{time.perf_counter() - started:.2f} s")
 
 
+def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
+    """[rows, numel] float32 of the host, filled: no page is missing later. Raises CheckpointError if it is too much.
+
+    pinned: page-locked, to which a GPU copies by itself. Registered with CUDA, for torch's own pinned memory comes in
+    powers of two, up to twice of what is needed.
+    """
+    size = 4 * rows * numel
+    lacking = CheckpointError(f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this "
+                              "rank's state; use more hosts, or save nothing with checkpoint.dir=null")
+    try:
+        memory = torch.zeros(rows, numel)
+    except RuntimeError as error:
+        raise lacking from error
+    if pinned and size:
+        cuda, address = torch.cuda.cudart(), memory.data_ptr()
+        if int(cuda.cudaHostRegister(address, size, 0)) != 0:
+            raise lacking
+        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # the system does it then
+    return memory
+
+
+def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    """Copy (host, device) pairs on `stream`, after what has been queued so far; returns the event of their end.
+
+    Without a stream, on a CPU, they are copied when this returns None. The device's tensors are to live on unchanged
+    until the event.
+    """
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        for host, device in pairs:
+            host.copy_(device, non_blocking=True)
+    return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
+
+
 def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
     """rule(the values of all ranks) as rank 0 finds it, on every rank.
 
@@ -195,5 +246,5 @@ def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.Proc
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy that is complete when the device gets there."""
+    """A copy that is complete when the current stream gets there."""
     return x.to("cpu", non_blocking=True, copy=True)

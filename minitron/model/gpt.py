@@ -31,7 +31,7 @@ from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_t
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_ops, parameter, plus, vocab_parallel_cross_entropy)
+                                      choose_apex, choose_ops, lookup, parameter, plus, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         if self.dropout and self.training:
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
-                              dropout_mask=dropped)
+                              dropout_mask=dropped, ops=self.ops)
         return self.out(y.flatten(2), add_bias=False)  # the block does
 
 
@@ -167,7 +167,7 @@ class Embedding(nn.Module):
         x = self.words(batch.tokens)
         if self.positions is not None:
             rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
-            x = x + nn.functional.embedding(rows, use(self.positions))
+            x = x + lookup(rows, self.positions, 0, self.layout.ops)
         if not self.training:
             return x
         return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.ops.drop_elements)
@@ -183,7 +183,7 @@ class Head(nn.Module):
         shape = m.padded_vocab_size, m.hidden_size
         self.weight = tied if tied is not None else parameter(
             shape, shard=Shard(0, layout.axis, shape[:1]), std=m.init_std, dtype=layout.dtype, device=layout.device)
-        self.gemm = Gemm()
+        self.gemm = layout.gemm
         self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, stream: Residual) -> Tensor:
@@ -205,7 +205,7 @@ class GPT(nn.Module):
         self.cfg, self.mesh = m, mesh
         self.layout = layout or make_layout(cfg, mesh)
         self.embedding = Embedding(cfg, self.layout) if first else None
-        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh)
+        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, self.layout.gemm)
         self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend, self.formats) for i in layers})
         shared = self.embedding.words.weight if first and m.tie_embeddings else None
         self.head = Head(cfg, self.layout, shared) if last else None
@@ -257,9 +257,10 @@ class GPT(nn.Module):
 
 def make_layout(cfg: Config, mesh: Mesh) -> Layout:
     """Collective over tp."""
-    p = cfg.parallel
+    p, apex = cfg.parallel, choose_apex(cfg.train.kernels, mesh.device)
     return Layout(overlap.choose(mesh.tp, mesh.device, p.overlap_tp), p.sequence_parallel and mesh.tp.size > 1,
-                  DTYPES[cfg.precision.dtype], mesh.device, choose_ops(mesh.device))
+                  DTYPES[cfg.precision.dtype], mesh.device, choose_ops(mesh.device),
+                  Gemm() if apex is None else Gemm(apex.accumulate_product))
 
 
 def output_std(m: ModelConfig) -> float:

@@ -1,4 +1,4 @@
-"""The pointwise parts of a transformer block: norms, rotary positions, activations.
+"""The pointwise parts of a transformer block: the residual stream with its norms, rotary positions, activations.
 
 Here is their autograd: what each keeps for its backward pass. What they compute is in minitron/plain.py, and again,
 as one kernel each, in minitron/fused.py; `ops` is the one of the two modules that the model was built with.
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from minitron import plain
 from minitron.config import RopeScaling
-from minitron.parallel.tensor import Layout, parameter, plus
+from minitron.parallel.tensor import Layout, parameter
 from minitron.plain import Rope
-from minitron.precision import accumulate
+from minitron.precision import accumulate, use
 
 
 class Residual(NamedTuple):
@@ -30,7 +30,11 @@ class Residual(NamedTuple):
 
     def sum(self) -> Tensor:
         """One tensor, for where there is no norm: between pipeline stages."""
-        return self.x if self.delta is None else self.x + plus(self.delta, self.bias)
+        if self.delta is None:
+            return self.x
+        if self.bias is None:
+            return self.x + self.delta
+        return (self.x.float() + self.delta + use(self.bias)).to(self.x.dtype)  # rounded once, as the norm's sum is
 
 
 class _AddNorm(torch.autograd.Function):

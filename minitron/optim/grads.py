@@ -193,9 +193,9 @@ class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
     A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
-    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Parameters bring `global_name` (unique on this
-    rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass). Collectives run
-    over mesh.dp_cp, tp and embedding.
+    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Parameters bring `global_name`
+    (unique on this rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass).
+    Collectives run over mesh.dp_cp, tp and embedding.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, *, sequence_parallel: bool, overlap: bool,

@@ -26,7 +26,7 @@ a higher rank's keys are seen, all, by the second chunk of queries. So a step is
 pairs. With documents that may not attend to each other the same holds for each document's part of the run: one block
 per document. Blocks are made on the host, from the boundaries, and a kernel sees no mask but the triangle.
 
-Each step's out and lse are merged as `minitron.attention` explains, in float32, and so are the gradients. Left out:
+Each step's out and lse are merged as `minitron.attention` explains, and gradients added, in float32. Left out:
 overlapping the all-to-all with compute, and packing a step's documents into one variable-length kernel call.
 """
 
@@ -35,11 +35,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minitron import plain
 from minitron.attention import Backend
 from minitron.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
 from minitron.mesh import Axis
@@ -69,14 +71,16 @@ def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
-              documents: Documents | None = None, dropout_mask: Callable[[], Tensor] | None = None) -> Tensor:
+              documents: Documents | None = None, dropout_mask: Callable[[], Tensor] | None = None,
+              ops: ModuleType = plain) -> Tensor:
     """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
 
     The rank holds the positions that `local_positions` says. `documents` gives, for every sample of the batch, the
     boundaries of its documents over the whole sequence, the same on every rank (what is no tuple goes through
-    `as_documents`): queries see keys of their own document only. dropout_mask makes the [b, n, s, s] that multiplies the probabilities (cp = 1 and the reference
-    backend only); it is called in both passes, so that nothing of that size is kept. Communicates along `axis`, in
-    the forward and in the backward pass. Raises ValueError for what these styles cannot do.
+    `as_documents`): queries see keys of their own document only. dropout_mask makes the [b, n, s, s] that multiplies
+    the probabilities (cp = 1 and the reference backend only); it is called in both passes, so that nothing of that
+    size is kept. ops: the pointwise kernels. Communicates along `axis`, in the forward and in the backward pass.
+    Raises ValueError for what these styles cannot do.
     """
     if documents is not None and type(documents) is not tuple:
         documents = as_documents(documents)
@@ -84,9 +88,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backen
     if axis.size == 1:
         return _on_one_rank(q, k, v, backend, documents, dropout_mask)
     if style == "ring":
-        return _Ring.apply(q, k, v, axis, _Kernel(backend), documents)
+        return _Ring.apply(q, k, v, axis, _Kernel(backend, ops), documents)
     if style == "allgather":
-        return _AllGather.apply(q, k, v, axis, _Kernel(backend), documents)
+        return _AllGather.apply(q, k, v, axis, _Kernel(backend, ops), documents)
     q, k, v = (all_to_all(x, axis, 2, 0) for x in (q, k, v))  # [s/cp, b, n, d] -> [s, b, n/cp, d]
     return all_to_all(_on_one_rank(q, k, v, backend, documents, None), axis, 0, 2)
 
@@ -94,7 +98,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backen
 def _on_one_rank(q, k, v, backend, documents, dropout_mask):
     if documents is None:
         return _Whole.apply(q, k, v, backend, dropout_mask)
-    return _Ring.apply(q, k, v, Axis.single(), _Kernel(backend, dropout_mask), documents)
+    return _Ring.apply(q, k, v, Axis.single(), _Kernel(backend, plain, dropout_mask), documents)
 
 
 # ---- the work of a rank as dense blocks: host code ------------------------------------------------------------------
@@ -204,6 +208,7 @@ class _Kernel:
     """The backend, applied to a block of q, dout, out [s/cp, b, n, d], lse [b, n, s/cp] and k, v [any, b, g, d]."""
 
     backend: Backend
+    ops: ModuleType
     dropout_mask: Callable[[], Tensor] | None = None
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor):
@@ -227,38 +232,48 @@ def _run(x: Tensor, block: Block, positions: slice) -> Tensor:
     return x[positions, block.samples].permute(1, 2, 0, 3)
 
 
-def _new_sum(like: Tensor, axis: Axis) -> Tensor:
-    """Space for a sum over blocks: float32, or the dtype of `like` on an axis of one rank, where nothing is added."""
-    dtype = like.dtype if axis.size == 1 else torch.promote_types(like.dtype, torch.float32)
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
+def _dtype_of_sum(like: Tensor, terms: int) -> torch.dtype:
+    """Of a sum over blocks: float32, or like's own if there are one or two terms, which are rounded once either way."""
+    return like.dtype if terms <= 2 else torch.promote_types(like.dtype, torch.float32)
 
 
-def _new_lse(q: Tensor) -> Tensor:
+def _sum_of(parts: list[Tensor], blocks: list[Block], of: str, like: Tensor, terms: int) -> Tensor:
+    """The first term of a sum [s, b, n, d]: each block's part [b, n, s, d] at its `of`, "queries" or "keys"."""
+    dtype = _dtype_of_sum(like, terms)
+    if len(blocks) == 1 and parts[0].shape[2] == like.shape[0]:
+        return parts[0].permute(2, 0, 1, 3).to(dtype)
+    total = torch.empty(like.shape, dtype=dtype, device=like.device)
+    for block, part in zip(blocks, parts):
+        _run(total, block, getattr(block, of)).copy_(part)
+    return total
+
+
+def _attend_first(kernel: _Kernel, blocks: list[Block], q, k, v, terms: int) -> tuple[Tensor, Tensor, list]:
+    """out [s, b, n, d] and lse [b, n, s] of blocks that cover all queries; and what kernels saved."""
+    outs, lses, saved = zip(*(kernel.forward(block, q, k, v) for block in blocks))
+    out = _sum_of(outs, blocks, "queries", q, terms)
+    if len(blocks) == 1:
+        return out, lses[0], list(saved)
     s, b, n, _ = q.shape
-    return q.new_empty(b, n, s, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(b, n, s, dtype=lses[0].dtype)
+    for block, part in zip(blocks, lses):
+        lse[block.samples, :, block.queries].copy_(part)
+    return out, lse, list(saved)
 
 
-def _attend(kernel: _Kernel, blocks: list[Block], q, k, v, out, lse, first: bool) -> list:
-    """Merge the blocks into out [s, b, n, d] and lse [b, n, s]; if `first`, write them. Returns what kernels saved."""
+def _attend(kernel: _Kernel, blocks: list[Block], q, k, v, out, lse) -> list:
+    """Merge the blocks into out [s, b, n, d] and lse [b, n, s]. Returns what kernels saved."""
     kernel_saved = []
     for block in blocks:
         block_out, block_lse, saved = kernel.forward(block, q, k, v)
-        total_out, total_lse = _run(out, block, block.queries), lse[block.samples, :, block.queries]
-        if first:
-            total_out.copy_(block_out)
-            total_lse.copy_(block_lse)
-        else:
-            # the block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows
-            total_out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - total_lse).unsqueeze(-1))
-            torch.logaddexp(total_lse, block_lse, out=total_lse)
+        kernel.ops.merge_(_run(out, block, block.queries), lse[block.samples, :, block.queries], block_out, block_lse)
         kernel_saved.append(saved)
     return kernel_saved
 
 
-def _put(total: Tensor, block: Block, positions: slice, part: Tensor, first: bool) -> None:
-    """Add part [b, n, s, d] to these positions of total [s, b, n, d]; if it is the first there, write it."""
-    total = _run(total, block, positions)
-    total.copy_(part) if first else total.add_(part)
+def _add(total: Tensor, block: Block, positions: slice, part: Tensor) -> None:
+    """Add part [b, n, s, d] to these positions of total [s, b, n, d]."""
+    _run(total, block, positions).add_(part)
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -272,13 +287,16 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, documents):
-        out, lse = _new_sum(q, axis), _new_lse(q)
         keys_values, kernel_saved = [k, v], []
         steps = _ring_steps(q, axis, documents)
         for step, blocks in enumerate(steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)
-            kernel_saved.append(_attend(kernel, blocks, q, *keys_values, out, lse, first=step == 0))
+            if step == 0:
+                out, lse, saved = _attend_first(kernel, blocks, q, k, v, axis.size)
+            else:
+                saved = _attend(kernel, blocks, q, *keys_values, out, lse)
+            kernel_saved.append(saved)
             if step + 1 < axis.size:
                 keys_values = arriving()
         out = out.to(q.dtype)
@@ -290,19 +308,21 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         axis, dout = ctx.axis, dout.contiguous()
-        dq, *sums = (_new_sum(x, axis) for x in (q, k, v))
         keys_values = [k, v]
         for step, blocks in enumerate(ctx.steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)
             grads = [ctx.kernel.backward(block, dout, q, *keys_values, out, lse, saved)
                      for block, saved in zip(blocks, ctx.kernel_saved[step])]
-            if step > 0:
+            if step == 0:
+                dq, *sums = (_sum_of(parts, blocks, of, like, axis.size) for parts, of, like in
+                             zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v)))
+            else:
                 sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
-            for block, (block_dq, *parts) in zip(blocks, grads):
-                _put(dq, block, block.queries, block_dq, first=step == 0)
-                for total, part in zip(sums, parts):
-                    _put(total, block, block.keys, part, first=step == 0)
+                for block, (block_dq, *parts) in zip(blocks, grads):
+                    _add(dq, block, block.queries, block_dq)
+                    for total, part in zip(sums, parts):
+                        _add(total, block, block.keys, part)
             if axis.size > 1:
                 arriving_sums = _pass_on(sums, axis)
             if step + 1 < axis.size:
@@ -336,6 +356,9 @@ def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
 # ---- all-gather -----------------------------------------------------------------------------------------------------
 
 
+_MANY = 3  # or more terms: own keys, those before, those between
+
+
 class _AllGather(torch.autograd.Function):
     """The own keys' blocks run while others' keys arrive (forward) and while their gradients leave (backward)."""
 
@@ -343,10 +366,9 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx, q, k, v, axis, kernel, documents):
         gathers = [gather_start(x, axis) for x in (k, v)]
         own, others = _own_and_other_blocks(q, axis, documents)
-        out, lse = _new_sum(q, axis), _new_lse(q)
-        saved_own = _attend(kernel, own, q, k, v, out, lse, first=True)
+        out, lse, saved_own = _attend_first(kernel, own, q, k, v, _MANY)
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
-        saved_others = _attend(kernel, others, q, keys, values, out, lse, first=False)
+        saved_others = _attend(kernel, others, q, keys, values, out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.axis, ctx.kernel, ctx.blocks, ctx.kernel_saved = axis, kernel, (own, others), (saved_own, saved_others)
@@ -360,21 +382,21 @@ class _AllGather(torch.autograd.Function):
         saved_own, saved_others = ctx.kernel_saved
         gathers = [gather_start(x, axis) for x in (k, v)]
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
-        dq, *sums = (_new_sum(x, axis).zero_() for x in (q, keys, values))
+        dq, *sums = (torch.zeros_like(x, dtype=_dtype_of_sum(x, _MANY)) for x in (q, keys, values))
         for block, saved in zip(others, saved_others):
             block_dq, *parts = ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
-            _put(dq, block, block.queries, block_dq, first=False)
+            _add(dq, block, block.queries, block_dq)
             for total, part in zip(sums, parts):
-                _put(total, block, block.keys, part, first=False)
+                _add(total, block, block.keys, part)
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
         grads = [ctx.kernel.backward(block, dout, q, k, v, out, lse, saved) for block, saved in zip(own, saved_own)]
         for _, handle in scatters:
             handle.wait()
         dk, dv = (x for x, _ in scatters)
         for block, (block_dq, block_dk, block_dv) in zip(own, grads):
-            _put(dq, block, block.queries, block_dq, first=False)
-            _put(dk, block, block.keys, block_dk, first=False)
-            _put(dv, block, block.keys, block_dv, first=False)
+            _add(dq, block, block.queries, block_dq)
+            _add(dk, block, block.keys, block_dk)
+            _add(dv, block, block.keys, block_dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 

@@ -1,8 +1,8 @@
 """The MLP of Llama, w2 (silu(gate) * up) with gate and up from one product, as one operation.
 
 Problem: between its two linear layers an FP8 MLP casts what SwiGLU computed, and in the backward pass what SwiGLU's
-gradient computed, the largest tensors of the model. Apart, the operation writes bf16 that the cast reads back. The idea:
-as one autograd function the cast can happen where the values are made (`Gemm.quantize_swiglu`, one pass less each):
+gradient computed, the largest tensors of the model. Apart, the operation writes bf16 that the cast reads back. The
+idea: as one autograd function the cast can happen where the values are made (`Gemm.quantize_swiglu`, one pass less):
 
     forward    x cast -> up -> inner -> silu(gate) * up, cast -> down -> y
     backward   dy cast -> down -> d act -> gradient of inner, cast -> up -> dx
@@ -30,7 +30,9 @@ class _SwigluMLP(torch.autograd.Function):
         inner = up.forward(cast)
         act = down.gemm.quantize_swiglu(inner, ops, columns=keep and ctx.needs_input_grad[2], record=training)
         ctx.up, ctx.down, ctx.ops, ctx.remake, ctx.leading = up, down, ops, remake, x.shape[1:-1]
-        ctx.save_for_backward(inner, *((*cast.for_weight_grad(), *act.for_weight_grad()) if keep else ()))
+        saved = [payload.for_weight_grad() if needed else Payload(None)
+                 for payload, needed in zip((cast, act), ctx.needs_input_grad[1:3])] if keep else []
+        ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
         return down.forward(act).unflatten(0, (-1, *ctx.leading))
 
     @staticmethod

@@ -100,15 +100,32 @@ def choose_ops(device: torch.device) -> ModuleType:
     return fused
 
 
+def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:
+    """minitron.fused_apex if train.kernels asks for it. Raises ValueError if it cannot run here."""
+    if kernels != "apex":
+        return None
+    if device.type != "cuda":
+        raise ValueError(f"train.kernels=apex runs on CUDA devices, not on {device.type}; use train.kernels=auto")
+    try:
+        from minitron import fused_apex
+    except ImportError as error:
+        raise ValueError(f"train.kernels=apex cannot load the extensions of NVIDIA's apex ({error}); build them with "
+                         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
+                         "git+https://github.com/NVIDIA/apex.git (`apex` on PyPI is another project), or use "
+                         "train.kernels=auto") from error
+    return fused_apex
+
+
 @dataclass(frozen=True)
 class Layout:
-    """What every layer needs to know: where it is, the format of its parameters, and its pointwise kernels."""
+    """What every layer needs to know: where it is, the format of its parameters, and its kernels."""
 
     by: Separate | Pipelined  # how it communicates along the tensor-parallel axis
     sequence_parallel: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     ops: ModuleType = plain
+    gemm: Gemm = Gemm()  # of products in the parameters' own format
 
     @property
     def axis(self) -> Axis:
@@ -194,6 +211,11 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
+def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType) -> Tensor:
+    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h]."""
+    return _Lookup.apply(ids, table, first, ops)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding split over the vocabulary: ids [s, b] -> [s/tp, b, h].
 
@@ -208,7 +230,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         axis = self.layout.axis
-        x = _Lookup.apply(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.ops)
+        x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.ops)
         return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
 
 

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# What can fail before a job waits in the queue: the step `build` of nlp_benchmark.yaml.
+#   build.sh PYTHON RANKS CONFIG [section.key=value ...]
+#
+#   DATASET    JSON lines to make PREFIX_text_document.bin and .idx from, if they are not there yet; empty: no data
+#   PREFIX     where they go
+#   TOKENIZER  as data.tokenizer
+# Nothing of minitron itself is compiled ahead of time.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=$1
+shift
+if [ -n "${DATASET:-}" ] && [ ! -e "${PREFIX}_text_document.idx" ]; then
+    mkdir -p "$(dirname "$PREFIX")"
+    "$python" tools/preprocess_data.py --input "$DATASET" --output-prefix "$PREFIX" --tokenizer "$TOKENIZER" --append-eod
+fi
+"$python" -c 'import sys
+from minitron import cli
+with cli.user_errors():
+    cli.load(sys.argv[2:]).check(int(sys.argv[1]))' "$@"

@@ -1,0 +1,150 @@
+"""A save beside the training, on one GPU: what it holds, what it costs, what resuming it costs."""
+
+import gc
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import LLAMA, config
+from test_checkpoint import assert_same, contents, saving
+
+from minitron.checkpoint.load import find, restore
+from minitron.checkpoint.save import Checkpointer, copy_beside
+from minitron.config import Config
+from minitron.data.loader import Loader
+from minitron.data.mock import MockDataset
+from minitron.log import Log
+from minitron.mesh import Mesh
+from minitron.train import Trainer, build
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FP8 = {"precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"}}
+FP16 = {"precision": {"dtype": "fp16", "loss_scale": 256.0, "loss_scale_window": 1}}  # doubles at every step
+# 0.1 billion parameters and 33,000 tokens: a step takes longer than the copy, as that of any real batch does.
+LARGE = {"model": dict(num_layers=8, hidden_size=1024, ffn_hidden_size=2816, num_heads=8, num_kv_heads=8, init_std=0.02,
+                       max_positions=2048),
+         "train": dict(seq_len=2048, micro_batch_size=4, global_batch_size=16), "precision": {"dtype": "bf16"}}
+WAIT_CYCLES = 1 << 31  # a second or so
+
+
+class Run:
+    """A trainer with its data, as far as it has come; what is in checkpoint.dir is resumed."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, start = cfg, find(cfg)
+        self.trainer: Trainer = build(cfg, Mesh.offline(device="cuda"))
+        restore(start, self.trainer.state)
+        self.done = start.step
+        self.log = Log(cfg, 0, 1)
+        self.saves = Checkpointer(cfg, self.trainer.state, {}, self.log, step=-1)
+        t = cfg.train
+        self.loader = Loader(MockDataset(cfg.model.vocab_size, t.seq_len, 64 * t.global_batch_size, t.seed), cfg,
+                             self.trainer.mesh)
+
+    def step(self):
+        batches = self.loader.step(self.done * self.cfg.train.global_batch_size, self.done)
+        self.done += 1
+        return self.trainer.step(batches, 1e-3)
+
+    def save(self):
+        self.saves.save(self.done, self.done * self.cfg.train.global_batch_size)
+
+    def close(self):
+        self.saves.wait()
+        self.loader.close()
+        self.log.close()
+
+
+def wait_on(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(WAIT_CYCLES)
+
+
+@pytest.mark.parametrize("change", [FP8, FP16, {}], ids=["fp8", "fp16", "fp32"])
+def test_a_late_copy_holds_what_was_there_and_the_run_goes_on_from_it(tmp_path, change):
+    """The stream of the copy is held up for longer than the host needs to queue the next steps.
+
+    One microbatch and two layers: what waits is to fit into CUDA's queue of about 1,000 launches.
+    """
+    small = {"model": dict(num_layers=2, hidden_size=512, ffn_hidden_size=512, num_heads=8, num_kv_heads=8),
+             "train": dict(global_batch_size=1)}
+    cfg = config(LLAMA, small, change)
+    now, late = (Run(saving(cfg, tmp_path / name, keep=0)) for name in ("now", "late"))
+    for run in now, late:
+        for _ in range(2):
+            run.step()
+    now.save()
+    now.saves.wait()
+    wait_on(late.saves.stream)
+    late.save()
+    expected = [late.step() for _ in range(2)]
+    assert not late.trainer.optimizer.reads.query(), "the host waited for the copy"
+    late.saves.wait()
+    assert_same(contents(tmp_path / "late"), contents(tmp_path / "now"))
+    resumed = Run(saving(cfg, tmp_path / "late"))
+    assert resumed.done == 2
+    for stats in expected:  # the backward's atomic additions come in any order
+        assert resumed.step().read()["loss"] == pytest.approx(stats.read()["loss"], rel=1e-4)
+    for run in now, late, resumed:
+        run.close()
+
+
+def timed(work) -> float:
+    """Milliseconds of the current stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def test_a_save_costs_little_time_and_no_memory(tmp_path):
+    run = Run(saving(config(LLAMA, LARGE), tmp_path))
+    for _ in range(3):
+        run.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    plain = statistics.median(timed(run.step) for _ in range(7))
+    peak = torch.cuda.max_memory_allocated()
+
+    def save_and_step():
+        run.save()
+        run.step()
+
+    stalls = []
+    for _ in range(3):
+        stalls.append(timed(save_and_step) - plain)
+        run.saves.wait()
+    assert torch.cuda.max_memory_allocated() <= peak
+    slices = run.trainer.state.slices()
+    pairs = [pair for kind in slices for pair in zip(run.saves.host[kind], slices[kind])]
+    copy = timed(lambda: copy_beside(run.saves.stream, pairs).wait())
+    print(f"step {plain:.1f} ms, copy alone {copy:.1f} ms, step after a save longer by {stalls} ms")
+    assert all(host.is_pinned() for host, _ in pairs) and copy < plain
+    assert statistics.median(stalls) < min(plain, copy / 2), "the copy does not run beside the step"
+    run.close()
+
+
+def peak_of_a_start(cfg: Config) -> int:
+    """Bytes, until the first step is done."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run = Run(cfg)
+    run.step().read()
+    peak = torch.cuda.max_memory_allocated() - before
+    run.save()
+    run.close()
+    return peak
+
+
+def test_resuming_takes_no_more_memory_than_a_fresh_start(tmp_path: Path):
+    cfg = saving(config(LLAMA, LARGE), tmp_path)
+    assert find(cfg).reader is None
+    fresh = peak_of_a_start(cfg)
+    assert find(cfg).resume
+    assert peak_of_a_start(cfg) <= fresh

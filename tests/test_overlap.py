@@ -1,0 +1,156 @@
+"""Pipelined products on CPUs: the memory that GPUs see of each other is files here, streams run in order of launch."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
+
+from minitron import overlap
+from minitron.mesh import Axis, Mesh
+from minitron.overlap import Pipelined, Separate
+from minitron.testing import assert_close_rel
+
+M, N = 3, 5  # rows of one rank, columns
+
+
+class Memory:
+    """Stands in for torch.distributed._symmetric_memory: every `empty` is a file, which `rendezvous` shows to all."""
+
+    def __init__(self, folder, axis):
+        self.folder, self.axis, self.made, self.met = folder, axis, 0, 0
+
+    def empty(self, size, dtype, device):
+        self.made += 1
+        return torch.from_numpy(numpy.memmap(self._path(self.made, self.axis.rank), numpy.uint8, "w+", shape=(size,)))
+
+    def rendezvous(self, buffer, group_name):
+        self.met += 1  # in the order in which they were made
+        dist.barrier(self.axis.group)
+        everyone = [torch.from_numpy(numpy.memmap(self._path(self.met, rank), numpy.uint8, "r+"))
+                    for rank in range(self.axis.size)]
+
+        def get_buffer(rank, shape, dtype, offset):
+            count = int(numpy.prod(shape))
+            return everyone[rank].view(dtype)[offset:offset + count].view(shape)
+
+        return SimpleNamespace(get_buffer=get_buffer, barrier=lambda channel: dist.barrier(self.axis.group))
+
+    def _path(self, number, rank):
+        return f"{self.folder}/{self.axis.name}-{number}-{rank}"
+
+
+@contextlib.contextmanager
+def on_files(folder, axis):
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, wait_event=lambda event: None)
+    fake = SimpleNamespace(
+        is_available=lambda: False, synchronize=lambda: None, Stream=lambda: stream, current_stream=lambda: stream,
+        stream=lambda _: contextlib.nullcontext())
+    with mock.patch.object(overlap, "symmetric_memory", Memory(folder, axis)), mock.patch.object(torch, "cuda", fake):
+        yield
+
+
+def methods(folder, size):
+    """Every method, several times with growing operands: [(Pipelined's result, Separate's, whether bf16), ...]."""
+    axis, pairs = Mesh.create(tp=size).tp, []
+    draw = torch.Generator().manual_seed(axis.rank)
+    with on_files(folder, axis):
+        both = Pipelined(axis), Separate(axis)
+        for scale in (1, 1, 2, 1, 3):
+            parts = [torch.randn(M * scale, N, generator=draw), torch.randint(99, (2, M * scale), generator=draw)]
+            partial = torch.randn(size * M * scale, N, generator=draw).bfloat16()
+
+            def produce(rows, out):
+                out.copy_(partial[rows])
+
+            for method in ("gather", "gather_then", "then_scatter", "scatter"):
+                results = []
+                for by in both:
+                    if method == "gather":
+                        results += by.gather(parts)()
+                    elif method == "gather_then":
+                        y = torch.zeros(size * M * scale, N)
+                        results += by.gather_then(parts, lambda rows, p: y[rows].copy_(2 * p[0]), keep=True)
+                        results.append(y)
+                    elif method == "then_scatter":
+                        results.append(by.then_scatter(produce, tuple(partial.shape), partial))
+                    else:
+                        results.append(by.scatter(produce, tuple(partial.shape), partial)())
+                half = len(results) // 2
+                pairs += zip(results[:half], results[half:])
+    return [(mine.clone(), other.clone(), mine.dtype == torch.bfloat16) for mine, other in pairs]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_methods_equal_those_of_separate(ranks, tmp_path, size):
+    for pairs in ranks(size, methods, str(tmp_path), size):
+        assert len(pairs) == 5 * (2 + 3 + 1 + 1)
+        for mine, other, rounded in pairs:  # sums of bf16 partial sums: one rounding here, one for each rank there
+            assert_close_rel(mine.float(), other.float(), 1e-2 if rounded else 0.0)
+
+
+def layers(folder, tp, remake):
+    axis = Mesh.create(tp=tp).tp
+    with on_files(folder, axis):
+        return two_layers_in_order(tp, True, Pipelined, "fp32", True, remake)
+
+
+@pytest.mark.parametrize("tp, remake", [(2, False), (4, True)])
+def test_column_then_row(ranks, tmp_path, tp, remake):
+    check_two_layers(ranks(tp, layers, str(tmp_path), tp, remake), _plain_two_layers(torch.float32), True, "fp32")
+
+
+class Stream:
+    """A stream that only tells the time: `now` is when all that was launched on it has ended."""
+
+    current = None
+
+    def __init__(self):
+        self.now = 0.0
+
+    def run(self, seconds):
+        self.now += seconds
+        return self.now - seconds
+
+    def wait_stream(self, other):
+        self.now = max(self.now, other.now)
+
+    def record_event(self):
+        return self.now
+
+    def wait_event(self, event):
+        self.now = max(self.now, event)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def using(stream):
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+
+def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products():
+    Stream.current = main = Stream()
+    fake = SimpleNamespace(Stream=Stream, current_stream=lambda: Stream.current, stream=Stream.using)
+    with mock.patch.object(torch, "cuda", fake):
+        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)))
+        memory = SimpleNamespace(barrier=lambda channel: Stream.current.run(0.1),
+                                 get_buffer=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype))
+        by._half = lambda use, need, device: (torch.empty(need, dtype=torch.uint8), memory)
+        by._fetch = by._receive = lambda *_: by.copies.run(1.0)
+        gathered = by.gather([torch.zeros(4, 8)])
+        finish = by.scatter(lambda rows, out: main.run(10.0), (16, 8), torch.zeros(1))
+        gathered()
+        started = main.run(10.0)  # the weight gradient: beside the scatter
+        finish()
+    assert started == pytest.approx(10.2) and main.now == pytest.approx(20.2)
+
+
+def test_one_rank_and_cpus_have_nothing_to_pipeline():
+    by = overlap.choose(Axis.single(), torch.device("cpu"), True)
+    assert type(by) is Separate and by.overlap
+    assert not overlap.choose(Axis.single(), torch.device("cuda"), False).overlap
