@@ -1,8 +1,8 @@
 """From JSONL to a trained model, on real text of any size: `python benchmarks/dataset.py FOLDER --bytes 1e9`.
 
 The text is what this machine has: sources, headers and documentation under its system and Python folders, one document
-a file, dealt out to four JSONL shards in the layout of The Pile. Where there is less than asked for, it starts again
-from the first file. Then, by the commands that a user types:
+a file, dealt out to four JSONL shards in the layout of The Pile. Where there is less than asked for, it starts
+again from the first file. Then, by the commands that a user types:
 
     launch/generate_dataset.sh    once for every number of processes: documents and MB a second, and how that grows; on a
                                   machine with other work too, the CPU time says what the others cannot take away
@@ -80,7 +80,8 @@ def write_shards(folder: Path, roots: list[Path], num_bytes: int) -> dict:
                 break
         rounds += 1
         if documents == before:
-            raise ValueError(f"--roots {' '.join(map(str, roots))}: no text of these kinds: {' '.join(sorted(SUFFIXES))}")
+            raise ValueError(f"--roots {' '.join(map(str, roots))}: no text of these kinds: "
+                             f"{' '.join(sorted(SUFFIXES))}; name other folders")
     for file in files:
         file.close()
     return {"bytes": written, "documents": documents, "rounds": rounds}
@@ -117,7 +118,8 @@ def train(paths: str, tokenizer: str, vocab_size: int, steps: int, folder: Path)
     subprocess.run([sys.executable, "-m", "minitron.pretrain", *keys, f"log.dir={folder / 'run'}", "log.every=50"],
                    cwd=record.ROOT, check=True)
     seconds = time.perf_counter() - start
-    losses = [row["loss"] for row in map(json.loads, open(folder / "run" / "metrics.jsonl")) if row["kind"] == "step"]
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [row["loss"] for row in rows if row["kind"] == "step"]
     [index] = (folder / "cache").glob("blend-*/part.npy")  # the run's own order: which part each sample is from
     parts = np.load(index)
     drawn, share = np.bincount(parts, minlength=SHARDS), len(parts) * np.array(WEIGHTS) / sum(WEIGHTS)
@@ -156,7 +158,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
     corpus = Path(build_corpus(work / "corpus", args.vocab_size).prefix).parent
     tokenizer = f"llama2:{corpus / 'tokenizer.model'}"
     text = write_shards(work / "text", args.roots, int(args.bytes))
-    print(f"{text['bytes'] / 1e6:.0f} MB in {text['documents']} documents, the files read {text['rounds']} time(s)", flush=True)
+    print(f"{text['bytes'] / 1e6:.0f} MB in {text['documents']} documents, files read {text['rounds']} time(s)", flush=True)
 
     stage, variables = work / "stage", {"STAGE_PATH": str(work / "stage"), "TOKENIZER": tokenizer, "VENV": sys.prefix}
     for unwanted in ("CONTAINER", "SLURM_PARTITION", "FILES"):
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
         rates[workers] = {"seconds": seconds, "cpu_seconds": cpu_seconds, "mb_per_second": text["bytes"] / 1e6 / seconds,
                           "documents_per_second": text["documents"] / seconds}
         print(f"{workers} process(es): {seconds:.1f} s, {rates[workers]['mb_per_second']:.2f} MB/s, "
-              f"{rates[workers]['documents_per_second']:.0f} documents/s, {cpu_seconds:.1f} s of CPU time", flush=True)
+              f"{rates[workers]['documents_per_second']:.0f} documents/s, CPU time {cpu_seconds:.1f} s", flush=True)
     check_seconds, _, said = script("check_dataset.sh", "gpt3", **variables)
     print(said.splitlines()[-1], f"({check_seconds:.1f} s)", flush=True)
 

@@ -11,7 +11,8 @@ prefixes=()
 for i in $(seq 0 $((files - 1))); do
     prefix=$(prefix_of "$i")
     for file in "$prefix.bin" "$prefix.idx"; do
-        [ -f "$file" ] || fail "$file is missing; see the logs in $STAGE_PATH/results.data_preparation, then run launch/generate_dataset.sh again"
+        [ -f "$file" ] ||
+            fail "$file is missing; see $STAGE_PATH/results.data_preparation, then run launch/generate_dataset.sh again"
     done
     prefixes+=("$prefix")
 done

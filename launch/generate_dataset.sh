@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # JSONL shards to the dataset that the Slurm jobs read, a pair of files for each shard:
-#   bash launch/generate_dataset.sh gpt3 /data/pile               # a folder: The Pile's train/*.jsonl.zst, or its own shards
-#   bash launch/generate_dataset.sh llama3.1 a.jsonl.gz b.jsonl   # or the shards by name; also .xz and .zst
-# -> $STAGE_PATH/gpt3-dataset/my-gpt3_00_text_document.bin and .idx to 03; $STAGE_PATH/llama3.1-dataset/my-llama_00_... and 01
+#   bash launch/generate_dataset.sh gpt3 /data/pile              # a folder: The Pile's train/*.jsonl.zst, or any shards
+#   bash launch/generate_dataset.sh llama3.1 a.jsonl.gz b.jsonl  # or the shards by name; also .xz and .zst
+# -> $STAGE_PATH/gpt3-dataset/my-gpt3_00_text_document.bin, .idx to my-gpt3_03_...; llama3.1-dataset/my-llama_00_..., 01
 #
 #   FILES, TOKENIZER, VENV, CONTAINER   see launch/stage.sh
 #   WORKERS           processes for a shard (default: all cores)
-#   SLURM_PARTITION   submit a job for each shard there (SLURM_ACCOUNT: on whose account); unset: here, one after another
+#   SLURM_PARTITION   submit a job for each shard there (SLURM_ACCOUNT: whose); unset: here, one after another
 # Logs go to $STAGE_PATH/results.data_preparation. Finished pairs are kept, so the same command goes on after a failure.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." # shards are named from where the user stands
@@ -28,7 +28,8 @@ if [ $# = 1 ] && [ -d "$1" ]; then
 else
     shards=("$@")
 fi
-[ ${#shards[@]} -ge "$files" ] || fail "${#shards[@]} shard(s) make no $files pairs of files; give more, or set FILES=${#shards[@]}"
+[ ${#shards[@]} -ge "$files" ] ||
+    fail "${#shards[@]} shard(s) make no $files pairs of files; give more, or set FILES=${#shards[@]}"
 for i in $(seq 0 $((files - 1))); do
     [ -f "${shards[i]}" ] || fail "${shards[i]}: no such shard; correct its name"
     shards[i]=$(realpath "${shards[i]}")
@@ -50,7 +51,8 @@ for i in $(seq 0 $((files - 1))); do
     if [ -n "${SLURM_PARTITION:-}" ]; then
         [ ${#container[@]} = 0 ] || command=(srun "${container[@]}" "${command[@]}")
         job=$(sbatch --parsable --job-name="data-$i" --nodes=1 --exclusive --output="$log" --chdir="$PWD" \
-            --partition="$SLURM_PARTITION" ${SLURM_ACCOUNT:+--account="$SLURM_ACCOUNT"} --wrap "$(printf '%q ' "${command[@]}")")
+            --partition="$SLURM_PARTITION" ${SLURM_ACCOUNT:+--account="$SLURM_ACCOUNT"} \
+            --wrap "$(printf '%q ' "${command[@]}")")
         echo "$prefix: job $job, $log"
     else
         echo "$prefix from ${shards[i]} ..."

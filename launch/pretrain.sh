@@ -1,11 +1,11 @@
-# Pretraining as a Slurm job: to be sourced by the .sbatch files of this folder, which set `size`, `recipe`, `dataset` and
-# `min_nodes`. 50 steps with a global batch of 16 samples a node, unless EXTRA_ARGS says otherwise. Taken from the
+# Pretraining as a Slurm job: to be sourced by the .sbatch files of this folder, which set `size`, `recipe`, `dataset`
+# and `min_nodes`. 50 steps with a global batch of 16 samples a node, unless EXTRA_ARGS says otherwise. Taken from the
 # environment of sbatch:
 #
 #   DTYPE             fp8 or bf16
 #   STAGE_PATH, CONTAINER, CONTAINER_MOUNTS, VENV, TOKENIZER    see launch/stage.sh
 #   MODEL_SIZE        if set, it has to be that of the file
-#   DATASET           folder of *_text_document.bin and .idx (default: launch/generate_dataset.sh's), or mock: random tokens
+#   DATASET           folder of *_text_document.idx (default: launch/generate_dataset.sh's), or mock: random tokens
 #   RUN_CONF_GPUS_PER_NODE     ranks on each node (default: SLURM_GPUS_PER_NODE, or 8 where that is null or unset)
 #   MIN_NODES         what counts as too few, for trials
 #   CHECKPOINT_DIR    (default: the job's own folder) or none: what a stopped job has learned is lost
@@ -28,16 +28,19 @@ bf16) precision=() ;;
 fp8) precision=(precision.fp8=delayed) ;;
 *) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
 esac
-[ "${MODEL_SIZE:-$size}" = "$size" ] || fail "MODEL_SIZE=$MODEL_SIZE, but this is the job of $size; submit launch/$MODEL_SIZE.sbatch"
+[ "${MODEL_SIZE:-$size}" = "$size" ] ||
+    fail "MODEL_SIZE=$MODEL_SIZE, but this is the job of $size; submit launch/$MODEL_SIZE.sbatch"
 nodes=$SLURM_JOB_NUM_NODES
 min_nodes=${MIN_NODES:-$min_nodes}
 [ "$nodes" -ge "$min_nodes" ] || fail "$nodes node(s) are too few for $size; submit with -N $min_nodes or more"
 gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
 for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
-    [[ $count =~ ^[1-9][0-9]*$ ]] || fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
+    [[ $count =~ ^[1-9][0-9]*$ ]] ||
+        fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
 done
 if [ "${SLURM_GPUS_ON_NODE:-0}" -lt "${SLURM_GPUS_PER_NODE:-0}" ]; then
-    fail "SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE, but Slurm gave the job ${SLURM_GPUS_ON_NODE:-no} GPUs a node; submit with --gres=gpu:$SLURM_GPUS_PER_NODE, or set it to null"
+    fail "SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE, but Slurm gave the job ${SLURM_GPUS_ON_NODE:-no} GPUs a node;" \
+        "submit with --gres=gpu:$SLURM_GPUS_PER_NODE, or set it to null"
 fi
 need_python
 
@@ -52,7 +55,8 @@ if [ "${DATASET:-}" != mock ]; then
     use_dataset "$dataset"
     folder=${DATASET:-$folder} paths=
     for index in "$folder"/*_text_document.idx; do
-        [ -e "$index" ] || fail "$folder has no *_text_document.idx; run launch/generate_dataset.sh $dataset, or set DATASET"
+        [ -e "$index" ] ||
+            fail "$folder has no *_text_document.idx; run launch/generate_dataset.sh $dataset, or set DATASET"
         paths+="${paths:+,}1,'${index%.idx}'"
     done
     arguments+=(data.source=indexed "data.paths=[$paths]" "data.tokenizer=$tokenizer" "data.cache_dir=$STAGE_PATH/cache")

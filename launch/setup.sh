@@ -44,8 +44,10 @@ fi
 missing=0
 gpt2=https://openaipublic.blob.core.windows.net/gpt-2/encodings/main
 use_dataset gpt3
-fetch $gpt2/encoder.json "$folder/bpe/encoder.json" 196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783 || missing=1
-fetch $gpt2/vocab.bpe "$folder/bpe/vocab.bpe" 1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5 || missing=1
+fetch $gpt2/encoder.json "$folder/bpe/encoder.json" \
+    196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783 || missing=1
+fetch $gpt2/vocab.bpe "$folder/bpe/vocab.bpe" \
+    1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5 || missing=1
 use_dataset llama3.1
 llama=$folder/llama/tokenizer.model
 if [ -n "${HF_TOKEN:-}" ]; then

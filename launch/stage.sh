@@ -12,7 +12,8 @@ fail() {
 }
 
 [ -n "${STAGE_PATH:-}" ] || fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
-[[ $STAGE_PATH == /* && -d $STAGE_PATH ]] || fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path; make it, or correct it"
+[[ $STAGE_PATH == /* && -d $STAGE_PATH ]] ||
+    fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path; make it, or correct it"
 # "null" says that Slurm does not manage the GPUs. srun would take it for a count.
 [ "${SLURM_GPUS_PER_NODE:-}" != null ] || unset SLURM_GPUS_PER_NODE
 
@@ -26,7 +27,8 @@ else
 fi
 
 need_python() {
-    [ -n "${CONTAINER:-}" ] || [ -x "$python" ] || fail "there is no $python; run launch/setup.sh, or set VENV or CONTAINER"
+    [ -n "${CONTAINER:-}" ] || [ -x "$python" ] ||
+        fail "there is no $python; run launch/setup.sh, or set VENV or CONTAINER"
 }
 
 # use_dataset gpt3|llama3.1: sets `folder`, `name` and `files` (how many pairs) of a dataset and its `tokenizer`.

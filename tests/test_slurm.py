@@ -63,8 +63,8 @@ def write_shards(folder: Path, count: int) -> list[Path]:
     words = Path(os.__file__).read_text().split()
     shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
     for i, shard in enumerate(shards):
-        shard.write_text("".join(json.dumps({"text": " ".join(words[k:k + 60]), "meta": {"pile_set_name": "Books3"}}) + "\n"
-                                 for k in range(i, 3000, 60)))
+        texts = [" ".join(words[k:k + 60]) for k in range(i, 3000, 60)]
+        shard.write_text("".join(json.dumps({"text": text, "meta": {"pile_set_name": "Github"}}) + "\n" for text in texts))
     return shards
 
 
@@ -93,7 +93,7 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
     (folder / "my-gpt3_03_text_document.idx").unlink()
     missing = stage.script("check_dataset.sh")
     assert missing.returncode == 1 and missing.stdout == ""
-    assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see the logs in .*\n", missing.stderr)
+    assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see .*, then run .*\n", missing.stderr)
 
 
 @pytest.mark.parametrize("arguments, variables, message", [
