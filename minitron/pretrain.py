@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> None:
         stop = Stop(mesh, log, cfg.train.max_skipped)
         with watched(mesh, log, cfg.train.hang_seconds), stop:
             trainer = build(cfg, mesh)
+            mesh.activity.begin("load")
             restore(start, trainer.state)
+            mesh.activity.begin("start")
             log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
                       first_step=start.step + 1,
                       **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})

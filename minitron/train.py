@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minitron import attention, fp8
+from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.save import Checkpointer, State
 from minitron.collectives import all_reduce_
 from minitron.config import Config
@@ -143,12 +144,13 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
 def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:
     """The steps of the run after the `done` ones, which took `consumed` samples, or until `stop`.
 
-    Collective over the world.
+    Collective over the world. Raises CheckpointError if its last step could not be saved.
     """
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
+    step = done
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
         activity.step = step
         activity.begin("data")
@@ -177,6 +179,9 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         saves.wait()
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
+    if saves is not None and saves.saved != step:  # a scheduler must not take this for success
+        raise CheckpointError(f"the run ends after step {step}, of which there is no checkpoint in "
+                              f"{cfg.checkpoint.dir}: its save failed, as said above")
 
 
 def keep_collector_out() -> None:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 HUNG = 124  # exit status, as of timeout(1)
 # Actions that the host does at its own pace: no other rank is to blame if they take long. In "start" ranks meet.
-OWN_PACE = frozenset({"data", "checkpoint", "profile"})
+OWN_PACE = frozenset({"data", "checkpoint", "load", "profile"})
+# Terabytes take a disk long, and that is no hang; a disk that is stuck is to be noticed all the same.
+DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
 
 
 class Activity:
@@ -114,7 +116,8 @@ class _Watch:
 
     def run(self) -> None:
         while not self.over.wait(min(self.seconds / 20, 5.0)):
-            if (idle := self.mesh.activity.idle()) > self.seconds:
+            limit = max(self.seconds, DISK_SECONDS) if self.mesh.activity.action in DISK else self.seconds
+            if (idle := self.mesh.activity.idle()) > limit:
                 self.hangs = True
                 end = threading.Timer(self.grace, os._exit, [HUNG])  # whatever becomes of the report
                 end.daemon = True

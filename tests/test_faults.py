@@ -73,6 +73,18 @@ def test_many_ranks_are_cut_short():
     assert watch.listed(range(100), at_most=2) == "ranks 0, 1, ... (100 in all)"
 
 
+@pytest.mark.parametrize("action, hangs", [("checkpoint", False), ("load", False), ("data", True)])
+def test_a_slow_disk_is_no_hang(action, hangs, monkeypatch, capsys):
+    ends = []
+    monkeypatch.setattr(watch.os, "_exit", ends.append)
+    mesh = Mesh.offline()
+    with Log(Config(), 0, 1) as log, watch.watched(mesh, log, 0.2):
+        mesh.activity.begin(action)
+        time.sleep(3.0)
+    assert ends == [watch.HUNG] * hangs
+    assert ("has not moved for" in capsys.readouterr().err) == hangs
+
+
 # ---- signals ------------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import struct
 import tempfile
 import zlib
@@ -49,6 +50,7 @@ FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("fp16", "F16")}
 DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
 STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
+SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
@@ -83,7 +85,9 @@ def newest(directory: Path) -> Path | None:
     pointer = directory / "latest"
     if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
         return next(reversed(checkpoints(directory).values()), None)
-    text = pointer.read_bytes().decode(errors="replace")
+    _size(pointer)
+    with open(pointer, "rb") as file:
+        text = file.read(256).decode(errors="replace")
     name = text.split(" ")[0]
     if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
@@ -129,21 +133,34 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
     with disk_errors(directory):
         _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
         _sync(temporary)
-        if folder.exists():  # of a run that went back to before it
-            _remove(folder)
-        os.rename(temporary, folder)
+        replaced = None
+        if folder.exists():  # of a run that went back to before it: out of the way, and gone once the new one is there
+            replaced = _doomed(folder)
+            os.rename(folder, replaced)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, folder)
+            raise
         _sync(directory)
         _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
         os.replace(directory / "latest.tmp", directory / "latest")
         _sync(directory)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         passed = [folder for step, folder in checkpoints(directory).items() if step <= about["iteration"]]
         for folder in passed[:-keep] if keep else []:
             _remove(folder)
 
 
+def _doomed(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+
+
 def _remove(folder: Path) -> None:
     """Rename it first, so that no half of it is ever taken for a checkpoint."""
-    doomed = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    doomed = _doomed(folder)
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
 
@@ -254,19 +271,21 @@ class Reader:
         self.index = self.path / "index.json"
         try:
             index = _read_index(self.index)
-            self.iteration, self.consumed_samples = index["iteration"], index["consumed_samples"]
-            self.config, self.layout, self.state = index["config"], index["layout"], index["state"]
+            self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
+            self.config, self.layout, self.state = (dict(index[part]) for part in ("config", "layout", "state"))
             self.files, self._tensors = index["files"], index["tensors"]
             for file, record in self.files.items():
-                if Path(file).name != file or record["algorithm"] != "crc32":
+                _counts(record["bytes"])
+                if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
                     raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
             for name, kind in ((name, kind) for name in self._tensors for kind in self.kinds(name)):
                 files, _, boxes = zip(*self._boxes(name, kind))
+                _counts(*self.shape(name), *(number for box in boxes for number in (*box.start, *box.shape)))
                 if not (covers(self.shape(name), boxes) and self.files.keys() >= set(files)):
                     raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
         except CheckpointError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.index} is not as version 1 has it: {error!r}") from error
 
     def names(self) -> list[str]:
@@ -294,6 +313,9 @@ class Reader:
         as memory of this process.
         """
         wanted = Box(tuple(start), tuple(shape))
+        if any(first + size > whole for first, size, whole in zip(*wanted, self.shape(name), strict=True)):
+            raise CheckpointError(f"{self.index}: {kind} of {name} has shape {list(self.shape(name))}, and "
+                                  f"{list(wanted.shape)} from {list(wanted.start)} on is asked for")
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
         for file, key, stored in self._boxes(name, kind):
             if common := stored.meet(wanted):
@@ -312,21 +334,41 @@ class Reader:
         """Size and checksum of these files, by default of all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
             path, expected = self.path / name, self.files[name]
-            size, checksum, block = 0, 0, memoryview(bytearray(BLOCK_BYTES))
+            size, checksum, block = _size(path), 0, memoryview(bytearray(BLOCK_BYTES))
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {expected['bytes']}")
             with disk_errors(path), open(path, "rb", buffering=0) as file:
                 while count := file.readinto(block):
-                    size, checksum = size + count, zlib.crc32(block[:count], checksum)
-            if (size, f"{checksum:08x}") != (expected["bytes"], expected["checksum"]):
-                raise CheckpointError(f"{path} is damaged: {size} bytes with checksum {checksum:08x} instead of "
-                                      f"{expected['bytes']} with {expected['checksum']}")
+                    checksum = zlib.crc32(block[:count], checksum)
+            if f"{checksum:08x}" != expected["checksum"]:
+                raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x} instead of "
+                                      f"{expected['checksum']}")
 
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
         for box in self._tensors[name]["kinds"][kind]["boxes"]:
             yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
 
 
+def _counts(*values: object) -> tuple[int, ...]:
+    """Raises ValueError for what is no count: JSON knows floats, truth values, and numbers of any size."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise ValueError(f"{value!r} is no count")
+    return values
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file: a device or a pipe might never end. Raises CheckpointError."""
+    with disk_errors(path):
+        found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return found.st_size
+
+
 def _read_index(path: Path) -> dict:
     """The index, once its checksum, format and version are as they should be. Raises CheckpointError."""
+    _size(path)
     with disk_errors(path):
         first, _, body = path.read_bytes().partition(b"\n")
     if first.decode(errors="replace") != f'{{"checksum": "{_crc(body)}",':

@@ -52,14 +52,16 @@ def find(cfg: Config) -> Start:
     if c.dir is not None:
         directory = Path(c.dir).expanduser()
         make_writable(directory)
+        reader = None
         try:
-            folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
-            reader = Reader(folder) if c.resume and folder is not None else None
+            if c.resume:
+                folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
+                reader = None if folder is None else Reader(folder)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_other(directory)}") from error
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
-            if "data" not in reader.state:
+            if not {"data", "optimizer_steps"} <= reader.state.keys():
                 raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
                                       f"{reader.path} and another checkpoint.dir")
             return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"])
@@ -104,8 +106,9 @@ def restore(start: Start, state: State) -> None:
     optimizer.gradients.gather_parameters()
     optimizer.gradients.wait_parameters()
     if start.resume:
-        for name, value in state.scalars().items():
-            value.fill_(reader.state.get(name, value.item()))  # a run in another dtype had no loss scale
+        for name, value in state.scalars().items():  # a run in another dtype had no loss scale
+            value.fill_(reader.state["optimizer_steps"] if name == "optimizer_steps" else
+                        reader.state.get(name, value.item()))
         for chunk in state.chunks:
             if chunk.formats.scaling is not None and chunk.formats.scaling.history.any():
                 chunk.formats.scaling.follow_history()
@@ -137,9 +140,12 @@ def _back(directory: Path, step: int) -> Path:
 
 
 def _other(directory: Path, bad: Path | None = None) -> str:
-    """What the user can do instead: the newest other checkpoint, whole as far as its index tells."""
-    for step, folder in reversed(checkpoints(directory).items()):
+    """What the user can do instead: the newest checkpoint before the bad one, else after it, that has a good index."""
+    found = checkpoints(directory)
+    limit = max((step for step, folder in found.items() if folder == bad), default=max(found, default=0))
+    for step in sorted(found, key=lambda step: (step > limit, -step)):
         with suppress(CheckpointError):
+            folder = found[step]
             if folder != bad and Reader(folder):
                 return f"checkpoint.resume_step={step} goes back to {folder.name}"
     return "there is no other checkpoint; checkpoint.resume=false begins anew"
