@@ -42,7 +42,7 @@ from minitron import cli, pretrain
 from minitron.checkpoint.format import Reader, checkpoints, newest
 
 TORCHRUN_PATIENCE = 30.0  # seconds between its SIGTERM and its SIGKILL
-TEST_PATIENCE = 120.0     # seconds for a start that is not killed
+TEST_PATIENCE = 600.0     # seconds for a start that is not killed, on a machine with other work, too
 # Five blocks make pipelines uneven. eps: above the noise in gradients that nearly vanish (see layouts.py).
 MODEL = ["model.num_layers=5", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=8",
          "model.num_kv_heads=4", "model.vocab_size=90", "model.vocab_multiple=16", "model.init_std=0.2",
