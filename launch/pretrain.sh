@@ -1,6 +1,6 @@
 # Pretraining as a Slurm job: to be sourced by the .sbatch files of this folder, which set `size`, `recipe`, `dataset`
-# and `min_nodes`. 50 steps with a global batch of 16 samples a node, unless EXTRA_ARGS says otherwise. Taken from the
-# environment of sbatch:
+# and `min_nodes`. 50 steps with a global batch of 16 samples a node and NeMo's log lines, unless EXTRA_ARGS says
+# otherwise. Taken from the environment of sbatch:
 #
 #   DTYPE             fp8 or bf16
 #   STAGE_PATH, CONTAINER, CONTAINER_MOUNTS, VENV, TOKENIZER    see launch/stage.sh
@@ -49,7 +49,8 @@ JOB_TOTAL_GPUS=$((nodes * gpus))
 results=$STAGE_PATH/results/${GSW_VERSION:-$version}/$DTYPE/$size/$JOB_TOTAL_GPUS
 run=$results/$SLURM_JOB_ID
 mkdir -p "$run"
-arguments=("$recipe" "train.global_batch_size=$((16 * nodes))" "${precision[@]}" "log.dir=$run")
+arguments=("$recipe" "train.global_batch_size=$((16 * nodes))" "${precision[@]}" "log.dir=$run"
+    log.format=nemo)
 
 if [ "${DATASET:-}" != mock ]; then
     use_dataset "$dataset"

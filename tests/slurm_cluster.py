@@ -89,7 +89,7 @@ class Cluster:
         """What `scontrol show job` says of it."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", str(job)).stdout))
 
-    def wait(self, job: int, *states: str, seconds: float = 120) -> dict[str, str]:
+    def wait(self, job: int, *states: str, seconds: float = 400) -> dict[str, str]:
         """Until the job is in one of these states, by default any that it ends in."""
         states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return until(lambda: (facts := self.job(job))["JobState"] in states and facts, seconds,

@@ -64,7 +64,7 @@ def write_shards(folder: Path, count: int) -> list[Path]:
     shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
     for i, shard in enumerate(shards):
         texts = [" ".join(words[k:k + 60]) for k in range(i, 3000, 60)]
-        shard.write_text("".join(json.dumps({"text": text, "meta": {"pile_set_name": "Github"}}) + "\n" for text in texts))
+        shard.write_text("".join(json.dumps({"text": text, "meta": {"set": "Github"}}) + "\n" for text in texts))
     return shards
 
 
@@ -148,7 +148,13 @@ def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
     assert "--container-image=image.sqsh" in (tmp_path / "srun").read_text()
     assert f"--container-mounts={ROOT}:{ROOT},{stage.folder}:{stage.folder} " in (tmp_path / "srun").read_text()
     [out] = stage.folder.glob("results/*/fp8/70b/2/*.out")
-    assert re.search(r"^\[default0\]: iteration +4/ +4 .* global batch size: +32 ", out.read_text(), re.M)
+    timings = re.findall(r"global_step=(\d)\.0+, consumed_samples=([\d.]+), train_step_timing in s=", out.read_text())
+    assert [int(step) for step, _ in timings] == list(range(4)) and float(timings[-1][1]) == 4 * 2 * 16
+    metrics = subprocess.run([sys.executable, str(ROOT / "tools" / "training_metrics.py"), f"--file={out}",
+                              "--batch_size=32", "--num_accelerators=2", "--model_type=llama3.1-70b",
+                              "--accelerator_type=h100", "--start_step=1", "--end_step=3"],
+                             capture_output=True, text=True)
+    assert metrics.returncode == 0 and "Average step time: " in metrics.stdout, metrics.stderr
     config = (out.with_suffix("") / "config.yaml").read_text()
     assert all(f"my-llama_0{i}_text_document" in config for i in range(2)) and "fp8: delayed" in config
 
@@ -198,7 +204,7 @@ def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
 def run_preempted(cluster, stage, preempt, **variables):
     """A job of 50 steps that `preempt(job)` stops in between; once it has gone on by itself, the job and both logs."""
     job = stage.submit(cluster, **variables)
-    until(lambda: stage.metrics(job) or cluster.job(job)["JobState"] == "FAILED", 90, lambda: stage.output(job))
+    until(lambda: stage.metrics(job) or cluster.job(job)["JobState"] == "FAILED", 200, lambda: stage.output(job))
     preempt(job)
     cluster.wait(job, "PENDING")
     reached = len(stage.metrics(job))
@@ -237,7 +243,7 @@ def test_a_job_that_slurm_requeues_saves_and_goes_on(cluster, stage):
 @pytest.mark.slow
 def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     job = stage.submit(cluster, CHECKPOINT_DIR="none")
-    until(lambda: stage.metrics(job), 90, lambda: stage.output(job))
+    until(lambda: stage.metrics(job), 200, lambda: stage.output(job))
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     assert cluster.wait(job)["JobState"] == "FAILED"
     assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
