@@ -44,7 +44,7 @@ def environment() -> dict:
     return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "gpu": gpu or None,
             "power_limit_watts": float(power) if power else None,
             "versions": {"cuda": torch.version.cuda, **{name: _version(name) for name in PACKAGES}},
-            "command": shlex.join(_without(sys.argv, "--results", "--commit", "--plot"))}
+            "command": shlex.join(_without(sys.argv, "--results", "--commit", "--plot", "--dir"))}
 
 
 def commit() -> str | None:
