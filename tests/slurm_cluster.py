@@ -92,7 +92,7 @@ class Cluster:
     def wait(self, job: int, *states: str, seconds: float = 400) -> dict[str, str]:
         """Until the job is in one of these states, by default any that it ends in."""
         states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        return until(lambda: (facts := self.job(job))["JobState"] in states and facts, seconds,
+        return until(lambda: (facts := self.job(job)).get("JobState") in states and facts, seconds,
                      lambda: f"{self.job(job)}\n{self.logs()}")
 
     def logs(self) -> str:
