@@ -343,6 +343,19 @@ def test_a_damaged_checkpoint_ends_the_run_and_names_another(ranks, tmp_path):
     assert ranks(2, resume_on_2, cfg)[0].startswith(f"{tmp_path}/latest is damaged")
 
 
+def test_a_damaged_descendant_is_not_passed_over(ranks, tmp_path):
+    """With resume_step still on the command line, a restart must not begin at that step again and lose what followed."""
+    cfg = saving(config(LLAMA, LONG), tmp_path)
+    ranks(2, leg, cfg, 2)
+    back = saving(cfg, tmp_path, resume_step=2)
+    for until in 3, 4:
+        ranks(2, leg, back, until)
+    flip(tmp_path / "step_00000004" / "index.json")
+    first, second = ranks(2, resume_on_2, back)
+    assert first == second and first.startswith(f"{tmp_path}/step_00000004/index.json is damaged")
+    assert first.endswith("checkpoint.resume_step=3 goes back to step_00000003")
+
+
 def sees_another(cfg: Config) -> str:
     """Rank 1 has a directory of its own."""
     directory = Path(cfg.checkpoint.dir) / str(torch.distributed.get_rank())

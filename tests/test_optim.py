@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitron.checkpoint.save import State
 from minitron.config import OptimizerConfig, PrecisionConfig
 from minitron.mesh import Mesh
 from minitron.optim.lr import learning_rate
@@ -162,14 +163,20 @@ def test_a_loss_that_is_not_finite_is_reported_and_no_tokens_at_all_skip_the_ste
     assert (stats["nan"], stats["skipped"], steps) == (1, 1, 0)
 
 
+def state_slices(optimizer):
+    """This rank's state by parameter: views into the state itself, as a checkpoint's pieces are."""
+    state = State([], optimizer, None)
+    return [{kind: part.of(flat) for kind, flat in state.slices().items()} for part in optimizer.gradients.owned()]
+
+
 def state_parts():
     toy = Toy(Mesh.create(), dtype=torch.bfloat16)
     optimizer = Zero1Optimizer(toy.gradients, CFG)
-    for _, tensors in optimizer.state_slices():
+    for tensors in state_slices(optimizer):
         for i, tensor in enumerate(tensors.values()):
             tensor.fill_(i + 1)
     whole = [toy.gradients.assemble(s) for s in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq)]
-    return [sorted(tensors) for _, tensors in optimizer.state_slices()], whole
+    return [sorted(tensors) for tensors in state_slices(optimizer)], whole
 
 
 def test_state_can_be_written_by_name_and_every_element_is_reached(ranks):

@@ -131,12 +131,27 @@ def _wanted(start: Start, state: State) -> Iterator[Piece]:
 
 
 def _back(directory: Path, step: int) -> Path:
-    """The newest checkpoint if it descends from that of `step`, else that one."""
-    with suppress(CheckpointError):  # it may be why the user goes back
+    """The newest checkpoint if it descends from that of `step`, else that one.
+
+    A damaged newest one may be why the user goes back. Once others descend from `step`, it is an error: to begin there
+    again would lose what followed.
+    """
+    try:
         folder = newest(directory)
-        if folder is not None and Reader(folder).config.get("checkpoint", {}).get("resume_step") == step:
+        if folder is not None and _descends(folder, step):
             return folder
+    except CheckpointError:
+        for folder in checkpoints(directory).values():
+            descends = False
+            with suppress(CheckpointError):
+                descends = _descends(folder, step)
+            if descends:
+                raise
     return directory / STEP_NAME(step)
+
+
+def _descends(folder: Path, step: int) -> bool:
+    return Reader(folder).config.get("checkpoint", {}).get("resume_step") == step
 
 
 def _other(directory: Path, bad: Path | None = None) -> str:

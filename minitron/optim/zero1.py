@@ -21,7 +21,6 @@ CUDA the update and the cast are one kernel. Left out: a choice of optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from minitron.collectives import Done, all_reduce_
 from minitron.config import OptimizerConfig
-from minitron.optim.grads import Gradients, OwnedPart
+from minitron.optim.grads import Gradients
 from minitron.parallel.tensor import choose_ops
 from minitron.plain import AdamHyper, AdamState
 
@@ -110,9 +109,3 @@ class Zero1Optimizer:
         self.reads.wait()
         self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
                         updated=lambda i: self.gradients.buckets[i].start_gather())
-
-    def state_slices(self) -> Iterator[tuple[OwnedPart, dict[str, Tensor]]]:
-        """This rank's state by parameter: where each part lies, and 1-d float32 views into the state itself."""
-        for part in self.gradients.owned():
-            yield part, {"master": part.of(self.masters), "exp_avg": part.of(self.exp_avg),
-                         "exp_avg_sq": part.of(self.exp_avg_sq)}
