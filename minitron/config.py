@@ -170,6 +170,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class FinetuneConfig:
+    kind: Literal["sft", "lora"] | None = key(
+        None, "sft: all weights are trained; lora: adapters beside frozen weights; null: pretraining")
+    base: str | None = key(None, "the weights to start from: a Hugging Face folder or a minitron checkpoint")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = key(8, "inner width of an adapter", COUNT)
+    alpha: float = key(16.0, "what adapters add is multiplied by alpha / rank", POSITIVE)
+    dropout: float = key(0.0, "dropout of what adapters read", FRACTION)
+    targets: tuple[str, ...] = key(
+        ("qkv",), "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class LogConfig:
     format: Literal["megatron", "megatron-core", "nemo"] = key("megatron", "form of the iteration line")
     every: int = key(1, "steps between iteration lines", COUNT)
@@ -197,6 +217,8 @@ class Config:
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     data: DataConfig = key(DataConfig, "what is read")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is saved and started from")
+    finetune: FinetuneConfig = key(FinetuneConfig, "training of weights that exist (minitron.finetune)")
+    lora: LoraConfig = key(LoraConfig, "low-rank adapters (finetune.kind=lora)")
     log: LogConfig = key(LogConfig, "what is written")
     profile: ProfileConfig = key(ProfileConfig, "some steps under a profiler")
 

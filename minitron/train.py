@@ -25,6 +25,7 @@ from minitron.data.loader import Loader
 from minitron.log import Log
 from minitron.mesh import Mesh
 from minitron.meter import Meter
+from minitron.model import lora
 from minitron.model.gpt import GPT, Batch, make_layout
 from minitron.model.init import initialise
 from minitron.optim.grads import Gradients
@@ -51,6 +52,7 @@ class Trainer:
     executor: Executor
     scaler: LossScaler | None
     backend: str  # of attention
+    base: str | None = None  # fingerprint of the weights beside which adapters are trained
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
@@ -77,14 +79,16 @@ class Trainer:
     @property
     def state(self) -> State:
         """What a checkpoint holds of this rank."""
-        return State(self.chunks, self.optimizer, self.scaler)
+        return State(self.chunks, self.optimizer, self.scaler, self.base)
 
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
         m, mesh = self.cfg.model, self.mesh
-        here = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+        here, trained = (sum(p.numel() for chunk in self.chunks for p in chunk.parameters() if p.requires_grad or every)
+                         for every in (True, False))
+        frozen = "" if here == trained else f", of which {trained / 1e6:.2f} M are trained"
         return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
-                f"{here / 1e6:.2f} M parameters on rank {mesh.rank} | tp {mesh.tp.size} pp {mesh.pp.size} "
+                f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
                 f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}, "
                 f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
@@ -130,6 +134,9 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     mine = range(pp.rank, pp.size * vp, pp.size)
     layout = make_layout(cfg, mesh)
     chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1, layout=layout) for i in mine]
+    if cfg.finetune.kind == "lora":
+        for chunk in chunks:
+            lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
     gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
                           overlap=cfg.parallel.overlap_grads)

@@ -58,6 +58,7 @@ class State(NamedTuple):
     chunks: Sequence[GPT]
     optimizer: Zero1Optimizer
     scaler: LossScaler | None
+    base: str | None = None  # fingerprint of frozen weights, which are not saved
 
     @property
     def mesh(self) -> Mesh:
@@ -169,7 +170,8 @@ class Checkpointer:
         layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg),
                  "layout": layout | {"vp": len(self.state.chunks)},
-                 "state": {name: value.item() for name, value in scalars.items()} | {"data": self.data}}
+                 "state": {name: value.item() for name, value in scalars.items()} | {
+                     "data": self.data, "base": self.state.base}}
         size = sum(piece.tensor.nbytes for piece in mine)
         try:
             directory = Path(c.dir).expanduser()
