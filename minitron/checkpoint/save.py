@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global
+from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
 from minitron.checkpoint.format import CheckpointError, begin, commit, write_shard
 from minitron.config import Config
 from minitron.fp8 import Fp8Gemm
@@ -91,7 +91,7 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
     """
     for part in gradients.owned():
         shape, shard, at = tuple(part.param.shape), part.param.shard, 0
-        whole = shape if shard is None else (*shape[:shard.dim], sum(shard.chunks), *shape[shard.dim + 1:])
+        whole = whole_shape(shape, shard)
         for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
             begin, at = at, at + prod(box.shape)
             for kind, flat in slices.items():

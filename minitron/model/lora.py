@@ -96,9 +96,10 @@ class Adapter(nn.Module):
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
         self.a = parameter((len(spans) * rank, k), shard=None if by_rows else Shard(1, axis, (k,)),
                            std=(3 * k) ** -0.5, **make)
-        self.b = nn.ParameterDict({
-            target: parameter((span.size, rank), shard=Shard(0, axis, span.chunks) if by_rows else None, std=None,
-                              **make) for target, span in spans.items()})
+        self.b = nn.ParameterDict()
+        for target, span in spans.items():  # one by one: from a dict it would take them in the order of the alphabet
+            self.b[target] = parameter((span.size, rank), shard=Shard(0, axis, span.chunks) if by_rows else None,
+                                       std=None, **make)
         split = axis.size if by_rows else 1
         # (rows of y, columns of u) that a target's B stands between, on this rank
         self.places = [(slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
