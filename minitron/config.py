@@ -155,6 +155,8 @@ class DataConfig:
     split: str = key("969,30,1", "train, validation and test shares of the documents")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
+    document_length: int | None = key(
+        None, "mock: documents of 1 to so many tokens; null: of a quarter sample on average", COUNT)
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
 

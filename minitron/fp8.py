@@ -163,7 +163,7 @@ class Fp8Gemm(Gemm):
 
     def _quantized(self, weight: Tensor) -> Payload:
         if self._weight is None:
-            known = (None, None) if self._frozen else self._scale("weight", record=True)
+            known = (None, None) if self._frozen else self._scale("weight", True)
             self._weight = self.backend.cast(weight.detach(), "weight", Axis.single(), *known, True)
         return self._weight
 

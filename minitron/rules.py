@@ -190,6 +190,9 @@ def _check_optimizer(cfg: Config) -> None:
 
 def _check_data(cfg: Config) -> None:
     d = cfg.data
+    if d.source != "mock" and d.document_length is not None:
+        raise ValueError(f"data.document_length={d.document_length} is of random documents, and data.source={d.source} "
+                         "has documents of its own; drop it, or set data.source=mock")
     if d.source == "indexed" and not d.paths:
         raise ValueError("data.source=indexed has nothing to read; set data.paths=[PREFIX], or "
                          "[WEIGHT,PREFIX,WEIGHT,PREFIX,...]")

@@ -24,7 +24,7 @@ from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.log import Log
 from minitron.mesh import Mesh
-from minitron.meter import Meter
+from minitron.meter import Meter, Samples
 from minitron.model import lora
 from minitron.model.gpt import GPT, Batch, make_layout
 from minitron.model.init import initialise
@@ -166,8 +166,10 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
         scale = trainer.loss_scale()
         stats = trainer.step(batches, lr)
-        documents = [bounds for b in batches for bounds in b.documents] if cfg.data.separate_documents else None
-        meter.step(torch.cat([stats.values, scale]), documents, step=step, consumed_samples=consumed, lr=lr)
+        samples = Samples()
+        if cfg.data.separate_documents:
+            samples = Samples([bounds for b in batches for bounds in b.documents], [n for b in batches for n in b.padding])
+        meter.step(torch.cat([stats.values, scale]), samples, step=step, consumed_samples=consumed, lr=lr)
         if stop.agreed:
             break
         if t.eval_every and step % t.eval_every == 0:

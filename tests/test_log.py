@@ -101,7 +101,7 @@ def test_nemo_s_lines_feed_their_readers():
     """The patterns that tools around NeMo look for, with what they make of our lines."""
     cfg = ["log.format=nemo", "train.steps=50"]
     it = replace(STEP, step=50, consumed_samples=6400, seconds=5.9)
-    (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines(cfg, [it], 0, 1, nemo=forms.nemo_pipe)
+    (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines([*cfg, "finetune.kind=sft"], [it], 0, 1)
     assert re.search(r"train_step_timing in s=([\d\.]+)", bar)[1] == "5.900"
     found = re.match(r"Training epoch (\d+), iteration (\d+)/(\d+) \| lr: \S+ \| global_batch_size: (\d+) \| "
                      r"global_step: (\d+) \| reduced_train_loss: [\d.]+ \| train_step_timing in s: ([\d.]+)", pipe)
