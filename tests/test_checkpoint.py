@@ -43,6 +43,7 @@ def start_trainer(cfg: Config) -> tuple[Trainer, Start]:
     torch.set_num_threads(1)
     start = find(cfg)
     trainer = build(cfg, mesh_of(cfg))
+    trainer.base = start.mark
     restore(start, trainer.state)
     return trainer, start
 
