@@ -7,8 +7,8 @@ Per case and precision it prints, and appends to the results,
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. ours_gib=.. peer_gib=..
 
 The peer is Megatron-core, or `--peer torchtitan` or `huggingface`.
-MFU by the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and with FP8 against a
-peer in bf16 where it has nothing else; memory of the highest rank, as torch's allocator counts it. A case that cannot
+MFU by the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against
+a peer in bf16 where it has nothing else; memory of the highest rank, as torch's allocator counts it. A case that cannot
 run here is skipped with a reason. Exits with status 1 if one failed.
 """
 
@@ -91,16 +91,19 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
         both[side] = launch(command, args.timeout, ENVIRONMENT | environment)
     ours, peer = both["ours"], both["peer"]
     weights = {f"{side}_mfu_weights": figures["mfu_weights"] for side, figures in both.items()} if case.tunes else {}
-    return {**weights, "ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"], "ratio": ours["tflops"] / peer["tflops"],
-            "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"], "fp8": fp8, "ours": ours, "peer_figures": peer}
+    return {**weights, "ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"],
+            "ratio": ours["tflops"] / peer["tflops"], "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"],
+            "fp8": fp8, "ours": ours, "peer_figures": peer}
 
 
 def line(result: dict) -> str:
     """The one line of a case; MFU is nan where the device's peak is not known."""
     mfu = {side: math.nan if result[side] is None else result[side] for side in ("ours_mfu", "peer_mfu")}
-    more = [f" {key}={result[key]:.2f}" for key in ("ours_mfu_weights", "peer_mfu_weights") if result.get(key)]
-    return (f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
-            f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}{''.join(more)}")
+    more = [f" {key}={result[key]:.2f}" for key in ("ours_mfu_weights", "peer_mfu_weights")
+            if result.get(key) is not None]
+    return "".join([f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
+                    f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
+                    *more])
 
 
 def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:

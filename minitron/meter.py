@@ -53,8 +53,8 @@ class Meter:
     def step(self, values: Tensor, samples: Samples, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. samples: of this
-        data rank. known: the other fields of `log.Iteration` that the host has.
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. samples: of
+        this data rank. known: the other fields of `log.Iteration` that the host has.
         """
         self.mesh.activity.begin("figures")
         extra = torch.zeros(5, dtype=values.dtype, device=values.device)

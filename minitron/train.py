@@ -168,7 +168,8 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         stats = trainer.step(batches, lr)
         samples = Samples()
         if cfg.data.separate_documents:
-            samples = Samples([bounds for b in batches for bounds in b.documents], [n for b in batches for n in b.padding])
+            samples = Samples([bounds for b in batches for bounds in b.documents],
+                              [n for b in batches for n in b.padding])
         meter.step(torch.cat([stats.values, scale]), samples, step=step, consumed_samples=consumed, lr=lr)
         if stop.agreed:
             break

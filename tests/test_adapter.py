@@ -1,4 +1,4 @@
-"""Fine-tuning through checkpoints: from Hugging Face weights, into any layout, on again, and back out, merged or for PEFT.
+"""Fine-tuning through checkpoints: from Hugging Face weights into any layout, on again, and out, merged or for PEFT.
 
 Logits agree to 1e-5: both compute in float32, and sums run in another order.
 """
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from layouts import config, mesh_of
+from layouts import config
 from safetensors.torch import load_file, save_file
-from test_checkpoint import assert_same, contents, leg, saving, start_trainer, train, whole
+from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
 from test_convert_hf import batch_of, convert, error_of, loaded, model_of
 from test_lora import ALL
 
@@ -23,8 +22,7 @@ from minitron import cli, finetune, pretrain
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import fingerprint, open_weights
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.load import find
-from minitron.config import Config, ModelConfig
+from minitron.config import Config
 from minitron.testing import assert_close_rel
 
 TRAIN = dict(seq_len=32, micro_batch_size=1, global_batch_size=4, steps=30)
@@ -218,7 +216,7 @@ def test_exports_that_cannot_be(bases, tmp_path):
      "lora.targets=[q,query]: a llama model has no query; use some of qkv, q, k, v, o, gate, up, down"),
     ({"finetune": {"kind": "lora"}, "lora": {"targets": ("gate",)},
       "model": {"family": "gpt", "positions": "learned"}}, "a gpt model has no gate; use some of qkv, q, k, v, o, up"),
-    ({"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "v")}}, "lora.targets=[qkv,v] must name each layer once"),
+    ({"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "v")}}, "lora.targets=[qkv,v] must name each layer"),
     ({"finetune": {"kind": "lora"}, "lora": {"targets": ("o", "o")}}, "lora.targets=[o,o] must name each layer once"),
     ({"finetune": {"kind": "lora"}, "lora": {"targets": ()}}, "lora.targets=[] must name each layer once"),
     ({"data": {"document_length": 5}}, "data.document_length=5 is of random documents, and data.source=corpus has"),

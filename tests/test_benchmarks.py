@@ -363,7 +363,7 @@ PACKED = ["data.separate_documents=true", "data.document_length=20"]
 
 @pytest.mark.parametrize("case, world, argv", [("lora", 1, PACKED), ("sft", 2, PACKED)])
 def test_fine_tuning_and_its_peer_really_run(case, world, argv):
-    """On the same samples and by the same counting. Of packed LoRA two thirds of the documents' own operations count."""
+    """On the same samples, by the same counting. Of packed LoRA two thirds of the documents' own operations count."""
     peer_module("huggingface")
     if case == "lora":
         pytest.importorskip("peft", reason="peft is not installed: pip install peft")

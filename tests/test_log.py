@@ -143,7 +143,7 @@ def test_mfu_and_memory_follow_the_line():
 
 
 def test_mfu_of_packed_lora():
-    """Two thirds of the operations of the documents, none of the padding; the mean of the last 20 steps says the same."""
+    """Two thirds of the operations of the documents, none of the padding; so in the mean of the last 20 steps."""
     out, argv = io.StringIO(), ["finetune.kind=lora", "train.seq_len=64"]
     cfg = cli.load(argv)
     its = [replace(STEP, step=i, seconds=9.0 if i < 4 else 0.5 + i / 100, squared_lengths=16 * 2 * 30**2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import test_invariance
 import torch
-from layouts import GPT3, LLAMA, config, dataset_of, mesh_of, train_steps
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
 from test_invariance import assert_equals_one_process, axes
 
 from minitron import fp8_torch
@@ -68,19 +68,8 @@ def test_the_formula(targets, p):
 
 
 def train_adapters(cfg: Config):
-    """train_steps from adapters that do something: a B of zeros would leave A without a gradient."""
-    original = Adapter.__init__
-
-    def started(self, *args):
-        original(self, *args)
-        for factor in self.b.values():
-            factor.std = 0.1
-
-    Adapter.__init__ = started
-    try:
+    with adapters_that_do_something():
         return train_steps(cfg)
-    finally:
-        Adapter.__init__ = original
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ PUBLISHED = {"llama3_8b": 8.03, "llama31_70b": 70.6, "llama31_405b": 405.85, "gp
              "llama3_8b_sft": 8.03, "llama3_8b_lora": 8.03}
 # GPUs of the smallest published run of each, and its microbatches per step on every data-parallel rank.
 JOBS = {"gpt3_175b": (128, 64), "gpt3_175b_gke": (256, 256), "gpt3_175b_jube": (384, 16), "gpt3_13b": (32, 256),
-        "llama31_70b": (64, 64), "llama31_405b": (512, 64), "llama3_8b": (8, 16), "llama3_8b_sft": (8, 4), "llama3_8b_lora": (8, 4)}
+        "llama31_70b": (64, 64), "llama31_405b": (512, 64), "llama3_8b": (8, 16),
+        "llama3_8b_sft": (8, 4), "llama3_8b_lora": (8, 4)}
 
 
 def chunks_of(cfg, mesh) -> list[GPT]:

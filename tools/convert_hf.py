@@ -7,9 +7,9 @@
 
 Import writes a weights-only checkpoint in the number format of the source, and beside it model.yaml, the model section
 of a configuration that trains it.  Export reads any checkpoint, in whatever layout it was saved, and writes config.json
-and safetensors that transformers' from_pretrained loads; a LoRA checkpoint's adapters are merged into the weights that it
-was trained beside, or with --adapter written alone, as PEFT's PeftModel.from_pretrained loads them.  All write under a temporary name first: an error or Ctrl-C
-leaves nothing.
+and safetensors that transformers' from_pretrained loads; a LoRA checkpoint's adapters are merged into the weights that
+they were trained beside, or with --adapter written alone, as PEFT's PeftModel.from_pretrained loads them.  All write
+under a temporary name first: an error or Ctrl-C leaves nothing.
 
 Left out: tokenizers (copy the tokenizer's files beside exported weights) and dropout (a choice of each run).
 """
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
     exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
     exporter.add_argument("target", metavar="HF_FOLDER", help="new")
     exporter.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (%(default)s)")
-    exporter.add_argument("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now (where they were)")
+    exporter.add_argument("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
     exporter.add_argument("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
     for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
         command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")

@@ -7,8 +7,8 @@ minitron's counting. Without tensor, pipeline and context parallelism and withou
 
 Fine-tuning reads minitron's samples. Packed documents are kept apart as transformers does it, by positions that begin
 anew: with flash-attn, where that is installed, by its kernel for such sequences, else by a mask. LoRA is PEFT's, on
-weights and adapters in bf16: PEFT's default, adapters in float32, casts what they read and is slower. The loop is the one
-below and not the Trainer's, which does the same and more: so the ratio does not gain from it.
+weights and adapters in bf16: PEFT's default, adapters in float32, casts what they read and is slower. The loop is the
+one below and not the Trainer's, which does the same and more: so the ratio does not gain from it.
 """
 
 from __future__ import annotations

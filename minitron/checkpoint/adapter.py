@@ -86,7 +86,7 @@ def check_base(adapter: Reader, base: Weights, mark: str) -> None:
     """Raises CheckpointError unless these are the weights, with this fingerprint, that the adapter was trained with."""
     if adapter.state.get("base") != mark:
         raise CheckpointError(f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
-                              f"{adapter.state.get('base')}, and {base.path} has {mark}; name those weights as the base")
+                              f"{adapter.state.get('base')}, and {base.path} has {mark}; name the former as the base")
 
 
 class Part(NamedTuple):
@@ -168,8 +168,8 @@ class Merged:
                         yield (module.name.removesuffix(".weight"), name, part,
                                slice(row - part.start, end - part.start))
                     elif part.start < end and row < part.start + part.size:
-                        raise ValueError(f"{self.path} has an adapter of {part.b} alone, which is a part of {module.name} "
-                                         "in a Hugging Face model; export merged weights instead")
+                        raise ValueError(f"{self.path} has an adapter of {part.b} alone, which is a part of "
+                                         f"{module.name} in a Hugging Face model; export merged weights instead")
                 row = end
 
     def _parts(self, name: str) -> list[Part]:

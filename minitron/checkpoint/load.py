@@ -5,10 +5,11 @@ of the state, so resuming takes no more memory than a fresh start. Parameters ar
 all-gather brings the other ranks' slices.
 
 A checkpoint in checkpoint.dir is resumed, with all of its state and its data; else finetune.base or checkpoint.load
-gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and have to
-be those that the adapters began beside. What is damaged, missing or of another model ends the run before its first step. An older checkpoint is
-used when the user says so: checkpoint.resume_step=10 goes back, once. A checkpoint whose own configuration has that key
-descends from that step and is resumed in its place, so the same command may be started again.
+gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and have
+to be those that the adapters began beside. What is damaged, missing or of another model ends the run before its first
+step. An older checkpoint is used when the user says so: checkpoint.resume_step=10 goes back, once. A checkpoint whose
+own configuration has that key descends from that step and is resumed in its place, so the same command may be started
+again.
 """
 
 from __future__ import annotations
@@ -220,8 +221,8 @@ def _check_finetune(reader: Reader, cfg: Config) -> None:
     for section, key in ((section, key) for section, keys in ours.items() for key in keys):
         was, now = saved[section].get(key), ours[section][key]
         if was != now:
-            raise CheckpointError(f"{reader.index} is of another run: {section}.{key} was {was} and is {now}; set it to "
-                                  "that, or use another checkpoint.dir")
+            raise CheckpointError(f"{reader.index} is of another run: {section}.{key} was {was} and is {now}; set it "
+                                  "to that, or use another checkpoint.dir")
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config import Config, ModelConfig
-from minitron.fp8 import Fp8Gemm
 from minitron.model.gpt import GPT
 from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear, Shard, parameter
 from minitron.precision import Layer, Traffic, rows
@@ -59,7 +58,8 @@ def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Spa
     q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
     gated = m.family == "llama"
     layers = {
-        "attention.qkv": {"qkv": Span(0, (q, kv, kv)), "q": Span(0, (q,)), "k": Span(q, (kv,)), "v": Span(q + kv, (kv,))},
+        "attention.qkv": {"qkv": Span(0, (q, kv, kv)),
+                          "q": Span(0, (q,)), "k": Span(q, (kv,)), "v": Span(q + kv, (kv,))},
         "attention.out": {"o": Span(0, (h,))},
         "mlp.up": {"gate": Span(0, (f,)), "up": Span(f, (f,))} if gated else {"up": Span(0, (f,))},
         "mlp.down": {"down": Span(0, (h,))}}
