@@ -81,6 +81,11 @@ class Trainer:
         """What a checkpoint holds of this rank."""
         return State(self.chunks, self.optimizer, self.scaler, self.base)
 
+    @property
+    def shared_bytes(self) -> int:
+        """GPU memory that ranks of a node share, which torch's allocator does not count."""
+        return self.chunks[0].layout.by.nbytes + self.gradients.sums.nbytes
+
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
         m, mesh = self.cfg.model, self.mesh
@@ -91,6 +96,7 @@ class Trainer:
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
                 f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}, "
+                f"gradients: {type(self.gradients.sums).__name__.lower()}, "
                 f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
@@ -170,7 +176,8 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         if cfg.data.separate_documents:
             samples = Samples([bounds for b in batches for bounds in b.documents],
                               [n for b in batches for n in b.padding])
-        meter.step(torch.cat([stats.values, scale]), samples, step=step, consumed_samples=consumed, lr=lr)
+        meter.step(torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step,
+                   consumed_samples=consumed, lr=lr)
         if stop.agreed:
             break
         if t.eval_every and step % t.eval_every == 0:
