@@ -204,6 +204,8 @@ def test_exports_that_cannot_be(bases, tmp_path):
     convert("import", bases("llama"), tmp_path / "plain")
     assert "plain holds no adapter; leave --adapter out" in error_of(
         convert, "export", tmp_path / "plain", tmp_path / "out", "--adapter")
+    assert "plain holds a whole model; leave it out" in error_of(
+        convert, "export", tmp_path / "plain", tmp_path / "out", "--base", bases("llama"))
     assert "is a Hugging Face folder already" in error_of(convert, "export", bases("llama"), tmp_path / "out")
 
 

@@ -100,6 +100,8 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
     reader = open_weights(source, base)
     if isinstance(reader, hf.Reader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
+    if base is not None and not isinstance(reader, Merged):
+        raise ValueError(f"--base={base} is for adapters, and {source} holds a whole model; leave it out")
     sections = {name: keys for name, keys in reader.config.items() if name in ("model", "precision")}
     cfg = cli.from_tree(sections, str(reader.index))
     dtype = dtype or cfg.precision.dtype

@@ -50,7 +50,10 @@ def open_weights(path: str, base: str | None = None, vocab_multiple: int = Model
     if reader.config.get("finetune", {}).get("kind") != "lora":
         return reader
     cfg = config_of(reader)
-    return Merged(reader, cfg, open_weights(base or base_of(cfg), vocab_multiple=cfg.model.vocab_multiple))
+    base = base or base_of(cfg)
+    if base is None:
+        raise CheckpointError(f"{reader.path} holds an adapter and does not say of which weights; name their folder")
+    return Merged(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple))
 
 
 def base_of(cfg: Config) -> str | None:
@@ -62,7 +65,7 @@ def config_of(reader: Reader) -> Config:
     """What a checkpoint was saved with, as far as weights depend on it."""
     sections = ("model", "precision", "finetune", "lora")
     tree = {name: reader.config[name] for name in sections if name in reader.config}
-    tree |= {"checkpoint": {"load": reader.config["checkpoint"]["load"]}}
+    tree |= {"checkpoint": {"load": reader.config.get("checkpoint", {}).get("load")}}
     return cli.from_tree(tree, str(reader.index))
 
 

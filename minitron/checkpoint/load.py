@@ -102,14 +102,15 @@ def restore(start: Start, state: State) -> None:
     if start.reader is start.frozen is None:
         return
     reader, optimizer = start.reader, state.optimizer
-    failure = None
+    failure, resuming = None, False
     try:
         if start.frozen is not None:
             _fill(start.frozen, list(_frozen(start.frozen, state)), mesh)
         if reader is not None:
+            resuming = start.resume
             _fill(reader, list(_wanted(start, state)), mesh)
     except CheckpointError as error:
-        other = f"; {_other(reader.path.parent, reader.path)}" if start.resume else ""
+        other = f"; {_other(reader.path.parent, reader.path)}" if resuming else ""
         failure = CheckpointError(f"{error}{other}")
     decide(failure, lambda _: None, mesh)  # raised by all, so that none waits for another in a collective
     for bucket, master in zip(optimizer.gradients.buckets, optimizer.masters, strict=True):
@@ -214,15 +215,20 @@ def _other(directory: Path, bad: Path | None = None) -> str:
 
 def _check_finetune(reader: Reader, cfg: Config) -> None:
     """Raises CheckpointError unless the saved run trained the same parameters."""
-    saved = {section: reader.config.get(section, {}) for section in ("finetune", "lora")}
-    ours = {"finetune": {"kind": cfg.finetune.kind}, "lora": {}}
-    if cfg.finetune.kind == "lora":
-        ours["lora"] = {"rank": cfg.lora.rank, "alpha": cfg.lora.alpha, "targets": list(cfg.lora.targets)}
-    for section, key in ((section, key) for section, keys in ours.items() for key in keys):
-        was, now = saved[section].get(key), ours[section][key]
-        if was != now:
-            raise CheckpointError(f"{reader.index} is of another run: {section}.{key} was {was} and is {now}; set it "
+    saved = _trained(reader.config)
+    for key, now in _trained(asdict(cfg)).items():
+        if saved.get(key) != now:
+            raise CheckpointError(f"{reader.index} is of another run: {key} was {saved.get(key)} and is {now}; set it "
                                   "to that, or use another checkpoint.dir")
+
+
+def _trained(config: Mapping) -> dict:
+    """The keys that say which parameters are trained. Runs before fine-tuning existed have none of them."""
+    kind, lora = config.get("finetune", {}).get("kind"), config.get("lora")
+    if kind != "lora":
+        return {"finetune.kind": kind}
+    return {"finetune.kind": kind, "lora.rank": lora["rank"], "lora.alpha": lora["alpha"],
+            "lora.targets": sorted(lora["targets"])}
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:

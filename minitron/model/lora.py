@@ -11,9 +11,10 @@ that it would have read. What A and B add is r wide: it costs passes over x, y a
 An adapter sits on a linear layer as the GEMM seam knows it, in any number format, and shards with it. What travels is
 u = x A^T, r numbers a token, in the same way as x or y would: so a gathered x is never needed a second time.
 
-    column-parallel   A whole, B by rows:    u of this rank's rows -> gather -> u B^T     (backward: reduce-scatter)
-    row-parallel      A by columns, B whole: partial sums of u -> reduce-scatter -> u B^T (backward: gather)
-    sequence parallelism off: nothing -> all-reduce backward, and all-reduce -> nothing
+    column-parallel   A whole, B by rows:     u of this rank's tokens -> gather -> u B^T    backward: reduce-scatter
+    row-parallel      A by columns, B whole:  partial sums of u -> reduce-scatter -> u B^T  backward: gather
+
+Without sequence parallelism the reduce-scatters are all-reduces, and there is nothing to gather.
 
 The gradient of the whole factor is a sum over this rank's rows of the sequence, as a norm's is, and is summed with them
 (optim/grads.py). A fused weight has one adapter for all its outputs (`qkv`), or several for parts of them (`q`, `v`):
