@@ -141,7 +141,7 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (adapter, layer, remake, keys), (u, x) = ctx.parts, ctx.saved_tensors
-        shape, dy, factors = dy.shape[1:-1], rows(dy), list(adapter.b.values())
+        batch, dy, factors = dy.shape[1:-1], rows(dy), list(adapter.b.values())
         du = torch.empty_like(u)
         for (outputs, columns), factor in zip(adapter.places, factors):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
@@ -153,11 +153,11 @@ class _Adapted(torch.autograd.Function):
         du = arriving()
         da = adapter.accumulate(adapter.a, du, rows(adapter.drop(x if remake is None else remake(), keys)))
         if dx is not None:
-            dx = dx.unflatten(0, (-1, *shape))
             if keys is None or not adapter.dropout:
-                rows(dx).addmm_(du, adapter.a)
+                dx.addmm_(du, adapter.a)  # no tensor of x's size beside dx
             else:
-                dx += adapter.drop((du @ adapter.a).unflatten(0, dx.shape[:2]), keys)
+                dx += rows(adapter.drop((du @ adapter.a).unflatten(0, (-1, *batch)), keys))
+            dx = dx.unflatten(0, (-1, *batch))
         return dx, None, None, None, None, None, da, *db
 
 
