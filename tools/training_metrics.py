@@ -204,7 +204,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o.countings = {}
     if o.config is not None:
         cfg = cli.load([str(o.config)])
-        shape, recompute = cfg.model.shape, cfg.train.recompute == "full"
+        shape, recompute = cfg.model.shape, cfg.train.recompute != "none"
         o.seq_len = o.seq_len or cfg.train.seq_len
         o.countings = {"full": flops.full(shape, o.seq_len), "causal": flops.causal(shape, o.seq_len),
                        "hardware": flops.hardware(shape, o.seq_len, recompute=recompute)}
