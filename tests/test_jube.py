@@ -79,7 +79,7 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1",
-                        "SLURM_PROCID": "0", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                        "SLURM_PROCID": "0", "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments], cwd=folder,
                           env=env, capture_output=True, text=True, timeout=120)
 
