@@ -9,6 +9,7 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     swiglu          2 and 1, backward 3 and 2; with casts the results are bytes, written twice: rows and columns
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
     merge           2 and 1
+    sum_parts       one for each part, and 1
     add_rows        3 and 2, of those rows that a token has
     cross-entropy   1 and 0, backward 1 and 1 over the logits
     dropout         1 and 1
@@ -216,7 +217,7 @@ def _swiglu_cast(x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.const
     factor = tl.load(scale)
     _cast_tile(gate * tl.sigmoid(gate) * up, factor, rows, columns, amax, i, j, inside, m, f, COLUMNS, NOTE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse, 1.0 / factor)
+        tl.store(inverse, tl.div_rn(1.0, factor))
 
 
 @triton.jit
@@ -232,7 +233,7 @@ def _swiglu_backward_cast(dy, x, scale, rows, inverse, columns, amax, m, f, COLU
     _cast_tile(of_gate, factor, rows, columns, amax, i, j, inside, m, 2 * f, COLUMNS, NOTE)
     _cast_tile(grad * silu, factor, rows, columns, amax, i, j + f, inside, m, 2 * f, COLUMNS, NOTE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse, 1.0 / factor)
+        tl.store(inverse, tl.div_rn(1.0, factor))
 
 
 def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
@@ -338,6 +339,27 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     _merge[(triton.cdiv(s, 32), b * n)](
         out, lse, block_out, block_lse, n, s, d, *out.stride()[:3], *lse.stride(), *block_out.stride()[:3],
         *block_lse.stride(), ROWS=32, D=triton.next_power_of_2(d), num_warps=4)
+
+
+# ---- partial sums ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_parts(parts, out, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, size = at < n, tl.cast(n, tl.int64)
+    total = tl.load(parts + at, inside).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        total += tl.load(parts + i * size + at, inside).to(tl.float32)
+    tl.store(out + at, total, inside)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """[p, ...] -> the sum over p, in float32 meanwhile: torch's sum over a first dimension runs at half the speed."""
+    parts, out = parts.contiguous(), torch.empty_like(parts[0])
+    n = out.numel()
+    _sum_parts[(triton.cdiv(n, 4096),)](parts, out, n, PARTS=len(parts), BLOCK=4096, num_warps=8)
+    return out
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

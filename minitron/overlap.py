@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -99,8 +100,8 @@ class Pipelined:
 
     overlap = True
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
+    def __init__(self, axis: Axis, sum_parts: Callable[[Tensor], Tensor]):
+        self.axis, self._sum_parts = axis, sum_parts
         self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream()
         self._halves: dict[str, list] = {}
         self._pending: set[str] = set()
@@ -155,7 +156,7 @@ class Pipelined:
                     self._receive(memory, (2 * self.axis.rank - target) % self.axis.size, received)
         main.wait_stream(self.side)
         main.wait_stream(self.copies)
-        return received.sum(0)
+        return self._sum_parts(received)
 
     def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
         """The product stays whole; its parts travel beside what the current stream does next."""
@@ -171,7 +172,7 @@ class Pipelined:
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_event(there)
             self._pending.remove("scatter")
-            return received.sum(0)
+            return self._sum_parts(received)
 
         return finish
 
@@ -245,8 +246,11 @@ def _views(memory, rank: int, parts: Parts) -> Parts:
     return views
 
 
-def choose(axis: Axis, device: torch.device, overlap: bool) -> Separate | Pipelined:
-    """Pipelined between GPUs of one node that can read each other's memory. Collective over the axis."""
+def choose(axis: Axis, device: torch.device, overlap: bool, ops: ModuleType) -> Separate | Pipelined:
+    """Pipelined between GPUs of one node that can read each other's memory. Collective over the axis.
+
+    ops: what has the `sum_parts` to use.
+    """
     if not overlap or axis.size == 1 or axis.group is None or device.type != "cuda":
         return Separate(axis, overlap)
     places: list = [None] * axis.size
@@ -256,4 +260,4 @@ def choose(axis: Axis, device: torch.device, overlap: bool) -> Separate | Pipeli
         host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places)
     every = torch.tensor(near, dtype=torch.int32, device=device)
     dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
-    return Pipelined(axis) if every.item() else Separate(axis)
+    return Pipelined(axis, ops.sum_parts) if every.item() else Separate(axis)

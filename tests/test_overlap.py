@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
 
-from minitron import overlap
+from minitron import overlap, plain
 from minitron.mesh import Axis, Mesh
 from minitron.overlap import Pipelined, Separate
 from minitron.testing import assert_close_rel
@@ -59,7 +59,7 @@ def methods(folder, size):
     axis, pairs = Mesh.create(tp=size).tp, []
     draw = torch.Generator().manual_seed(axis.rank)
     with on_files(folder, axis):
-        both = Pipelined(axis), Separate(axis)
+        both = Pipelined(axis, plain.sum_parts), Separate(axis)
         for scale in (1, 1, 2, 1, 3):
             parts = [torch.randn(M * scale, N, generator=draw), torch.randint(99, (2, M * scale), generator=draw)]
             partial = torch.randn(size * M * scale, N, generator=draw).bfloat16()
@@ -96,7 +96,7 @@ def test_methods_equal_those_of_separate(ranks, tmp_path, size):
 def layers(folder, tp, remake):
     axis = Mesh.create(tp=tp).tp
     with on_files(folder, axis):
-        return two_layers_in_order(tp, True, Pipelined, "fp32", True, remake)
+        return two_layers_in_order(tp, True, lambda axis: Pipelined(axis, plain.sum_parts), "fp32", True, remake)
 
 
 @pytest.mark.parametrize("tp, remake", [(2, False), (4, True)])
@@ -137,7 +137,7 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
     Stream.current = main = Stream()
     fake = SimpleNamespace(Stream=Stream, current_stream=lambda: Stream.current, stream=Stream.using)
     with mock.patch.object(torch, "cuda", fake):
-        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)))
+        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)), plain.sum_parts)
         memory = SimpleNamespace(barrier=lambda channel: Stream.current.run(0.1),
                                  get_buffer=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype))
         by._half = lambda use, need, device: (torch.empty(need, dtype=torch.uint8), memory)
@@ -151,6 +151,6 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
 
 
 def test_one_rank_and_cpus_have_nothing_to_pipeline():
-    by = overlap.choose(Axis.single(), torch.device("cpu"), True)
+    by = overlap.choose(Axis.single(), torch.device("cpu"), True, plain)
     assert type(by) is Separate and by.overlap
-    assert not overlap.choose(Axis.single(), torch.device("cuda"), False).overlap
+    assert not overlap.choose(Axis.single(), torch.device("cuda"), False, plain).overlap
