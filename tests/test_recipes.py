@@ -73,7 +73,7 @@ def chunks_of(cfg, mesh) -> list[GPT]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_builds_on_every_pipeline_and_tensor_rank(path):
-    cfg = cli.load([str(path)])
+    cfg = cli.load([str(path), "precision.fp8=none"])
     p = cfg.parallel
     world = p.tp * p.pp * p.cp
     cfg.check(world, capability=(9, 0))
@@ -95,11 +95,11 @@ def test_recipe_builds_on_every_pipeline_and_tensor_rank(path):
         assert total / 1e9 == pytest.approx(PUBLISHED[path.stem], rel=2e-3)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["own dtype", "fp8"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bit", "fp8"])
 @pytest.mark.parametrize("name", JOBS)
 def test_job_builds_on_each_of_its_gpus(name, fp8):
-    """FP8 is one override, two for the jobs in fp16."""
-    overrides = ["precision.fp8=delayed"] + ["precision.dtype=bf16"] * name.endswith("jube") if fp8 else []
+    """Each is one override at most, FP8 two for the jobs in fp16."""
+    overrides = [f"precision.fp8={'delayed' if fp8 else 'none'}"] + ["precision.dtype=bf16"] * (name.endswith("jube") and fp8)
     cfg, (world, microbatches) = cli.load([recipe(name), *overrides]), JOBS[name]
     cfg.check(world, capability=(9, 0))
     if fp8:  # Transformer Engine builds on GPUs only
