@@ -99,7 +99,8 @@ def test_recipe_builds_on_every_pipeline_and_tensor_rank(path):
 @pytest.mark.parametrize("name", JOBS)
 def test_job_builds_on_each_of_its_gpus(name, fp8):
     """Each is one override at most, FP8 two for the jobs in fp16."""
-    overrides = [f"precision.fp8={'delayed' if fp8 else 'none'}"] + ["precision.dtype=bf16"] * (name.endswith("jube") and fp8)
+    overrides = ["precision.fp8=delayed"] if fp8 else ["precision.fp8=none"]
+    overrides += ["precision.dtype=bf16"] if fp8 and name.endswith("jube") else []
     cfg, (world, microbatches) = cli.load([recipe(name), *overrides]), JOBS[name]
     cfg.check(world, capability=(9, 0))
     if fp8:  # Transformer Engine builds on GPUs only
@@ -138,8 +139,9 @@ def test_jube_recipes_log_what_the_benchmark_does(name):
         assert float(out.getvalue().split("TFLOPs: ")[1].split()[0]) == pytest.approx(tflops, abs=0.0101)
 
 
-def test_the_gke_recipe_s_learning_rate_is_that_of_its_document():
+@pytest.mark.parametrize("name", ["gpt3_175b", "gpt3_175b_gke"])
+def test_nemo_s_learning_rate_is_that_of_its_document(name):
     """Of the dllogger record of step 47."""
-    gke = cli.load([recipe("gpt3_175b_gke")])
-    rate = learning_rate(gke.optimizer, 47 * 2048, global_batch_size=2048, total_steps=gke.train.steps)
+    cfg = cli.load([recipe(name), "train.global_batch_size=2048"])
+    rate = learning_rate(cfg.optimizer, 47 * 2048, global_batch_size=2048, total_steps=cfg.train.steps)
     assert rate == pytest.approx(0.000036782606912311167, rel=1e-6)
