@@ -281,6 +281,22 @@ def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size
     assert cfg.data.paths == ("1", str(folder / "my-text_00_text_document"))
 
 
+@pytest.mark.parametrize("arguments, profiled", [(["profile.kind=nsys", "log.dir=/r"], True),
+                                                 (["profile.kind=nsys", "log.dir=/r", "profile.kind=none"], False)])
+def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
+    for name in ("nsys", "python"):
+        (tmp_path / name).write_text(f'#!/usr/bin/env bash\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
+    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+                           env=env, capture_output=True, text=True, check=True).stdout
+    nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
+            "-o /r/noderank-1 ") * profiled
+    assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
+    assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
+
+
 # ---- mistakes -----------------------------------------------------------------------------------------------------
 
 
