@@ -156,9 +156,9 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 # ---- partial sums ----------------------------------------------------------------------------------------------------
 
 
-def sum_parts(parts: Tensor) -> Tensor:
-    """[p, ...] -> the sum over p, added up in float32 or better."""
-    return parts.sum(0)
+def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
+    """[p, ...] -> the sum over p, added up in float32 or better. onto: a tensor [...] that it is added to, in place."""
+    return parts.sum(0) if onto is None else onto.add_(parts.sum(0))
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

@@ -116,7 +116,11 @@ def test_parts_are_summed(dtype, parts, shape):
     from minitron import fused, plain
 
     x = randn(parts, *shape, dtype=dtype)
-    assert_close_rel(fused.sum_parts(x).float(), plain.sum_parts(x.float()), TOLERANCE[dtype])
+    expected = plain.sum_parts(x.float())
+    assert_close_rel(fused.sum_parts(x).float(), expected, TOLERANCE[dtype])
+    onto = x[0].clone()
+    assert fused.sum_parts(x[1:], onto) is onto
+    assert_close_rel(onto.float(), expected, TOLERANCE[dtype])
 
 
 @dtypes
