@@ -63,9 +63,9 @@ if [ "${DATASET:-}" != mock ]; then
     arguments+=(data.source=indexed "data.paths=[$paths]" "data.tokenizer=$tokenizer" "data.cache_dir=$STAGE_PATH/cache")
 fi
 
-# A state of 12 bytes a parameter, 2.1 TB of 175B: only when the job is stopped, and at its end.
+# A state of 12 bytes a parameter, 2.1 TB of 175B: only if the job is stopped before its end.
 if [ "${CHECKPOINT_DIR:-}" != none ]; then
-    arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" checkpoint.every=0 checkpoint.keep=1)
+    arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" checkpoint.every=null checkpoint.keep=1)
 fi
 read -ra extra <<<"${EXTRA_ARGS:-}"
 arguments+=("${extra[@]}")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, until
 
+from minitron import cli
+
 ROOT = Path(__file__).parents[1]
 TINY = ("model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
         "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
@@ -217,6 +219,7 @@ def run_preempted(cluster, stage, preempt, **variables):
     assert [step["step"] for step in stage.metrics(job)] == list(range(1, 51))
     assert stage.metrics(job)[-1]["consumed_samples"] == 50 * 2 * 16
     assert "start number 2; output: " in stage.output(job)
+    assert [path.name for path in (out.with_suffix("") / "checkpoint").glob("step_*")] == [f"step_{reached:08d}"]
     return stage.output(job), out.read_text()
 
 
@@ -247,6 +250,51 @@ def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     assert cluster.wait(job)["JobState"] == "FAILED"
     assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
+
+
+@pytest.mark.parametrize("size, nodes, dtype", [
+    ("175b", 16, "fp8"), ("70b", 8, "bf16"), ("8b", 1, "fp8"), ("13b", 1, "bf16")])
+def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size, nodes, dtype):
+    """With stand-ins for Slurm and torchrun: before it starts that, the job checks its configuration for all GPUs."""
+    folder = stage.folder / ("llama3.1-dataset" if size in ("70b", "8b") else "gpt3-dataset")
+    folder.mkdir()
+    (folder / "my-text_00_text_document.idx").touch()
+    programs = {"bin/scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{size}.sbatch"',
+                "bin/srun": 'while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && out=$1; shift; done; "$@" >"${out#*=}"',
+                "venv/bin/python": f'[ "$1" != -c ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"'}
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"STAGE_PATH": str(stage.folder), "VENV": str(tmp_path / "venv"), "DTYPE": dtype, "SLURM_JOB_ID": "7",
+           "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-9]", "SLURM_PROCID": "0",
+           "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(ROOT / "launch" / f"{size}.sbatch")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [out] = stage.folder.glob(f"results/minitron-*/{dtype}/{size}/{8 * nodes}/7.out")
+    words = out.read_text().split()
+    assert ["--nproc_per_node", "8", "--nnodes", str(nodes), "--rdzv_id", "7", "--rdzv_endpoint", "node1:10007",
+            "--rdzv_backend", "c10d", "--max_restarts", "0", "--tee", "3", "-m", "minitron.pretrain"] == words[2:18]
+    cfg = cli.load([str(ROOT / words[18]), *words[19:]])
+    assert cfg.train.global_batch_size == 16 * nodes and cfg.train.steps == 50 and cfg.log.format == "nemo"
+    assert (cfg.precision.fp8, cfg.precision.dtype) == ("delayed" if dtype == "fp8" else "none", "bf16")
+    assert cfg.data.paths == ("1", str(folder / "my-text_00_text_document"))
+
+
+@pytest.mark.parametrize("arguments, profiled", [(["profile.kind=nsys", "log.dir=/r"], True),
+                                                 (["profile.kind=nsys", "log.dir=/r", "profile.kind=none"], False)])
+def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
+    for name in ("nsys", "python"):
+        (tmp_path / name).write_text(f'#!/usr/bin/env bash\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
+    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+                           env=env, capture_output=True, text=True, check=True).stdout
+    nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
+            "-o /r/noderank-1 ") * profiled
+    assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
+    assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
 
 
 # ---- mistakes -----------------------------------------------------------------------------------------------------
