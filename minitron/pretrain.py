@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> None:
                       first_step=start.step + 1,
                       **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
             log.info(trainer.describe())
+            if data.note:
+                log.info(data.note)
             if start.reader is not None:
                 log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
             train(trainer, data, log, stop, start.step, start.consumed_samples)
