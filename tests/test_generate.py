@@ -1,6 +1,7 @@
-"""Generation: cached equals computed anew, greedy equals transformers', draws are those asked for, mistakes one line."""
+"""Generation: cached equals computed anew, greedy equals transformers', draws are as asked for, mistakes one line."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from minitron.testing import assert_close_rel
 from tools import generate
 
 PROMPT = [7, 3, 80, 3, 11]
+GREEDY = partial(generate.choose, vocab_size=90, temperature=0.0, top_p=1.0, generator=None)
 
 
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
@@ -34,9 +36,9 @@ def test_a_cached_step_equals_a_full_forward(base):
     for n, logits in enumerate(cached, len(PROMPT)):
         # float32, the same sums in another order
         assert_close_rel(logits, generate.next_logits(model, tokens[:n], 0), 1e-5)
-    greedy = generate.generate(model, PROMPT, 20, set(), lambda x: generate.choose(x, 0.0, 1.0, None))
+    greedy = generate.generate(model, PROMPT, 20, set(), GREEDY)
     assert list(greedy) == tokens[len(PROMPT):]
-    stopped = generate.generate(model, PROMPT, 20, {tokens[8]}, lambda x: generate.choose(x, 0.0, 1.0, None))
+    stopped = generate.generate(model, PROMPT, 20, {tokens[8]}, GREEDY)
     assert PROMPT + list(stopped) == tokens[:tokens.index(tokens[8], len(PROMPT))]
     assert all(block.attention.backend is backend for block in model.blocks.values())
 
@@ -60,7 +62,7 @@ def test_a_hugging_face_folder_answers_as_transformers_does(hugging_face, capsys
     folder, theirs = hugging_face
     model, tokenizer, cfg = generate.load_model(str(folder), torch.device("cpu"), tokenizer="bytes")
     prompt = tokenizer.encode("ab ")
-    ours = list(generate.generate(model, prompt, 30, set(), lambda x: generate.choose(x, 0.0, 1.0, None)))
+    ours = list(generate.generate(model, prompt, 30, set(), partial(GREEDY, vocab_size=300)))
     expected = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 3), do_sample=False,
                                max_new_tokens=30, min_new_tokens=30, pad_token_id=0)[0, 3:]
     assert cfg.model.max_positions == 64 and cfg.precision.dtype == "fp32"
@@ -81,14 +83,14 @@ def test_draws_come_from_the_top_p_set_with_its_probabilities():
             total += float(p[token])
     assert 1 < len(kept) < 5
     generator = torch.Generator().manual_seed(0)
-    drawn = [generate.choose(logits, temperature, top_p, generator) for _ in range(draws)]
+    drawn = [generate.choose(logits, 5, temperature, top_p, generator) for _ in range(draws)]
     assert set(drawn) == set(kept)
     for token, share in kept.items():       # within 5 standard deviations of a binomial share, at most 1/2 each
         assert drawn.count(token) / draws == pytest.approx(share / total, abs=5 * 0.5 / draws**0.5)
     again = torch.Generator().manual_seed(0)
-    assert [generate.choose(logits, temperature, top_p, again) for _ in range(draws)] == drawn
-    assert generate.choose(logits, 0.0, 1.0, None) == 1
-    assert {generate.choose(logits, 1.0, 1e-6, generator) for _ in range(50)} == {1}
+    assert [generate.choose(logits, 5, temperature, top_p, again) for _ in range(draws)] == drawn
+    assert generate.choose(logits, 5, 0.0, 1.0, None) == 1
+    assert {generate.choose(logits, 5, 1.0, 1e-6, generator) for _ in range(50)} == {1}
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +99,9 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     rows = [{"prompt": f"{word}?", "completion": f" {word[0]}{word[0]}!"} for word in ("one", "two", "six")]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = pretrain("data.source=sft", f"data.paths=[{folder}/data.jsonl]", "data.separate_documents=true", "data.split=1",
-                    "data.tokenizer=bytes", f"data.cache_dir={folder}/cache", f"checkpoint.dir={folder}/run",
-                    "train.steps=60", "train.micro_batch_size=8", "optimizer.lr=1e-2", "log.every=60")
+    done = pretrain("data.source=sft", f"data.paths=[{folder}/data.jsonl]", "data.separate_documents=true",
+                    "data.split=1", "data.tokenizer=bytes", f"data.cache_dir={folder}/cache",
+                    f"checkpoint.dir={folder}/run", "train.steps=60", "train.micro_batch_size=8", "optimizer.lr=1e-2", "log.every=60")
     assert done.returncode == 0, done.stderr
     assert "sft: an epoch is 3 documents in 1 samples of train.seq_len=32, " in done.stdout
     return folder

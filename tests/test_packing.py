@@ -1,4 +1,4 @@
-"""Packing against plain best fit decreasing, and the order of documents: all of them, in every epoch, from any point."""
+"""Packing against plain best fit decreasing; the order of documents: all of them in every epoch, from any point."""
 
 from collections import Counter
 

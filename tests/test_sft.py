@@ -1,5 +1,6 @@
 """Fine-tuning data: tokens and masks equal plain twins, packed equals one document a sequence, mistakes are named."""
 
+import dataclasses
 import json
 import re
 
@@ -9,10 +10,11 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
+from test_pretrain import pretrain, records
 from test_tokenizers import llama3_file, vocabulary  # noqa: F401  (a fixture)
 
 from minitron import attention
-from minitron.config import Config, DataConfig
+from minitron.config import DataConfig
 from minitron.data.build import build_datasets
 from minitron.data.docstrings import build_docstrings, explained
 from minitron.data.gpt import Sample
@@ -32,8 +34,8 @@ TOLERANCE = 1e-5
 
 def rows(count, longest=40):
     rng = np.random.default_rng(0)
-    return [{"prompt": "?" * int(rng.integers(1, longest // 2)), "completion": " " + "!" * int(rng.integers(1, longest // 2))}
-            for _ in range(count)]
+    sizes = rng.integers(1, longest // 2, (count, 2)).tolist()
+    return [{"prompt": "?" * prompt, "completion": " " + "!" * answer} for prompt, answer in sizes]
 
 
 def write(folder, lines, name="data.jsonl"):
@@ -45,7 +47,8 @@ def write(folder, lines, name="data.jsonl"):
 def datasets(folder, paths, seq_len=S, tokenizer="bytes", valid=0, vocab_size=300, seed=1, **data):
     data = DataConfig(source="sft", paths=tuple(paths), separate_documents=True, tokenizer=tokenizer,
                       cache_dir=str(folder / "cache"), **data)
-    return build_datasets(data, vocab_size=vocab_size, seq_len=seq_len, seed=seed, train_samples=10, valid_samples=valid)
+    return build_datasets(data, vocab_size=vocab_size, seq_len=seq_len, seed=seed, train_samples=10,
+                          valid_samples=valid)
 
 
 def unpacked(dataset, samples):
@@ -70,7 +73,8 @@ def test_prompt_and_completion_are_told_apart_and_end_with_a_document(tmp_path):
         tokens, answers = documents.get(i, 1000)
         prompt, answer = line["prompt"].encode(), line["completion"].encode()
         assert tokens.tolist() == [*prompt, *answer, ByteTokenizer.eod]
-        assert answers.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1)
+        first = max(1, len(prompt))     # of an answer without a prompt nothing foretells the first token
+        assert answers.tolist() == [False] * first + [True] * (len(tokens) - first)
 
 
 CHAT = [{"role": "system", "content": " Be kind.\n"}, {"role": "user", "content": "Hi, <|eot_id|>"},
@@ -79,7 +83,7 @@ CHAT = [{"role": "system", "content": " Be kind.\n"}, {"role": "user", "content"
 
 
 def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
-    """As Meta's model card writes it, encoded by tiktoken as one text in which only the template's tokens are special."""
+    """As Meta's model card has it, encoded by tiktoken as one text in which only the template's tokens are special."""
     tokenizer = load_tokenizer(f"llama3:{llama3_file}")
     plain = tiktoken.Encoding("twin", pat_str=LLAMA3_SPLIT, special_tokens=tokenizer.special,
                               mergeable_ranks={token: i for i, token in enumerate(vocabulary()[0])})
@@ -173,12 +177,39 @@ def test_a_long_answer_is_cut_and_counted(tmp_path):
     assert masks == [1, S] and data.train[0].padding == 0
 
 
+def test_a_resumed_run_goes_on_with_the_next_samples_however_long_it_is_now(tmp_path):
+    path = write(tmp_path, rows(60))
+    options = ["data.source=sft", f"data.paths=[{path}]", "data.separate_documents=true", "data.tokenizer=bytes",
+               f"data.cache_dir={tmp_path / 'cache'}", "train.seq_len=64", "optimizer.lr_schedule=constant"]
+
+    def losses(name, *argv):
+        done = pretrain(*options, f"log.dir={tmp_path / name}", f"checkpoint.dir={tmp_path / name}", *argv)
+        assert done.returncode == 0, done.stderr
+        return [record["loss"] for record in records(tmp_path / name, "step")]
+
+    whole = losses("whole", "train.steps=5")
+    losses("parts", "train.steps=2")
+    assert losses("parts", "train.steps=5") == whole
+
+
+def test_a_damaged_cache_names_the_folder_to_delete(tmp_path):
+    path = write(tmp_path, rows(5))
+    datasets(tmp_path, [path])
+    [folder] = (folder for folder in (tmp_path / "cache").glob("sft-*") if folder.is_dir())
+    for name in ("documents.bin", "documents.idx", "lines.npy"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-9])
+        with pytest.raises(ValueError, match=rf"^{folder}: this folder of data.cache_dir is damaged .*; delete it"):
+            datasets(tmp_path, [path])
+        (folder / name).write_bytes(content)
+
+
 # ---- what the model makes of it -------------------------------------------------------------------------------------
 
 
-def toy(base, seq_len=S, **data):
-    return config(base, {"model": {"vocab_size": 260, "max_positions": seq_len},
-                         "train": {"seq_len": seq_len}, "data": {"separate_documents": True} | data})
+def toy(base, **sections):
+    return config(base, {"model": {"vocab_size": 260, "max_positions": S}, "train": {"seq_len": S},
+                         "data": {"separate_documents": True}} | sections)
 
 
 def document_losses(cfg, samples):
@@ -186,15 +217,14 @@ def document_losses(cfg, samples):
     backend = attention.choose("auto", "cpu", torch.float32, cfg.model.head_dim)
     model = GPT(cfg, Mesh.offline(), backend, range(cfg.model.num_layers), first=True, last=True)
     initialise([model], seed=3)
-    cfg = config({}, {"train": {"seq_len": cfg.train.seq_len, "global_batch_size": len(samples), "micro_batch_size": 1},
-                      "data": {"separate_documents": True}})
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch_size=len(samples)))
     losses = []
     for batch in Loader(samples, cfg, Mesh.offline()).step(0, 0):
         with torch.no_grad():
             values = F.cross_entropy(model.logits(batch)[:, 0], batch.labels[:, 0], reduction="none") * batch.mask[:, 0]
-        losses += [values[a:b].sum() for a, b in zip(batch.documents[0], batch.documents[0][1:]) if batch.mask[a:b].any()]
         for begin, end in zip(batch.documents[0], batch.documents[0][1:]):
             assert batch.positions[begin:end, 0].tolist() == list(range(end - begin))
+            losses += [values[begin:end].sum()] if batch.mask[begin:end].any() else []  # padding has none
     return torch.stack(losses)
 
 
@@ -212,8 +242,7 @@ def test_packed_equals_unpacked_per_document(tmp_path, base):
 def gradients_of(cfg, samples):
     """Loss per token and first gradients of one step over all of these samples, in the layout of `cfg`."""
     torch.set_num_threads(1)
-    cfg = config({}, {name: vars(getattr(cfg, name)) for name in ("model", "optimizer", "precision", "data", "parallel")},
-                 {"train": vars(cfg.train) | {"global_batch_size": len(samples), "steps": 1}})
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch_size=len(samples), steps=1))
     trainer = build(cfg, mesh_of(cfg))
     gradients = first_gradients(trainer)
     batches = Loader(samples, cfg, trainer.mesh).step(0, 1)
@@ -227,8 +256,7 @@ def test_any_layout_and_packing_trains_the_same(tmp_path, ranks, parallel):
     train = datasets(tmp_path, [write(tmp_path, rows(60))]).train
     alone = list(unpacked(train, range(8)))
     [(expected, wanted)] = ranks(1, gradients_of, toy(LLAMA), alone)
-    cfg = config(LLAMA, {"model": {"vocab_size": 260, "max_positions": S}, "train": {"seq_len": S},
-                 "data": {"separate_documents": True}, "parallel": parallel if isinstance(parallel, dict) else {}})
+    cfg = toy(LLAMA, parallel=parallel if isinstance(parallel, dict) else {})
     for loss, gradients in ranks(2 if parallel else 1, gradients_of, cfg, [train[i] for i in range(8)]):
         assert loss == pytest.approx(expected, rel=TOLERANCE)
         assert gradients
@@ -283,7 +311,7 @@ def test_files_without_lines_or_at_all(tmp_path):
     for path in (tmp_path / "missing.jsonl", tmp_path):
         with pytest.raises(ValueError, match=rf"^data.paths: {path} cannot be read \(.*\); name JSONL files"):
             datasets(tmp_path, [str(path)])
-    with pytest.raises(ValueError, match="^model.vocab_size=100 is smaller than the 257 ids of data.tokenizer=bytes; set "):
+    with pytest.raises(ValueError, match="^model.vocab_size=100 is smaller than the 257 ids of data.tokenizer=bytes; "):
         datasets(tmp_path, [write(tmp_path, [GOOD])], vocab_size=100)
 
 
@@ -324,9 +352,9 @@ def test_docstrings_are_pairs_of_signature_and_sentence(tmp_path):
 
 
 def test_the_standard_library_explains_thousands_of_functions(tmp_path):
-    data = datasets(tmp_path, ["docstrings"], seq_len=512, valid=2)
+    data = datasets(tmp_path, ["docstrings"], seq_len=1024, valid=2)
     assert len(data.train.part) > 2000 and data.train.fill > 0.97 and data.train.cut == 0
-    text = data.tokenizer.decode([i for i in data.train[0].tokens.tolist() if i != data.tokenizer.eod])
+    text = data.tokenizer.decode(data.train[0].tokens.tolist())
     assert "Explain " in text and "): " in text
 
 

@@ -1,12 +1,12 @@
 """Let a model go on from a prompt: what training has made of it, in words.
 
     python tools/generate.py runs/base --prompt "Explain shutil.move(src, dst):" "Explain heapq.heappush(heap, item):"
-    python tools/generate.py Meta-Llama-3-8B-Instruct --tokenizer llama3:tokenizer.model --chat --prompt "Why is the sky blue?" \\
-        --temperature 0.7 --top-p 0.9
+    python tools/generate.py Llama-3-8B-Instruct --tokenizer llama3:Llama-3-8B-Instruct/original/tokenizer.model \\
+        --chat --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9
 
-The model is a checkpoint of minitron, saved in any layout, or a Hugging Face folder; it runs in one process, on a GPU if
-there is one.  Without a temperature the likeliest token is taken (greedy); with one, tokens are drawn from the least set
-of tokens whose probabilities sum to top-p (Holtzman et al. 2020).  It ends with a document or an answer.
+The model is a checkpoint of minitron, saved in any layout, or a Hugging Face folder; it runs in one process, on a GPU
+if there is one.  Without a temperature the likeliest token is taken (greedy); with one, tokens are drawn from the
+fewest whose probabilities sum to top-p (Holtzman et al. 2020).  It ends with a document or an answer.
 
 Attention alone looks back, and all it wants of earlier tokens are their keys and values, which later ones do not
 change.  So they are kept, and each step computes one token in place of all of them:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     add("--chat", action="store_true", help="the prompt is what the user says, in Llama 3's template")
     add("--max-tokens", type=int, default=64, metavar="N", help="longest answer (%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (%(default)s)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens of this sum (%(default)s)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum (%(default)s)")
     add("--seed", type=int, default=0, help="of the draws for each prompt (%(default)s)")
     add("--dtype", choices=DTYPES, help="number format (that of training, or of the Hugging Face files)")
     add("--cpu", action="store_true", help="not on the GPU, if there is one")
@@ -68,18 +68,16 @@ def main(argv: list[str]) -> None:
                              "--top-p above 0 and at most 1")
     device = torch.device("cuda" if torch.cuda.is_available() and not o.cpu else "cpu")
     model, tokenizer, cfg = load_model(o.model, device, o.dtype, o.tokenizer, o.cache_dir)
+    stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")}
     for text in o.prompt:
-        if o.chat:
-            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
-            prompt = encode_chat(messages, tokenizer)[0]
-        else:
-            prompt = encode_prompt(text, tokenizer)
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+        prompt = encode_chat(turns, tokenizer)[0] if o.chat else encode_prompt(text, tokenizer)
         if not prompt or len(prompt) + o.max_tokens > cfg.model.max_positions:
             raise ValueError(f"a prompt of {len(prompt)} tokens and --max-tokens={o.max_tokens} do not fit into "
                              f"model.max_positions={cfg.model.max_positions}; at least one and no more than that")
-        draw = partial(choose, temperature=o.temperature, top_p=o.top_p, generator=torch.Generator().manual_seed(o.seed))
-        stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")}
-        answer = list(generate(model, prompt, o.max_tokens, stop, lambda logits: draw(logits[:tokenizer.vocab_size])))
+        draw = partial(choose, vocab_size=tokenizer.vocab_size, temperature=o.temperature, top_p=o.top_p,
+                       generator=torch.Generator().manual_seed(o.seed))
+        answer = list(generate(model, prompt, o.max_tokens, stop, draw))
         # a SentencePiece model drops the space before the first token it decodes
         print(text + tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)):] + "\n", flush=True)
 
@@ -111,8 +109,9 @@ def next_logits(model: GPT, new: list[int], seen: int) -> Tensor:
     return model.logits(batch)[-1, 0].float().cpu()
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """A token by its logits [v]: the likeliest at temperature 0, else a draw from the top-p set."""
+def choose(logits: Tensor, vocab_size: int, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """A token below vocab_size by its logits [v]: the likeliest at temperature 0, else a draw from the top-p set."""
+    logits = logits[:vocab_size]  # the rest pads the embedding
     if temperature == 0:
         return int(logits.argmax())
     likeliest, tokens = (logits / temperature).softmax(-1).sort(descending=True)
@@ -192,8 +191,8 @@ def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cach
         tokenizer = load_tokenizer(chosen, "--tokenizer")
     trained = data.get("tokenizer")
     if tokenizer.vocab_size > cfg.model.vocab_size or trained not in (None, tokenizer.fingerprint):
-        raise ValueError(f"{folder} was not trained with the tokenizer {chosen}, which has {tokenizer.vocab_size} ids and "
-                         f"the fingerprint {tokenizer.fingerprint} instead of {cfg.model.vocab_size} and {trained}; give "
+        raise ValueError(f"{folder} was not trained with the tokenizer {chosen}, which has {tokenizer.vocab_size} ids "
+                         f"and the fingerprint {tokenizer.fingerprint}, not {cfg.model.vocab_size} and {trained}; give "
                          "the right one with --tokenizer (that of the corpus differs from Python to Python)")
     return tokenizer
 

@@ -1,8 +1,8 @@
 """Documents of any length packed into sequences of one length, with hardly a hole.
 
-Answers to instructions are short (SQuAD with its paragraph has about 200 tokens) and sequences long (4096): one document
-a sequence would compute on padding 95 % of the time.  Best fit decreasing closes the gap: take documents from the
-longest to the shortest, put each where it leaves the least room, open another sequence if it fits nowhere.
+A question with its answer is short (200 tokens in SQuAD, paragraph included) and a sequence long (4096): with one
+document each, 95 % of the work would be padding.  Best fit decreasing closes the gap: take documents from the longest
+to the shortest, put each where it leaves the least room, open another sequence if it fits nowhere.
 
 Only lengths matter for that, so what is packed is their histogram, and what comes out are patterns.  Capacity 10:
 

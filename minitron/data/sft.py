@@ -1,24 +1,23 @@
 """Fine-tuning data: JSONL of questions and answers, packed so that only answers count and none sees another.
 
-A line of a file is a document, in one of two forms:
+A line of a file is a document, in one of two forms, of which the second takes Llama 3's template:
 
-    {"prompt": "Capital of France?", "completion": " Paris"}        [bos] prompt, completion eod
+    {"prompt": "Capital of France?", "completion": " Paris"}
+        context   bos Capital of France?                                    bos: Llama's; other tokenizers have none
+        answer    _Paris eod                                                nothing is added in between: mind the space
     {"messages": [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]}
-        <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nCapital of France?<|eot_id|>
-        <|start_header_id|>assistant<|end_header_id|>\\n\\n, Paris<|eot_id|>          (Llama 3's template)
+        context   <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nCapital of France?<|eot_id|>
+                  <|start_header_id|>assistant<|end_header_id|>\\n\\n
+        answer    Paris<|eot_id|>                                           then the next context, and so on
 
-What stands before a comma is context, behind it the answer, the only tokens that are learned; in a chat they take
-turns.  Nothing is added between prompt and completion: a space belongs to one of them.  bos is Llama's; other
-tokenizers have none.
+Documents are tokenized once, into a .bin/.idx pair of `data.cache_dir` that is named by the hash of files and
+tokenizer.  Its sequences are context and answer in turn, so the index already says which tokens count.  packing.py
+chooses the documents of a sample, which is one as pretraining has it (gpt.Sample); hence every layout does the same
+with it.  `starts` keeps documents apart, with positions from 0, and the mask has answers alone.  The hole at its end is
+a document of padding that counts nowhere.
 
-Documents are tokenized once into a .bin/.idx pair of `data.cache_dir` whose sequences are, in turn, context and answer:
-so the index already says which tokens count.  The pair's name is the hash of the files and the tokenizer.  packing.py
-puts documents into samples of s + 1 tokens.  A sample is what pretraining has (gpt.Sample), hence all layouts do the
-same with it: its `starts` keep documents apart, with positions from 0, and its mask has answers alone.  What is left at
-its end is padding, a document of its own that counts nowhere.
-
-A document that is too long loses the end of its answer, which is reported; one whose prompt alone is too long is an
-error, as is everything else that is wrong with a line: it is named with its file and number.
+A document that is too long is cut at its end, and reported; one whose prompt alone is too long is an error, as is
+everything else that is wrong with a line: it is named with its file and number.
 
 Left out: tools and other roles, templates of other models, weights of files.
 """
@@ -83,6 +82,7 @@ class Documents:
         """The first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
         parts = [self._file.get(part) for part in range(self._parts[i], self._parts[i + 1])]
         answers = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
+        answers[0] = False          # nothing comes before it to tell it from
         return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
 
 
