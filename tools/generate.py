@@ -169,7 +169,8 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
         data = reader.state.get("data", {})
     cfg = replace(cfg, precision=PrecisionConfig(dtype or cfg.precision.dtype))
     words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
-    backend = attention.choose("auto", device, DTYPES[cfg.precision.dtype], cfg.model.head_dim)
+    # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
+    backend = attention.choose("auto", device, DTYPES[cfg.precision.dtype], cfg.model.head_dim, documents=True)
     model = GPT(cfg, Mesh.offline(device=device), backend, range(cfg.model.num_layers), first=True, last=True).eval()
     with torch.no_grad():
         for param in model.parameters():
