@@ -134,7 +134,7 @@ class Log:
         tokens = t.global_batch_size * t.seq_len
         sizes = [(tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
                  for it in its]
-        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute == "full", frozen=frozen)
+        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
         share = flops.FROZEN if frozen else 1.0
         operations = {"full": share * sum(flops.full(shape, *size) for size in sizes),
                       "causal": share * sum(flops.causal(shape, *size) for size in sizes),

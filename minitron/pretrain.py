@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
             log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
                       first_step=start.step + 1,
                       **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+            if data.note:
+                log.info(data.note)
             log.info(trainer.describe())
             for reader, resumed in (start.frozen, False), (start.reader, start.resume):
                 if reader is not None:
