@@ -107,8 +107,8 @@ class Merged:
     def __init__(self, adapter: Reader, cfg: Config, base: Weights):
         check_base(adapter, base, fingerprint(base))
         self.adapter, self.base, self.cfg = adapter, base, cfg
-        self.path, self.index, self.config, self.iteration = (adapter.path, adapter.index, adapter.config,
-                                                              adapter.iteration)
+        self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
+        self.config, self.state = adapter.config, adapter.state
         rank = cfg.lora.rank
         self.parts = {layer: [Part(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
                               for i, (target, span) in enumerate(spans.items())]
