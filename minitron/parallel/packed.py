@@ -26,7 +26,7 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, backend: Backend, documents: Documents) -> Tensor:
-    """Causal attention within each document: q [s, b, n, d]; k, v [s, b, g, d] -> like q. backend: one with `packed`."""
+    """Causal attention within each document: q [s, b, n, d]; k, v [s, b, g, d] -> like q. The backend has `packed`."""
     return _Packed.apply(q, k, v, backend.packed, documents)
 
 
