@@ -155,3 +155,33 @@ def test_frozen_fp8_weights_are_cast_once(recipe, monkeypatch):
         losses[bool(fp8)] = torch.tensor(steps_of(build(cfg, mesh_of(cfg)), 4))
     assert casts.count("weight") == 4 * 2  # four products in each of two blocks, in four steps
     assert_close_rel(losses[True], losses[False], 1e-2)
+
+
+def saved_for_backward(cfg: Config) -> int:
+    """Bytes that a forward pass keeps for the backward, parameters left out."""
+    trainer, kept = build(cfg, mesh_of(cfg)), {}
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    (chunk,), batch = trainer.chunks, loader.step(0, 0)[0]
+    loader.close()
+    own = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = chunk(batch)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_inputs_of_frozen_products_are_not_kept():
+    """Of each block the MLP's input and activation; of the head its input. The adapter keeps u, r numbers a token."""
+    cfg = config(LLAMA, {"model": {"num_layers": 4}})
+    m, tokens = cfg.model, cfg.train.seq_len * cfg.train.micro_batch_size
+    adapters = saved_for_backward(config(LLAMA, lora("qkv")))
+    less = tokens * 4 * (m.num_layers * (m.hidden_size + m.ffn_hidden_size) + m.hidden_size)
+    first = tokens * 4 * (m.hidden_size + 1) + tokens * 8  # block 0's norm and the embedding's ids: nothing below learns
+    assert adapters == saved_for_backward(cfg) - less - first + m.num_layers * tokens * 4 * 4
