@@ -112,6 +112,10 @@ class Machine:
         d = self.device
         return num_bytes / (d.copy_tb_s * 1e12 * d.pointwise) + kernels * d.gap_seconds
 
+    def copied(self, num_bytes: float) -> float:
+        """One long pass over memory, such as the optimizer's."""
+        return num_bytes / (self.device.copy_tb_s * 1e12)
+
     def inside(self, ranks: int, stride: int) -> bool:
         """Whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
         return ranks * stride <= self.fabric.gpus_per_node

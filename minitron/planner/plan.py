@@ -118,7 +118,7 @@ class Step:
         stages = range(rank, len(self.memory.layers), self.cfg.parallel.pp)
         moved = STATE_BYTES * sum(map(self.memory.parameters, stages)) / self.memory.shards
         cast = 4 * self.memory.block_matrices * sum(len(self.memory.fp8_layers(stage)) for stage in stages)
-        return self.machine.moved((0 if self.assume.frozen else moved) + cast, len(stages))
+        return self.machine.copied((0 if self.assume.frozen else moved) + cast)
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""
