@@ -25,6 +25,7 @@ from minitron.config import Config
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
+PIECE_BYTES = 64 << 20  # of gradients that travel (minitron/optim/sums.py)
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
 PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
 
@@ -32,12 +33,12 @@ PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "
 class Memory:
     """Bytes on the ranks of a layout over `world` ranks.
 
-    near_tp: its tensor-parallel ranks are in one node. frozen: weights have neither gradients nor states (LoRA).
+    gpus_per_node: ranks of one node read each other's memory. frozen: weights have neither gradients nor states (LoRA).
     """
 
-    def __init__(self, cfg: Config, world: int, *, near_tp: bool = True, frozen: bool = False):
+    def __init__(self, cfg: Config, world: int, *, gpus_per_node: int, frozen: bool = False):
         m, p, t = cfg.model, cfg.parallel, cfg.train
-        self.cfg, self.near_tp, self.frozen, self.llama, self.tp = cfg, near_tp, frozen, m.family == "llama", p.tp
+        self.cfg, self.gpus_per_node, self.frozen, self.llama, self.tp = cfg, near_tp, frozen, m.family == "llama", p.tp
         self.size = 4 if cfg.precision.dtype == "fp32" else 2
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
@@ -129,18 +130,22 @@ class Memory:
         block = 2 * h * self.size * self.rows + 2 * gathered + (3 if self.llama else 2) * f * self.size * self.tokens
         if t.recompute == "full":
             block += self._block("none", bool(self.fp8_layers(stage)))
-        if m.attention_dropout:  # scores in float32, by the reference backend
-            block += 5 * 4 * m.num_heads // self.tp * t.micro_batch_size * t.seq_len**2
+        if m.attention_dropout or self.size == 4 or m.attention == "reference":  # it makes whole matrices of scores
+            side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
+            block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
             block = max(h * self.size * (2 * self.rows) + gathered, block - self.logits)
         return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
 
     def _messages(self) -> int:
-        """Tensors between stages, and what tensor-parallel ranks of a node read from each other (overlap.py)."""
+        """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * self.size
-        stages = RECEIVED * row * self.rows if p.pp > 1 else 0
-        shared = p.overlap_tp and p.sequence_parallel and self.tp > 1 and self.near_tp
-        return stages + (2 * row * (self.rows + self.tokens) if shared else 0)
+        held = RECEIVED * row * self.rows if p.pp > 1 else 0
+        if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
+            held += 2 * row * (self.rows + self.tokens)
+        if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp and not self.frozen:
+            held += 2 * (self.shards - 1) * PIECE_BYTES
+        return held
 
     def _walk(self, rank: int) -> tuple[int, int]:
         """(what is saved, what is worked with) at the peak of the rank's operations."""

@@ -88,7 +88,7 @@ class Step:
         self.cfg, self.machine, self.assume = cfg, machine, assume
         self.dp = cfg.dp(world)
         self.microbatches = cfg.num_microbatches(self.dp)
-        self.memory = Memory(cfg, world, near_tp=machine.inside(p.tp, 1), frozen=assume.frozen)
+        self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
         self.work = work = Work(cfg, machine, assume)
         last = len(self.memory.layers) - 1
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]

@@ -81,10 +81,10 @@ def _powers(limit: int) -> list[int]:
 
 def _that_fits(layout: Config, world: int, machine: Machine, assume: Assume) -> Config | str:
     """The layout with the least recomputation that fits, or why none does."""
-    near, room = machine.inside(layout.parallel.tp, 1), room_gib(machine) * 2**30
+    room = room_gib(machine) * 2**30
     for recompute in RECOMPUTE[RECOMPUTE.index(layout.train.recompute):]:
         layout = replace(layout, train=replace(layout.train, recompute=recompute))
-        memory = Memory(layout, world, near_tp=near, frozen=assume.frozen)
+        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
         if memory.lasting() > room:
             return "too large: parameters, gradients and optimizer alone"
         if memory.peak()[1].total() <= room:
