@@ -38,7 +38,7 @@ class Memory:
 
     def __init__(self, cfg: Config, world: int, *, gpus_per_node: int, frozen: bool = False):
         m, p, t = cfg.model, cfg.parallel, cfg.train
-        self.cfg, self.gpus_per_node, self.frozen, self.llama, self.tp = cfg, near_tp, frozen, m.family == "llama", p.tp
+        self.cfg, self.gpus_per_node, self.frozen, self.llama, self.tp = cfg, gpus_per_node, frozen, m.family == "llama", p.tp
         self.size = 4 if cfg.precision.dtype == "fp32" else 2
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
