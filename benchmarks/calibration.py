@@ -1,9 +1,9 @@
 """How far the planner's predictions are from measurements: `python benchmarks/calibration.py [--fit]`.
 
-Two kinds of rows: minitron's own runs, memory and step time, from the records of kind "compare" in results.jsonl (of each
-case the newest); and what NVIDIA, Google and Jülich published, from published.json. Writes results/calibration.md, one
-table, fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone tells, and writes
-them to devices.json:
+Two kinds of rows: minitron's own runs, memory and step time, from the records of kind "compare" in results.jsonl (of
+each case the newest); and what NVIDIA, Google and Jülich published, from published.json. Writes results/calibration.md,
+a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone tells, and
+writes them to devices.json:
 
     in_step                  on own runs of one and two GPUs
     tp_exposed, dp_exposed   on the smallest scale of every table with H100
@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -100,19 +101,20 @@ def predict(row: Row, machines: Machines) -> Plan:
 
 
 def fit(rows: list[Row], machines: Machines) -> Machines:
-    """The machines with the constants of STEPS that suit the fitted rows best."""
+    """The machines with the constants of STEPS that suit the fitted rows best: devices and fabrics in turn."""
+    before = machines
     for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("tp_exposed", "dp_exposed"))):
         deciding = [row for row in rows if row.fitted == kind]
         if not deciding:
             raise ValueError(f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py first")
         values = {name: getattr(next(iter(machines[section].values())), name) for name in names}
+        machines = _with(machines, section, descend(partial(_squares, deciding, machines, section), values))
+    return machines if machines == before else fit(rows, machines)
 
-        def error(values: dict[str, float]) -> float:
-            return sum((predict(row, _with(machines, section, values)).step_seconds / row.seconds - 1) ** 2
-                       for row in deciding)
 
-        machines = _with(machines, section, descend(error, values))
-    return machines
+def _squares(rows: list[Row], machines: Machines, section: int, values: dict[str, float]) -> float:
+    machines = _with(machines, section, values)
+    return sum((predict(row, machines).step_seconds / row.seconds - 1) ** 2 for row in rows)
 
 
 def descend(error: Callable[[dict], float], values: dict[str, float]) -> dict[str, float]:
@@ -149,7 +151,7 @@ def store(machines: Machines, path: Path) -> None:
 
 def markdown(rows: list[Row], machines: Machines) -> str:
     """The method, then a line a row: fitted first, and of each half the largest error."""
-    lines = ["# Predicted against measured", "", *_method(machines)]
+    lines = ["# Predicted against measured", "", _method(rows, machines)]
     for title, chosen in (("Held out", [row for row in rows if not row.fitted]),
                           ("Fitted", [row for row in rows if row.fitted])):
         plans = [predict(row, machines) for row in chosen]
@@ -175,18 +177,23 @@ def _error(predicted: float, measured: float) -> str:
     return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
-def _method(machines: Machines) -> list[str]:
+METHOD = """\
+Written by `python benchmarks/calibration.py`; no figure is typed in. Constants: `benchmarks/devices.json`. Those of
+compute come from kernels measured alone on an H200; the H100's and A100's are scaled by data sheets. Fitted are in_step
+{in_step:g}, on own runs of up to {own} GPUs, and the exposed shares tp {tp:g} and dp {dp:g}, on the smallest scale of each
+table with H100. Everything else is held out, all of A100 and A3 Mega too.
+
+The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of Megatron's
+kind; own rows are minitron's runs. Left out of the model: stragglers and congestion, which grow with the scale, host
+time, checkpoints, evaluation. Fine-tuning rows take documents of {documents} tokens: what the published runs held is not
+known. Where a row has no measured memory, the predicted one is that of minitron in this layout."""
+
+
+def _method(rows: list[Row], machines: Machines) -> str:
     device, fabric = next(iter(machines[0].values())), next(iter(machines[1].values()))
-    return [
-        "Written by `python benchmarks/calibration.py`; no figure is typed in. Constants: `benchmarks/devices.json`. Compute "
-        "constants come from kernels measured alone on an H200; the H100's and A100's are scaled by data sheets. Fitted "
-        f"are in_step {device.in_step:g}, on own runs of up to {OWN_FITTED_GPUS} GPUs, "
-        f"and the exposed shares tp {fabric.tp_exposed:g} and dp {fabric.dp_exposed:g}, on the smallest scale of each "
-        "table with H100. Everything else is held out, all of A100 and A3 Mega too.", "",
-        "The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of "
-        "Megatron's kind; minitron's own rows are runs on H200. Left out of the model: stragglers and congestion, which "
-        "grow with the scale, host time, checkpoints, evaluation. Fine-tuning rows take documents of 256 tokens; what the "
-        "published runs held is not known."]
+    documents = sorted({row.assume.document_tokens for row in rows if row.assume.document_tokens})
+    return METHOD.format(in_step=device.in_step, own=OWN_FITTED_GPUS, tp=fabric.tp_exposed, dp=fabric.dp_exposed,
+                         documents=", ".join(map(str, documents)) or "no")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,14 +1,14 @@
-"""Will a job fit, and how fast will it be? Memory and time by part, days, pictures, and the fastest layout, on a laptop.
+"""Will a job fit, and how fast will it be? Memory and time by part, pictures, and the fastest layout, on a laptop.
 
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100
     python tools/plan.py configs/llama31_70b.yaml train.seq_len=4096 --world 64 --device h100 --json
     python tools/plan.py configs/gpt3_175b.yaml precision.fp8=delayed --world 2048 --device h100 --search
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --draw plan/
 
-Without a train.global_batch_size on the command line the recipe's is used. --search ranks all layouts that fit (for the
-same global batch) and counts why the others do not. A job that does not fit is one line, with the nearest change that
-would, and exit status 1. Devices and fabrics: benchmarks/devices.json; `benchmarks/ceilings.py --device-file` writes one
-for your own machine. How far the predictions are from measurements: benchmarks/results/calibration.md. Needs no torch.
+--search ranks all layouts that fit, for the same global batch, and counts why the others do not. A job that does not
+fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics: benchmarks/devices.json;
+`benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far predictions are from
+measurements: benchmarks/results/calibration.md. Needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minitron import cli
 from minitron.config import Config
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import Plan, plan, room_gib
-from minitron.planner.search import Found, changes, remedy, search
+from tools.plan_search import Found, changes, remedy, search
 from minitron.planner.work import HIDDEN, Assume
 from tools.command import Parser, run
 
@@ -122,6 +122,10 @@ def layout(cfg: Config, world: int) -> str:
             f"microbatches of {t.micro_batch_size}, recompute {t.recompute}")
 
 
+def mfu(job: Plan) -> str:
+    return "unknown" if job.mfu_percent is None else f"{job.mfu_percent:.2f} %"
+
+
 def table(job: Plan, tokens: float) -> str:
     total, seconds = job.memory.total(), job.step_seconds
     lines = [f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}", "",
@@ -129,7 +133,7 @@ def table(job: Plan, tokens: float) -> str:
              f"{'fits' if job.fits else 'does not fit'}"]
     lines += [f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %"
               for part, size in job.memory.items() if size]
-    lines += ["", f"step   {seconds:8.3f} s   MFU {job.mfu_percent:.2f} %   {job.tokens_per_second:,.0f} tokens/s   "
+    lines += ["", f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "
               f"{tokens / job.tokens_per_second / 86400:,.1f} days for {tokens:g} tokens"]
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
@@ -151,10 +155,10 @@ def search_record(found: Found, job: Plan, tokens: float) -> dict:
 
 def ranking(found: Found, job: Plan) -> str:
     """The best layouts, what the first would change, and what became of the others."""
-    given = f"{job.step_seconds:.3f} s, {job.mfu_percent:.2f} % MFU, {job.memory_gib:.1f} GiB"
+    given = f"{job.step_seconds:.3f} s, MFU {mfu(job)}, {job.memory_gib:.1f} GiB"
     lines = [f"given: {layout(job.cfg, job.world)}: {given}{'' if job.fits else ', does not fit'}", "",
-             f"{'step s':>8} {'MFU %':>6} {'GiB':>6}  layout"]
-    lines += [f"{p.step_seconds:8.3f} {p.mfu_percent:6.2f} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}"
+             f"{'step s':>8} {'MFU':>8} {'GiB':>6}  layout"]
+    lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}"
               for p in found.best]
     lines += ["", difference(job, found.best[0])]
     if found.others:

@@ -60,8 +60,8 @@ def simulate(
 ) -> Timeline:
     """Time a schedule, given the seconds that one microbatch takes in each stage and between two ranks.
 
-    proven: `check` has passed it before. Raises ValueError if a duration is not positive, if their number is not that of
-    the stages, or if `check` does.
+    proven: `check` has passed it before. Raises ValueError if a duration is not positive, if their number is not that
+    of the stages, or if `check` does.
     """
     if not proven:
         check(schedule)

@@ -38,7 +38,8 @@ class Memory:
 
     def __init__(self, cfg: Config, world: int, *, gpus_per_node: int, frozen: bool = False):
         m, p, t = cfg.model, cfg.parallel, cfg.train
-        self.cfg, self.gpus_per_node, self.frozen, self.llama, self.tp = cfg, gpus_per_node, frozen, m.family == "llama", p.tp
+        self.cfg, self.gpus_per_node, self.frozen = cfg, gpus_per_node, frozen
+        self.llama, self.tp = m.family == "llama", p.tp
         self.size = 4 if cfg.precision.dtype == "fp32" else 2
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
@@ -95,7 +96,8 @@ class Memory:
 
     # ---- what a microbatch leaves
 
-    def _saved(self, stage: int) -> int:
+    def saved(self, stage: int) -> int:
+        """Bytes that a forward of the stage leaves for its backward."""
         fp8, recompute = len(self.fp8_layers(stage)), self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
         if stage == len(self.layers) - 1:  # the final norm's sum and result
@@ -151,7 +153,7 @@ class Memory:
         """(what is saved, what is worked with) at the peak of the rank's operations."""
         p = self.cfg.parallel
         stages = range(rank, len(self.layers), p.pp)
-        working, saved = [self._working(stage) for stage in stages], [self._saved(stage) for stage in stages]
+        working, saved = [self._working(stage) for stage in stages], [self.saved(stage) for stage in stages]
         live, peak, some = 0, (0, 0), self.microbatches
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them

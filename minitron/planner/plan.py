@@ -19,15 +19,15 @@ from functools import lru_cache
 
 from minitron import flops
 from minitron.config import Config
-from minitron.pipeline.schedule import Backward, Forward, make
+from minitron.pipeline.check import check
+from minitron.pipeline.schedule import Backward, Schedule, make
 from minitron.pipeline.simulate import Timeline, simulate
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.work import HIDDEN, Assume, Parts, Work, total
+from minitron.planner.work import Assume, Parts, Work, total
 
 BUCKET_BYTES = 256 << 20  # of gradients, as minitron/optim/grads.py closes them
 STATE_BYTES = 34          # that the update reads and writes per element: gradient twice, master, moments, parameter
-schedule_of = lru_cache(64)(make)
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Plan:
         return self.cfg.train.global_batch_size * self.cfg.train.seq_len / self.step_seconds
 
     @property
-    def mfu_percent(self) -> float:
-        """Of the dense peak, every attention score counted."""
-        t = self.cfg.train
+    def mfu_percent(self) -> float | None:
+        """Of the dense peak, every attention score counted; None if nobody knows the device's peak."""
+        t, peak = self.cfg.train, self.machine.device.peak_tflops(self.cfg.precision.fp8 != "none")
         operations = flops.full(self.cfg.model.shape, t.seq_len) * t.global_batch_size
         rate = flops.tflops_per_gpu(operations, self.step_seconds, self.world)
-        return 100 * rate / self.machine.device.peak_tflops(self.cfg.precision.fp8 != "none")
+        return 100 * rate / peak if peak else None
 
     @property
     def memory_gib(self) -> float:
@@ -79,22 +79,30 @@ def plan(cfg: Config, world: int, machine: Machine, assume: Assume = Assume()) -
     return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, timeline)
 
 
+@lru_cache(32)
+def checked_schedule(pp: int, vp: int, num_microbatches: int) -> Schedule:
+    """The schedule that the run will have, proven once."""
+    schedule = make(pp, vp, num_microbatches)
+    check(schedule)
+    return schedule
+
+
 class Step:
     """The time of a step, in pieces that a search can ask for one by one, the cheap ones first."""
 
     def __init__(self, cfg: Config, world: int, machine: Machine, assume: Assume = Assume()):
-        p, t = cfg.parallel, cfg.train
-        machine.device.peak_tflops(cfg.precision.fp8 != "none")
+        p = cfg.parallel
+        if cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops:
+            raise ValueError(f"precision.fp8={cfg.precision.fp8} has no rate on {machine.device.gpu}; use "
+                             "precision.fp8=none, or another device")
         self.cfg, self.machine, self.assume = cfg, machine, assume
-        self.dp = cfg.dp(world)
-        self.microbatches = cfg.num_microbatches(self.dp)
+        self.microbatches = cfg.num_microbatches(cfg.dp(world))
         self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
         self.work = work = Work(cfg, machine, assume)
         last = len(self.memory.layers) - 1
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
-        self.transfer_seconds = machine.message(
-            cfg.model.hidden_size * work.item * work.slice, p.pp, p.tp * p.cp * self.dp)
+        self.transfer_seconds = machine.message(cfg.model.hidden_size * work.item * work.slice, p.pp, world // p.pp)
 
     @property
     def busy(self) -> list[float]:
@@ -103,7 +111,8 @@ class Step:
         return [self.microbatches * sum(self.forward[rank::pp] + self.backward[rank::pp]) for rank in range(pp)]
 
     def at_least(self) -> float:
-        """A bound on the step from below, without the schedule: the slowest rank's work, a way there and back, the update."""
+        """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
+        update."""
         pp = self.cfg.parallel.pp
         slowest = max(range(pp), key=self.busy.__getitem__)
         before = sum(self.forward[:slowest]) + sum(self.backward[:slowest])
@@ -111,7 +120,8 @@ class Step:
 
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
-        return simulate(schedule_of(p.pp, p.vp, self.microbatches), self.forward, self.backward, transfer_seconds)
+        schedule = checked_schedule(p.pp, p.vp, self.microbatches)
+        return simulate(schedule, self.forward, self.backward, transfer_seconds, proven=True)
 
     def update_seconds(self, rank: int) -> float:
         """Norm, AdamW, and the FP8 casts of new weights."""
@@ -137,24 +147,21 @@ class Step:
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
         """(exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
-        p, shards, fabric = self.cfg.parallel, self.memory.shards, self.machine.fabric
-        if shards == 1 or self.assume.frozen:
+        if self.memory.shards == 1 or self.assume.frozen:
             return 0.0, 0.0
-        moments: list[dict] = [{} for _ in range(p.pp)]  # chunk -> [start of its first forward, start and end of its last backward]
+        # chunk -> [start of its first forward, start and end of its last backward]
+        moments: list[dict] = [{} for _ in range(self.cfg.parallel.pp)]
         for event in timeline.events:
             chunk = moments[event.rank].setdefault(event.action.chunk, [event.start, 0.0, 0.0])
             if type(event.action) is Backward:
                 chunk[1:] = event.start, event.end
-        worst = (0.0, 0.0)
-        for rank, chunks in enumerate(moments):
-            worst = max(worst, self._data_rank(rank, chunks, timeline.makespan, shards, fabric.dp_exposed))
-        return worst
+        return max(self._data_rank(rank, chunks, timeline.makespan) for rank, chunks in enumerate(moments))
 
-    def _data_rank(self, rank: int, chunks: dict, makespan: float, shards: int, share: float) -> tuple[float, float]:
-        p, size = self.cfg.parallel, self.work.item
+    def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
+        p = self.cfg.parallel
         counts = {chunk: self.memory.parameters(chunk * p.pp + rank) for chunk in chunks}
-        reduce, gather = ({chunk: self._over_data(bytes_each * count, shards) for chunk, count in counts.items()}
-                          for bytes_each in (4, size))
+        reduce, gather = ({chunk: self.machine.collective(size * count, self.memory.shards, p.tp)
+                           for chunk, count in counts.items()} for size in (4, self.work.item))
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0
@@ -170,9 +177,5 @@ class Step:
             late = max(late, there + head - chunks[chunk][0], there + gather[chunk] - chunks[chunk][0] - forward)
             there += gather[chunk]
         alone = max(0.0, over - makespan) + late
-        hidden = max(0.0, both - alone) * (1 - share)
+        hidden = max(0.0, both - alone) * (1 - self.machine.fabric.dp_exposed)
         return both - hidden, hidden
-
-    def _over_data(self, num_bytes: float, shards: int) -> float:
-        """A collective over dp x cp, whose ranks stand tp apart."""
-        return self.machine.collective(num_bytes, shards, self.cfg.parallel.tp)

@@ -4,7 +4,7 @@ The idea: a stage is a list of products, attention calls, passes over memory and
 and `minitron.planner.machine` knows the seconds of each. Per block and token (h hidden, f ffn, w = (n + 2 g) d the
 width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 
-    products      4 forward: h -> w, n d -> h, h -> f (2 f gated), f -> h; each again for dx and for dW
+    products      4 forward: h -> w, n d -> h, h -> f (gated: 2 f), f -> h; each again for dx and for dW
     attention     2 products of the pairs under the mask forward, 5 backward
     passes        2 norms with their residual sums (read 2, write 2; backward 3 and 1) on s_, rotary positions, the
                   activation, FP8 casts
@@ -12,9 +12,9 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
     cp messages   keys and values around the ring, twice, and their gradients
 
 Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
-first piece, barriers, a product cut into pieces). Without overlap, or between nodes, two gathers and two scatters of the
-forward and the two gathers of dy stand alone (minitron/overlap.py, Separate). `full` recomputation repeats the forward
-inside the backward, `selective` its norms and activations.
+first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
+stand alone (minitron/overlap.py, Separate), without overlap all do. `full` recomputation repeats the forward inside the
+backward, `selective` its norms and activations.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts:
 class Assume:
     """What a configuration does not say.
 
-    document_tokens: the mean length of documents that are kept apart; None: one fills a sample. frozen: LoRA on q, k, v,
-    all other weights without a gradient.
+    document_tokens: the mean length of documents that are kept apart; None: one fills a sample. frozen: LoRA on q, k,
+    v, and all other weights without a gradient.
     """
 
     document_tokens: float | None = None
@@ -109,21 +109,24 @@ class Work:
         backward["gemm"] += dx + dw
         width = k if beside == "gather" else n  # h: what crosses ranks is hidden-sized
         cast = 1 if fp8 else self.item
+        split = self.cfg.parallel.sequence_parallel
         if beside == "gather":
-            self._tp(forward, cast * width, y, pieces=True)
-            self._tp(backward, self.item * width, dw)                  # dx is scattered beside dW
-            if not frozen and self.cfg.parallel.sequence_parallel:
-                self._tp(backward, cast * width, dx)                   # x is gathered again beside dx
+            if split:
+                self._tp(forward, cast * width, y, pieces=True)
+                if not frozen:
+                    self._tp(backward, cast * width, dx)    # x is gathered again beside dx
+            self._tp(backward, self.item * width, dw)       # dx is scattered, or reduced, beside dW
         else:
             self._tp(forward, self.item * width, y, pieces=True)
-            self._tp(backward, cast * width, dx, pieces=True)
+            if split:
+                self._tp(backward, cast * width, dx, pieces=True)
 
     def _tp(self, parts: Parts, bytes_per_token: int, beside: float, *, pieces: bool = False) -> None:
         """A message over tp next to a product of `beside` seconds, of which it needs pieces if it depends on it."""
         p, exposed_share = self.cfg.parallel, self.machine.fabric.tp_exposed
         seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
         if not p.sequence_parallel:
-            seconds *= 2  # an all-reduce, of which the backward has half as many
+            seconds *= 2  # an all-reduce
         can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else beside * (1 - pieces / p.tp)
         hidden = min(seconds, can_hide) * (1 - exposed_share)
         parts["tp_hidden"] += hidden

@@ -5,10 +5,10 @@ The idea: all layouts of a world are some thousands, and most fall at a cheap te
     1. the rules of `Config.check`            tp divides the heads, the batch divides over dp, ...
     2. memory; a layout takes the least recomputation with which it fits, since more is only slower
     3. a bound on the step from below: the slowest rank's work and the way to it and back
-    4. the schedule, simulated, in the order of the bounds, until none of those left can be among the best
+    4. the schedule, simulated, in the order of the bounds, until none that is left can be among the best
 
-Each layout that falls has a reason, and reasons are counted. What is varied: tp, cp, pp, vp, micro batch, recomputation;
-the global batch, and with it the result of training, stays. Left out: uneven stages, other cp styles.
+Each layout that falls has a reason, and reasons are counted. Varied are tp, cp, pp, vp, micro batch, recomputation; the
+global batch, and with it the result of training, stays. Left out: uneven stages, other cp styles.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ MICRO_BATCHES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Found:
-    """`best`: plans, fastest first. `others`: (configuration, seconds that its step takes at least) of all that fit too,
-    in their order. `reasons`: how many layouts fell, by why."""
+    """`best`: plans, fastest first. `others`: (configuration, seconds that its step takes at least) of all that fit
+    too, in this order. `reasons`: how many layouts fell, by why.
+    """
 
     best: list[Plan]
     others: list[tuple[Config, float]]
@@ -72,7 +73,9 @@ def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
                 for vp in even if pp > 1 else (1,):
                     for size in MICRO_BATCHES:
                         parallel = replace(given, tp=tp, cp=cp, pp=pp, vp=vp, layers_per_stage=None)
-                        yield replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size))
+                        layout = replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size))
+                        if layout != cfg:
+                            yield layout
 
 
 def _powers(limit: int) -> list[int]:
@@ -112,8 +115,8 @@ def remedy(job: Plan, assume: Assume = Assume()) -> str:
     """One line for a plan that does not fit: what does not, and the nearest change that would."""
     cfg, machine, room = job.cfg, job.machine, room_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
-    problem = (f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on pipeline "
-               f"rank {job.fullest}; the largest part are {part}, {size / 2**30:.1f} GiB")
+    problem = (f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
+               f"pipeline rank {job.fullest}; the largest part are {part}, {size / 2**30:.1f} GiB")
     for world in (job.world << i for i in range(8)):
         if nearest := _nearest(cfg, world, machine, assume):
             keys = [f"{key}={value}" for key, value in changes(cfg, nearest).items()]
@@ -126,7 +129,7 @@ def _nearest(cfg: Config, world: int, machine: Machine, assume: Assume) -> Confi
     """The layout that fits after the fewest changes; the fastest of several."""
     every = (replace(layout, train=replace(layout.train, recompute=recompute))
              for layout in layouts(cfg, world, machine) for recompute in RECOMPUTE)
-    distance, fitting = None, []
+    distance, fitting, room = None, [], room_gib(machine) * 2**30
     for layout in sorted(every, key=lambda layout: len(changes(cfg, layout))):
         if fitting and len(changes(cfg, layout)) > distance:
             break
@@ -134,8 +137,8 @@ def _nearest(cfg: Config, world: int, machine: Machine, assume: Assume) -> Confi
             layout.check(world)
         except ValueError:
             continue
-        step = Step(layout, world, machine, assume)
-        if step.memory.peak()[1].total() <= room_gib(machine) * 2**30:
-            fitting.append((step.at_least(), len(fitting), layout))
+        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
+        if memory.lasting() <= room and memory.peak()[1].total() <= room:
+            fitting.append((Step(layout, world, machine, assume).at_least(), len(fitting), layout))
             distance = len(changes(cfg, layout))
     return min(fitting)[2] if fitting else None
