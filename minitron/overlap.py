@@ -116,8 +116,10 @@ class Pipelined:
         there = self.copies.record_event()
 
         def finish() -> Parts:
+            nonlocal parts  # until here they are read
             torch.cuda.current_stream().wait_event(there)  # not for a scatter that has begun meanwhile
             self._pending.remove("gather")
+            parts = None
             return whole
 
         return finish
@@ -191,9 +193,11 @@ class Pipelined:
         parts = [part.contiguous() for part in parts]
         whole = [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
         _, memory = self._half("gather", sum(map(_room, parts)), parts[0].device)
-        for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
-            mine.copy_(part)
-        self._announce(memory, torch.cuda.current_stream())
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
+                mine.copy_(part)
+        self._announce(memory, self.copies)
         return parts, whole, memory
 
     def _fetch(self, memory, source: int, whole: Parts) -> Parts:

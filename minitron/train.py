@@ -186,7 +186,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         saves.wait()
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
-    if saves is not None and saves.saved != step:  # a scheduler must not take this for success
+    if saves is not None and saves.saved != step and (stop.agreed or saves.due(step)):  # no success for a scheduler
         raise CheckpointError(f"the run ends after step {step}, of which there is no checkpoint in "
                               f"{cfg.checkpoint.dir}: its save failed, as said above")
 

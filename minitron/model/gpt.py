@@ -54,6 +54,7 @@ class Batch:
     count: float                        # sum of mask, known to the host
     step: int = 0
     documents: context.Documents | None = None
+    padding: tuple[int, ...] = ()       # of each sample: the last positions, which fill it and are no work
 
 
 @dataclass

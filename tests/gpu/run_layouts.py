@@ -1,6 +1,8 @@
 """On every GPU rank: a toy model in each layout that the world allows, held against one process on one GPU.
 
-torchrun --nproc-per-node N tests/gpu/run_layouts.py       prints a row per layout, exits 1 if one is off
+torchrun --nproc-per-node N tests/gpu/run_layouts.py [TEXT]       prints a row per layout, exits 1 if one is off
+
+TEXT: only layouts that it is a part of, such as "'tp': 2".
 """
 
 import os
@@ -84,7 +86,7 @@ def main() -> None:
     for family, base in (("llama", LLAMA), ("gpt", GPT3)):
         twins = {}
         for size, layout in LAYOUTS:
-            if size != world:
+            if size != world or not all(text in str(layout) for text in sys.argv[1:]):
                 continue
             single = {key: value for key, value in layout.items() if key in ("separate", "dropout")}
             kind = str(single)
