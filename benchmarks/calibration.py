@@ -57,15 +57,14 @@ Machines = tuple[dict[str, Device], dict[str, Fabric]]
 
 
 def own_rows(path: Path) -> list[Row]:
-    """Of each case and precision the newest record."""
+    """Of each case and precision the newest record; those of a CPU or of a case that is no more are left out."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         record = json.loads(line)
-        if record["kind"] == "compare":
-            case = CASES[re.sub("-(bf16|fp8)$", "", record["case"])]
-            device = re.search(r"[HAB]\d00", record["gpu"])[0].lower()
+        case = CASES.get(re.sub("-(bf16|fp8)$", "", record.get("case", "")))
+        if record["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", record["gpu"] or "")):
             found[record["case"]] = Row(
-                record["case"], case.gpus, tuple(case.arguments(record["fp8"])), device,
+                record["case"], case.gpus, tuple(case.arguments(record["fp8"])), gpu[0].lower(),
                 record["ours"]["step_seconds"], record["ours_gib"],
                 fitted="device" if case.gpus <= OWN_FITTED_GPUS else "")
     return list(found.values())

@@ -179,7 +179,9 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
 def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
     record = next(json.loads(line) for line in calibration.RESULTS.read_text().splitlines() if "ours_gib" in line)
     path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps({**record, "ours_gib": gib}) + "\n" for gib in (1.0, 2.0)))
+    records = [{**record, "ours_gib": gib} for gib in (1.0, 2.0)]
+    records += [{**record, "gpu": None}, {**record, "case": "forgotten-bf16"}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
     assert [row.gib for row in calibration.own_rows(path)] == [2.0]
     assert calibration.own_rows(tmp_path / "none.jsonl") == []
     with pytest.raises(ValueError, match="no row to fit the constants of a device on; run benchmarks/compare.py"):

@@ -191,9 +191,11 @@ def test_gradients_hide_behind_the_backward_unless_told_otherwise():
     assert hidden.step_seconds < alone.step_seconds
 
 
-def test_devices_that_cannot(monkeypatch):
-    with pytest.raises(ValueError, match="precision.fp8=delayed has no rate on A100; use precision.fp8=none"):
-        plan(cli.load([*SMALL, "precision.fp8=delayed"]), 8, Machine(DEVICES["a100"], FABRICS["hdr200"]))
+def test_devices_that_cannot():
+    a100 = Machine(DEVICES["a100"], FABRICS["hdr200"])
+    for value, other in (("fp8=delayed", "fp8=none"), ("dtype=fp32", "dtype=bf16")):
+        with pytest.raises(ValueError, match=f"precision.{value} has no rate in the table of A100; use precision.{other}"):
+            plan(cli.load([*SMALL, f"precision.{value}"]), 8, a100)
     unknown = replace(H100, device=replace(H100.device, gpu="RTX 9000"))
     assert plan(cli.load(SMALL), 8, unknown).mfu_percent is None
 

@@ -92,9 +92,10 @@ class Step:
 
     def __init__(self, cfg: Config, world: int, machine: Machine, assume: Assume = Assume()):
         p = cfg.parallel
-        if cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops:
-            raise ValueError(f"precision.fp8={cfg.precision.fp8} has no rate on {machine.device.gpu}; use "
-                             "precision.fp8=none, or another device")
+        if cfg.precision.dtype == "fp32" or (cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops):
+            key, other = ("dtype", "bf16") if cfg.precision.dtype == "fp32" else ("fp8", "none")
+            raise ValueError(f"precision.{key}={getattr(cfg.precision, key)} has no rate in the table of "
+                             f"{machine.device.gpu}; use precision.{key}={other}, or another device")
         self.cfg, self.machine, self.assume = cfg, machine, assume
         self.microbatches = cfg.num_microbatches(cfg.dp(world))
         self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
