@@ -179,13 +179,13 @@ def _error(predicted: float, measured: float) -> str:
 METHOD = """\
 Written by `python benchmarks/calibration.py`; no figure is typed in. Constants: `benchmarks/devices.json`. Those of
 compute come from kernels measured alone on an H200; the H100's and A100's are scaled by data sheets. Fitted are in_step
-{in_step:g}, on own runs of up to {own} GPUs, and the exposed shares tp {tp:g} and dp {dp:g}, on the smallest scale of each
-table with H100. Everything else is held out, all of A100 and A3 Mega too.
+{in_step:g}, on own runs of up to {own} GPUs, and the exposed shares tp {tp:g} and dp {dp:g}, on the smallest scale of
+each table with H100. Everything else is held out, all of A100 and A3 Mega too.
 
 The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of Megatron's
 kind; own rows are minitron's runs. Left out of the model: stragglers and congestion, which grow with the scale, host
-time, checkpoints, evaluation. Fine-tuning rows take documents of {documents} tokens: what the published runs held is not
-known. Where a row has no measured memory, the predicted one is that of minitron in this layout."""
+time, checkpoints, evaluation. Fine-tuning rows take documents of {documents} tokens: what the published runs held is
+not known. Where a row has no measured memory, the predicted one is that of minitron in this layout."""
 
 
 def _method(rows: list[Row], machines: Machines) -> str:

@@ -194,7 +194,8 @@ def test_gradients_hide_behind_the_backward_unless_told_otherwise():
 def test_devices_that_cannot():
     a100 = Machine(DEVICES["a100"], FABRICS["hdr200"])
     for value, other in (("fp8=delayed", "fp8=none"), ("dtype=fp32", "dtype=bf16")):
-        with pytest.raises(ValueError, match=f"precision.{value} has no rate in the table of A100; use precision.{other}"):
+        message = f"precision.{value} has no rate in the table of A100; use precision.{other}"
+        with pytest.raises(ValueError, match=message):
             plan(cli.load([*SMALL, f"precision.{value}"]), 8, a100)
     unknown = replace(H100, device=replace(H100.device, gpu="RTX 9000"))
     assert plan(cli.load(SMALL), 8, unknown).mfu_percent is None
