@@ -38,6 +38,7 @@ from minitron.collectives import all_reduce_
 from minitron.config import PrecisionConfig
 from minitron.fp8_torch import KINDS, Operand, limit
 from minitron.mesh import Axis, Mesh
+from minitron.meta import hidden
 from minitron.precision import DTYPES, Gemm, Payload
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
     Transformer Engine fails to load once torch has begun with its own.
     """
     library = fp8_torch
+    if device.type == "meta":
+        backend = library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
+        for name in ("cast", "transpose", "multiply", "multiply_into"):
+            setattr(backend, name, hidden(getattr(backend, name)))
+        return backend
     if precision.fp8_backend == "te":
         if device.type != "cuda":
             raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "

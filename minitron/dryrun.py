@@ -1,0 +1,250 @@
+"""A dry run: one step of any rank of any job, on a laptop, with the code that the job itself will run.
+
+Problem: whether a layout fits, and whether this very code path works at 2,048 ranks, is learnt in the queue. The idea:
+
+  1. torch's meta device has tensors with shapes and without memory, and its `fake` process group is a world of any size
+     in which every collective succeeds at once. So a rank of the job builds its part of the model and runs its schedule
+     and its optimizer here: a shape that does not fit fails as it would there, with the same message.
+  2. Kernels that only a GPU has are replaced by their plain twins (minitron/meta.py), and the report names them.
+  3. `MemoryWalk` follows every allocation, `Recorder` writes down every collective. The recorder is the rank's
+     `Activity`, so a real run on gloo is recorded in the same way, and the two lists are equal.
+
+    python -m minitron.pretrain configs/gpt3_175b.yaml --dry-run --world 2048 --ranks first,middle,last
+
+The step is one of the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out: what
+libraries allocate for themselves, time (see minitron/planner.py), and errors that only arise between ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from minitron import cli
+from minitron.config import Config
+from minitron.data.loader import Loader
+from minitron.data.mock import MockDataset
+from minitron.memory import MemoryWalk
+from minitron.mesh import Axis, Mesh
+from minitron.overlap import Separate
+from minitron.train import Trainer, build
+from minitron.watch import Activity
+
+PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "other")
+
+
+class Record(NamedTuple):
+    """A collective as one rank takes part in it, with the bytes that it puts in; or a message, a "send" or a "recv"."""
+
+    kind: str
+    axis: str
+    num_bytes: int
+    dtype: torch.dtype
+    ranks: tuple[int, ...]  # who takes part; of a message the peer
+    action: object          # of the schedule, in which it begins
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank's step took.
+
+    memory: bytes by part at the peak, which is in `peak_action`. timeline: (action, most bytes allocated in it), all
+    actions in order, the first ones before the step. collectives: in order. replaced: kernels, in words.
+    """
+
+    rank: int
+    cell: str
+    memory: dict[str, int]
+    peak_action: object
+    timeline: list[tuple[object, int]]
+    collectives: list[Record]
+    replaced: list[str]
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+class Recorder(Activity):
+    """An Activity that keeps every collective. begun(action): called when an action begins."""
+
+    __slots__ = ("records", "begun")
+
+    def __init__(self, begun: Callable[[object], None] = lambda action: None):
+        super().__init__()
+        self.records, self.begun = [], begun
+
+    def begin(self, action: object) -> None:
+        super().begin(action)
+        self.begun(action)
+
+    def record(self, kind: str, axis: Axis, x: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        self.records.append(Record(kind, axis.name, x.nbytes, x.dtype, ranks, self.action))
+
+
+def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
+    """One step of `rank`. Starts and ends a default process group of its own. Raises whatever the run would raise."""
+    cfg.check(world)
+    with fake_world(world, rank):
+        return walk_step(cfg, make_mesh(cfg, world))
+
+
+@contextmanager
+def fake_world(world: int, rank: int) -> Iterator[None]:
+    """The default process group is one of `world` ranks, of which only this one exists."""
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def walk_step(cfg: Config, mesh: Mesh) -> Report:
+    """Build this rank and run a step, watched, on the mesh's device."""
+    start, walk = time.perf_counter(), MemoryWalk()
+
+    def begun(action: object) -> None:
+        if action == "update":  # the schedule's activations are gone: what it leaves are casts of weights
+            walk.label("other" if cfg.precision.fp8 == "none" else "fp8 weights")
+        walk.begin(action)
+
+    recorder = Recorder(begun)
+    with walk:
+        trainer = prepare(cfg, recorded(mesh, recorder))
+        label(walk, trainer)
+        run_step(trainer)
+    memory, action = walk.peak()
+    return Report(mesh.rank, mesh.cell(), {part: memory.get(part, 0) for part in PARTS}, action, walk.timeline(),
+                  recorder.records, replaced(trainer), time.perf_counter() - start)
+
+
+def make_mesh(cfg: Config, world: int) -> Mesh:
+    """The rank's mesh on the meta device: of the default process group, or of one process alone."""
+    p = cfg.parallel
+    return Mesh.offline(device="meta") if world == 1 else Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
+
+
+def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
+    """The same mesh, all of whose axes report to `recorder`."""
+    axes = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
+    return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()
+                            if isinstance(axis, Axis)})
+
+
+def prepare(cfg: Config, mesh: Mesh) -> Trainer:
+    """A trainer as it is in the middle of a run. Collective over the world."""
+    trainer = build(cfg, mesh)
+    for chunk in trainer.chunks:
+        if chunk.formats.scaling is not None:
+            chunk.formats.scaling.follow_history()
+    return trainer
+
+
+def run_step(trainer: Trainer) -> None:
+    """One step on random tokens. Collective over the world."""
+    cfg, t = trainer.cfg, trainer.cfg.train
+    data = MockDataset(cfg.model.vocab_size, t.seq_len, t.global_batch_size, t.seed, max(1, t.seq_len / 4))
+    loader = Loader(data, cfg, trainer.mesh)
+    trainer.step(loader.step(0, 1), cfg.optimizer.lr)
+    loader.close()
+
+
+def label(walk: MemoryWalk, trainer: Trainer) -> None:
+    """Whose is what there is before the step."""
+    buckets, optimizer = trainer.gradients.buckets, trainer.optimizer
+    walk.label("parameters", (bucket.data for bucket in buckets))
+    walk.label("gradients", (bucket.grad for bucket in buckets))
+    walk.label("optimizer", (x for state in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq) for x in state))
+    walk.label("other")
+
+
+def replaced(trainer: Trainer) -> list[str]:
+    """The kernels of a GPU that had twins in this run."""
+    cfg, mesh = trainer.cfg, trainer.mesh
+    found = ["Triton kernels: minitron.plain"]
+    if trainer.backend != "reference":
+        found.append(f"attention by {trainer.backend}: its formulas")
+    if cfg.precision.fp8 != "none":
+        found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.fp8_torch")
+    if cfg.train.kernels == "apex":
+        found.append("apex: torch and minitron.plain")
+    if mesh.tp.size > 1 and cfg.parallel.overlap_tp:
+        found.append("tensor parallelism through shared memory, within a node: collectives")
+    return found
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(argv: list[str]) -> None:
+    """`--dry-run --world N [--rank R | --ranks LIST] [--json]` and a configuration: prints the reports."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--rank")
+    parser.add_argument("--ranks", default="first,middle,last")
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    cfg = cli.load(rest)
+    cfg.check(options.world)
+    reports = [dry_run(cfg, options.world, rank) for rank in choose_ranks(options.rank or options.ranks, cfg, options.world)]
+    print(json.dumps([as_json(report) for report in reports], indent=1) if options.json else
+          "\n".join(table(cfg, options.world, reports)))
+
+
+def choose_ranks(names: str, cfg: Config, world: int) -> list[int]:
+    """Ranks from "first,middle,last" (of the pipeline) or numbers. Raises ValueError."""
+    pp, ranks = cfg.parallel.pp, []
+    places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
+    for name in names.split(","):
+        rank = places.get(name, int(name) if name.isdecimal() else world)
+        if rank >= world:
+            raise ValueError(f"--ranks={name} is no rank of --world {world}; use first, middle, last or 0 to {world - 1}")
+        ranks.append(rank)
+    return list(dict.fromkeys(ranks))
+
+
+def traffic(report: Report) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, kind) -> (how many, bytes in all), the build's left out."""
+    counts, num_bytes = Counter(), Counter()
+    for record in report.collectives:
+        if record.action != "start":
+            counts[record.axis, record.kind] += 1
+            num_bytes[record.axis, record.kind] += record.num_bytes
+    return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}
+
+
+def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
+    """The reports side by side, a column each."""
+    p, dp = cfg.parallel, cfg.dp(world)
+    yield (f"{cfg.model.num_layers} layers, hidden {cfg.model.hidden_size} on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} "
+           f"dp {dp}, {cfg.num_microbatches(dp)} microbatches")
+
+    def line(name: str, values) -> str:
+        return f"{name:<26}" + "".join(f"{value:>24}" for value in values)
+
+    yield line("", (f"rank {r.rank}" for r in reports))
+    yield line("peak GiB", (f"{r.peak_bytes / 2**30:.2f}" for r in reports))
+    for part in PARTS:
+        yield line(f"  {part}", (f"{r.memory[part] / 2**30:.2f}" for r in reports))
+    yield line("at", (str(r.peak_action) for r in reports))
+    tables = [traffic(r) for r in reports]
+    for key in sorted({key for t in tables for key in t}):
+        yield line(" ".join(key), (f"{t[key][0]:,} x, {t[key][1] / 2**30:.2f} GiB" if key in t else "" for t in tables))
+    yield line("seconds", (f"{r.seconds:.1f}" for r in reports))
+    yield "replaced: " + "; ".join(dict.fromkeys(text for r in reports for text in r.replaced))
+
+
+def as_json(report: Report) -> dict:
+    return {}
