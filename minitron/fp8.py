@@ -33,12 +33,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minitron import fp8_torch
+from minitron import fp8_torch, meta
 from minitron.collectives import all_reduce_
 from minitron.config import PrecisionConfig
 from minitron.fp8_torch import KINDS, Operand, limit
 from minitron.mesh import Axis, Mesh
-from minitron.meta import hidden
 from minitron.precision import DTYPES, Gemm, Payload
 
 if TYPE_CHECKING:
@@ -56,12 +55,9 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
     Transformer Engine fails to load once torch has begun with its own.
     """
     library = fp8_torch
-    if device.type == "meta":
-        backend = library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
-        for name in ("cast", "transpose", "multiply", "multiply_into"):
-            setattr(backend, name, hidden(getattr(backend, name)))
-        return backend
     if precision.fp8_backend == "te":
+        if device.type == "meta":
+            return _te_twin(precision.fp8 == "block")
         if device.type != "cuda":
             raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
                              "precision.fp8_backend=torch or precision.fp8=none")
@@ -70,10 +66,18 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
             raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
                              "transformer-engine[pytorch], or use precision.fp8_backend=torch") from error
-    elif precision.fp8 == "block" and device.type == "cuda":
+    elif precision.fp8 == "block" and device.type != "cpu":
         raise ValueError("precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
                          "precision.fp8_backend=te, or precision.fp8=delayed or current")
     return library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
+
+
+def _te_twin(block: bool) -> fp8_torch.TensorScaling:
+    """For a dry run: allocates what Transformer Engine does."""
+    twin = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
+    for name in ("cast", "multiply", "multiply_into") if block else ("multiply_into",):
+        setattr(twin, name, meta.hidden(getattr(twin, name)))
+    return twin
 
 
 class DelayedScaling:

@@ -16,25 +16,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from minitron import plain
 
 
 def hidden(kernel: Callable) -> Callable:
-    """`kernel`, of which a torch dispatch mode sees the results alone."""
+    """`kernel`, of which a torch dispatch mode sees the results alone. It runs once for each combination of shapes.
+
+    Arguments are tensors, tuples and what can be hashed. A result is new, or one of the arguments as it is.
+    """
+    known: dict = {}
 
     @wraps(kernel)
     def run(*args, **kwargs):
-        with _disable_current_modes():
-            result = kernel(*args, **kwargs)
-        return tree_map_only(Tensor, Tensor.detach, result)  # allocates nothing, and is seen
+        leaves = tree_leaves((args, kwargs))
+        key = *map(_signature, leaves), *kwargs
+        if key not in known:
+            with _disable_current_modes():
+                results, structure = tree_flatten(kernel(*args, **kwargs))
+            places = {id(x): i for i, x in enumerate(leaves)}
+            known[key] = [places.get(id(x), _signature(x)) for x in results], structure
+        recipes, structure = known[key]
+        return tree_unflatten([leaves[r] if isinstance(r, int) else r and torch.empty_strided(*r[:2], dtype=r[2],
+                               device="meta") for r in recipes], structure)
 
     return run
 
 
+def _signature(x):
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+cast = hidden(plain.cast)
+largest = hidden(plain.largest)
+transpose = hidden(plain.transpose)
 add_norm = hidden(plain.add_norm)
 add_norm_backward = hidden(plain.add_norm_backward)
 swiglu_forward = hidden(plain.swiglu_forward)
@@ -47,9 +66,14 @@ add_rows_ = hidden(plain.add_rows_)
 softmax_sums = hidden(plain.softmax_sums)
 softmax_gradient_ = hidden(plain.softmax_gradient_)
 drop_elements = hidden(plain.drop_elements)
-adamw_ = hidden(plain.adamw_)
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:
     """Views of qkv, as the kernel's are: it turns q and k in place."""
     return qkv.split(sizes, 2)
+
+
+def adamw_(states: list[plain.AdamState], *args, updated: Callable[[int], None]) -> None:
+    """Allocates nothing; not remembered, since `updated` has effects."""
+    with _disable_current_modes():
+        plain.adamw_(states, *args, updated=updated)
