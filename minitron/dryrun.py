@@ -104,6 +104,7 @@ def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
 def fake_world(world: int, rank: int) -> Iterator[None]:
     """The default process group is one of `world` ranks, of which only this one exists."""
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # or its end warns that it has none
     try:
         yield
     finally:

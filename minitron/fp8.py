@@ -73,9 +73,9 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
 
 
 def _te_twin(block: bool) -> fp8_torch.TensorScaling:
-    """For a dry run: allocates what Transformer Engine does."""
+    """For dry runs: allocates what Transformer Engine would."""
     twin = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
-    for name in ("cast", "multiply", "multiply_into") if block else ("multiply_into",):
+    for name in ("cast", "multiply", "multiply_into")[not block:]:
         setattr(twin, name, meta.hidden(getattr(twin, name)))
     return twin
 

@@ -25,6 +25,8 @@ from functools import partial
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minitron.meta import once
+
 GRANULARITY = 512  # bytes, of torch's CUDA allocator
 UNLABELLED = "activations"
 
@@ -41,7 +43,7 @@ class MemoryWalk(TorchDispatchMode):
         self.actions: list[tuple[object, int]] = [("build", 0)]     # (what began, length of the log then)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        result = once(func)(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):
                 self._see(x)

@@ -14,41 +14,75 @@ Here is the contract of minitron/fused.py. Attention and FP8 hide their twins in
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from minitron import plain
 
 
 def hidden(kernel: Callable) -> Callable:
-    """`kernel`, of which a torch dispatch mode sees the results alone. It runs once for each combination of shapes.
+    """`kernel`, of which a torch dispatch mode sees the results alone: on the meta device, where it runs as `once`."""
 
-    Arguments are tensors, tuples and what can be hashed. A result is new, or one of the arguments as it is.
+    def unseen(*args, **kwargs):
+        with _disable_current_modes():
+            return kernel(*args, **kwargs)
+
+    return once(unseen)
+
+
+@lru_cache(None)
+def once(function: Callable) -> Callable:
+    """`function` run once for each combination of shapes: after that its results, on the meta device, are known.
+
+    It has no other effects than on its arguments. Its arguments are tensors, lists, tuples and what can be hashed; its
+    results, None or tensors, are new or arguments as they are. A function whose results are views runs every time.
     """
     known: dict = {}
 
-    @wraps(kernel)
     def run(*args, **kwargs):
-        leaves = tree_leaves((args, kwargs))
-        key = *map(_signature, leaves), *kwargs
-        if key not in known:
-            with _disable_current_modes():
-                results, structure = tree_flatten(kernel(*args, **kwargs))
-            places = {id(x): i for i, x in enumerate(leaves)}
-            known[key] = [places.get(id(x), _signature(x)) for x in results], structure
-        recipes, structure = known[key]
-        return tree_unflatten([leaves[r] if isinstance(r, int) else r and torch.empty_strided(*r[:2], dtype=r[2],
-                               device="meta") for r in recipes], structure)
+        key = _signature(args), _signature((*kwargs.items(),))
+        if key in known:
+            recipe = known[key]
+            result = function(*args, **kwargs) if recipe is None else None
+        else:
+            result = function(*args, **kwargs)
+            recipe = known[key] = _recipe(result, tree_leaves((args, kwargs)))
+        return result if recipe is None else _make(*recipe, args, kwargs)
 
     return run
 
 
+def _recipe(result, arguments: list) -> tuple[list, TreeSpec] | None:
+    """How to make results like these: the place of an argument, or the shape, strides and dtype of a new tensor."""
+    results, structure = tree_flatten(result)
+    places = {id(x): i for i, x in enumerate(arguments) if isinstance(x, Tensor)}
+    storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
+    recipe = []
+    for x in results:
+        if x is None or id(x) in places:
+            recipe.append(x if x is None else places[id(x)])
+        elif isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in storages:
+            recipe.append((x.shape, x.stride(), x.dtype))
+        else:
+            return None
+    return recipe, structure
+
+
+def _make(recipe: list, structure: TreeSpec, args: tuple, kwargs: dict):
+    arguments = tree_leaves((args, kwargs)) if any(type(r) is int for r in recipe) else ()
+    results = (r if r is None else arguments[r] if type(r) is int else
+               torch.empty_strided(r[0], r[1], dtype=r[2], device="meta") for r in recipe)
+    return tree_unflatten(results, structure)
+
+
 def _signature(x):
-    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype
+    return tuple(map(_signature, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
 cast = hidden(plain.cast)
