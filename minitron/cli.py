@@ -32,7 +32,8 @@ from omegaconf.errors import GrammarParseError
 from minitron.config import Config
 
 QUIET_SECONDS = 3.0
-USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--help]"
+DRY_RUN = "--dry-run --world N [--ranks first,middle,last] [--json]"
+USAGE = f"[CONFIG.yaml ...] [section.key=value ...] [--print-config | {DRY_RUN} | --help]"
 
 
 def configure(description: str, argv: list[str] | None = None) -> Config:

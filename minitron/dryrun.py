@@ -20,8 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -36,7 +35,6 @@ from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.memory import MemoryWalk
 from minitron.mesh import Axis, Mesh
-from minitron.overlap import Separate
 from minitron.train import Trainer, build
 from minitron.watch import Activity
 
@@ -171,81 +169,102 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
 
 
 def replaced(trainer: Trainer) -> list[str]:
-    """The kernels of a GPU that had twins in this run."""
-    cfg, mesh = trainer.cfg, trainer.mesh
-    found = ["Triton kernels: minitron.plain"]
+    """A GPU's kernels that had twins here: "what: its twin"."""
+    cfg, found = trainer.cfg, ["Triton: minitron.plain"]
     if trainer.backend != "reference":
         found.append(f"attention by {trainer.backend}: its formulas")
     if cfg.precision.fp8 != "none":
         found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.fp8_torch")
     if cfg.train.kernels == "apex":
         found.append("apex: torch and minitron.plain")
-    if mesh.tp.size > 1 and cfg.parallel.overlap_tp:
-        found.append("tensor parallelism through shared memory, within a node: collectives")
+    if trainer.mesh.tp.size > 1 and cfg.parallel.sequence_parallel and cfg.parallel.overlap_tp:
+        found.append("shared memory over tp: all-gathers and reduce-scatters")
     return found
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def command(argv: list[str]) -> None:
-    """`--dry-run --world N [--rank R | --ranks LIST] [--json]` and a configuration: prints the reports."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(f"{message}; use {cli.DRY_RUN}")
+
+
+def command(description: str, argv: list[str]) -> None:
+    """Prints what `cli.DRY_RUN` asks for, beside a configuration. Raises ValueError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--world", type=int, default=1)
-    parser.add_argument("--rank")
-    parser.add_argument("--ranks", default="first,middle,last")
+    parser.add_argument("--ranks", "--rank", default="first,middle,last")
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)
-    cfg = cli.load(rest)
+    cfg = cli.configure(description, rest)
     cfg.check(options.world)
-    reports = [dry_run(cfg, options.world, rank) for rank in choose_ranks(options.rank or options.ranks, cfg, options.world)]
-    print(json.dumps([as_json(report) for report in reports], indent=1) if options.json else
-          "\n".join(table(cfg, options.world, reports)))
+    reports = [dry_run(cfg, options.world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, options.world)]
+    print(json.dumps([as_json(r) for r in reports]) if options.json else "\n".join(table(cfg, options.world, reports)))
 
 
-def choose_ranks(names: str, cfg: Config, world: int) -> list[int]:
-    """Ranks from "first,middle,last" (of the pipeline) or numbers. Raises ValueError."""
-    pp, ranks = cfg.parallel.pp, []
+def choose_ranks(names: str, pp: int, world: int) -> list[int]:
+    """Ranks from numbers and "first", "middle", "last" (of the pipeline's), with commas. Raises ValueError."""
     places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
-    for name in names.split(","):
-        rank = places.get(name, int(name) if name.isdecimal() else world)
-        if rank >= world:
-            raise ValueError(f"--ranks={name} is no rank of --world {world}; use first, middle, last or 0 to {world - 1}")
-        ranks.append(rank)
+    ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
+    if not all(0 <= rank < world for rank in ranks):
+        raise ValueError(f"--ranks={names} does not name ranks of --world={world}; use first, middle, last or numbers "
+                         f"from 0 to {world - 1}, with commas")
     return list(dict.fromkeys(ranks))
 
 
-def traffic(report: Report) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, kind) -> (how many, bytes in all), the build's left out."""
-    counts, num_bytes = Counter(), Counter()
-    for record in report.collectives:
-        if record.action != "start":
-            counts[record.axis, record.kind] += 1
-            num_bytes[record.axis, record.kind] += record.num_bytes
-    return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}
+def traffic(records: list[Record]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Of a step's collectives: (axis, kind) -> (how many, bytes in all)."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for record in records:
+        if record.action != "start":  # the build's
+            count, num_bytes = totals.get((record.axis, record.kind), (0, 0))
+            totals[record.axis, record.kind] = count + 1, num_bytes + record.num_bytes
+    return totals
 
 
 def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     """The reports side by side, a column each."""
     p, dp = cfg.parallel, cfg.dp(world)
-    yield (f"{cfg.model.num_layers} layers, hidden {cfg.model.hidden_size} on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} "
-           f"dp {dp}, {cfg.num_microbatches(dp)} microbatches")
+    yield (f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
+           f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}")
 
-    def line(name: str, values) -> str:
-        return f"{name:<26}" + "".join(f"{value:>24}" for value in values)
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells)
 
-    yield line("", (f"rank {r.rank}" for r in reports))
-    yield line("peak GiB", (f"{r.peak_bytes / 2**30:.2f}" for r in reports))
-    for part in PARTS:
-        yield line(f"  {part}", (f"{r.memory[part] / 2**30:.2f}" for r in reports))
-    yield line("at", (str(r.peak_action) for r in reports))
-    tables = [traffic(r) for r in reports]
-    for key in sorted({key for t in tables for key in t}):
-        yield line(" ".join(key), (f"{t[key][0]:,} x, {t[key][1] / 2**30:.2f} GiB" if key in t else "" for t in tables))
-    yield line("seconds", (f"{r.seconds:.1f}" for r in reports))
-    yield "replaced: " + "; ".join(dict.fromkeys(text for r in reports for text in r.replaced))
+    def gib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**30:.2f} GiB"
+
+    yield row("", (r.cell.partition(",")[0] + ")" for r in reports))
+    yield row("peak memory", (gib(r.peak_bytes) for r in reports))
+    yield from (row(f"  {part}", (gib(r.memory[part]) for r in reports)) for part in PARTS)
+    yield row("  first reached in", (spoken(r.peak_action) for r in reports))
+    totals = [traffic(r.collectives) for r in reports]
+    for axis, kind in sorted({key for total in totals for key in total}):
+        counts = [total.get((axis, kind), (0, 0)) for total in totals]
+        yield row(f"{axis} {kind}", (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
+    yield row("seconds for this", (f"{r.seconds:.1f}" for r in reports))
+    yield f"replaced: {'; '.join(reports[0].replaced)}"
+    yield "left out: workspaces of libraries, NCCL's and shared buffers, the CUDA context, fragmentation"
+
+
+def spoken(action: object) -> str:
+    """An action without what its name says already: "forward of mb 3, chunk 1"."""
+    if isinstance(action, str):
+        return action
+    name = type(action).__name__.lower()
+    return name if name == "exchange" else f"{name} of mb {action.mb}, chunk {action.chunk}"
 
 
 def as_json(report: Report) -> dict:
-    return {}
+    """bytes everywhere; `collectives` are [action, kind, axis, bytes, dtype], in order, and `traffic` their sums."""
+    return {
+        "rank": report.rank, "cell": report.cell, "seconds": report.seconds, "replaced": report.replaced,
+        "peak_bytes": report.peak_bytes, "memory": report.memory, "peak_action": spoken(report.peak_action),
+        "timeline": [[spoken(action), num_bytes] for action, num_bytes in report.timeline],
+        "traffic": [{"axis": axis, "kind": kind, "count": count, "bytes": num_bytes}
+                    for (axis, kind), (count, num_bytes) in sorted(traffic(report.collectives).items())],
+        "collectives": [[spoken(r.action), r.kind, r.axis, r.num_bytes, str(r.dtype).removeprefix("torch.")]
+                        for r in report.collectives],
+    }

@@ -1,4 +1,4 @@
-"""Train a GPT-3 or Llama model from scratch.
+"""Train a GPT-3 or Llama model from scratch; with --dry-run, only try a step of some ranks of a job, without GPUs.
 
 Without torchrun this is a world of one process; without a configuration it trains the quickstart model on the corpus.
 """
@@ -6,12 +6,13 @@ Without torchrun this is a world of one process; without a configuration it trai
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from minitron import cli, profiling
+from minitron import cli, dryrun, profiling
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, check_data, find, restore
 from minitron.config import Config
@@ -29,6 +30,9 @@ def main(argv: list[str] | None = None) -> None:
     rank, world, local_rank, ranks_here = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
+        argv = sys.argv[1:] if argv is None else argv
+        if "--dry-run" in argv:
+            return dryrun.command(__doc__, argv)
         cfg = cli.configure(__doc__, argv)
         device, name, capability = choose_device(local_rank, ranks_here)
         cfg.check(world, capability)
