@@ -49,7 +49,7 @@ class Pending:
         self.kind, self.axis, self.num_bytes, self.works, self.tensors = kind, axis, num_bytes, works, tensors
 
     def is_completed(self) -> bool:
-        """Whether all of it has happened; waits for nothing. In a dry run, without memory, there is nothing to happen."""
+        """Whether all of it has happened; waits for nothing. On the meta device there is nothing to happen."""
         return all(x.is_meta for x in self.tensors) or all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:

@@ -164,7 +164,7 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
     buckets, optimizer = trainer.gradients.buckets, trainer.optimizer
     walk.label("parameters", (bucket.data for bucket in buckets))
     walk.label("gradients", (bucket.grad for bucket in buckets))
-    walk.label("optimizer", (x for state in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq) for x in state))
+    walk.label("optimizer", [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq])
     walk.label("other")
 
 
@@ -200,8 +200,9 @@ def command(description: str, argv: list[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     cfg = cli.configure(description, rest)
     cfg.check(options.world)
-    reports = [dry_run(cfg, options.world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, options.world)]
-    print(json.dumps([as_json(r) for r in reports]) if options.json else "\n".join(table(cfg, options.world, reports)))
+    world = options.world
+    reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
+    print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
 
 
 def choose_ranks(names: str, pp: int, world: int) -> list[int]:
@@ -214,14 +215,14 @@ def choose_ranks(names: str, pp: int, world: int) -> list[int]:
     return list(dict.fromkeys(ranks))
 
 
-def traffic(records: list[Record]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Of a step's collectives: (axis, kind) -> (how many, bytes in all)."""
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for record in records:
-        if record.action != "start":  # the build's
-            count, num_bytes = totals.get((record.axis, record.kind), (0, 0))
-            totals[record.axis, record.kind] = count + 1, num_bytes + record.num_bytes
-    return totals
+def traffic(report: Report) -> dict[str, list[int]]:
+    """The step's collectives: "axis kind" -> [how many, bytes in all]. Those of the build are left out."""
+    totals: dict[str, list[int]] = {}
+    for record in report.collectives:
+        if record.action != "start":
+            count, num_bytes = totals.get(key := f"{record.axis} {record.kind}", (0, 0))
+            totals[key] = [count + 1, num_bytes + record.num_bytes]
+    return dict(sorted(totals.items()))
 
 
 def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
@@ -239,32 +240,16 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     yield row("", (r.cell.partition(",")[0] + ")" for r in reports))
     yield row("peak memory", (gib(r.peak_bytes) for r in reports))
     yield from (row(f"  {part}", (gib(r.memory[part]) for r in reports)) for part in PARTS)
-    yield row("  first reached in", (spoken(r.peak_action) for r in reports))
-    totals = [traffic(r.collectives) for r in reports]
-    for axis, kind in sorted({key for total in totals for key in total}):
-        counts = [total.get((axis, kind), (0, 0)) for total in totals]
-        yield row(f"{axis} {kind}", (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
+    yield row("  first reached in", (str(r.peak_action).replace(", last=False", "") for r in reports))
+    totals = [traffic(r) for r in reports]
+    for name in sorted({name for total in totals for name in total}):
+        counts = [total.get(name, (0, 0)) for total in totals]
+        yield row(name, (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
     yield row("seconds for this", (f"{r.seconds:.1f}" for r in reports))
     yield f"replaced: {'; '.join(reports[0].replaced)}"
     yield "left out: workspaces of libraries, NCCL's and shared buffers, the CUDA context, fragmentation"
 
 
-def spoken(action: object) -> str:
-    """An action without what its name says already: "forward of mb 3, chunk 1"."""
-    if isinstance(action, str):
-        return action
-    name = type(action).__name__.lower()
-    return name if name == "exchange" else f"{name} of mb {action.mb}, chunk {action.chunk}"
-
-
-def as_json(report: Report) -> dict:
-    """bytes everywhere; `collectives` are [action, kind, axis, bytes, dtype], in order, and `traffic` their sums."""
-    return {
-        "rank": report.rank, "cell": report.cell, "seconds": report.seconds, "replaced": report.replaced,
-        "peak_bytes": report.peak_bytes, "memory": report.memory, "peak_action": spoken(report.peak_action),
-        "timeline": [[spoken(action), num_bytes] for action, num_bytes in report.timeline],
-        "traffic": [{"axis": axis, "kind": kind, "count": count, "bytes": num_bytes}
-                    for (axis, kind), (count, num_bytes) in sorted(traffic(report.collectives).items())],
-        "collectives": [[spoken(r.action), r.kind, r.axis, r.num_bytes, str(r.dtype).removeprefix("torch.")]
-                        for r in report.collectives],
-    }
+def as_json(reports: list[Report]) -> str:
+    """A list of the reports' fields and `traffic`; actions and dtypes as text."""
+    return json.dumps([vars(r) | {"peak_bytes": r.peak_bytes, "traffic": traffic(r)} for r in reports], default=str)

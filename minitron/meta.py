@@ -1,14 +1,16 @@
-"""The kernels of torch's meta device, where tensors have shapes and no memory: what a dry run calls in a GPU's place.
+"""Kernels for torch's meta device, whose tensors have shapes and no memory: a dry run's in place of a GPU's.
 
-Problem: a GPU's kernel allocates its results and nothing else, while its twin in minitron/plain.py makes a dozen tensors
-on the way; whoever adds up what the twins allocate finds peaks that no GPU has. The idea: run the twins, which check
-every shape, with their insides hidden:
+Problem: a GPU's kernel allocates its results and nothing else, its twin in minitron/plain.py a dozen tensors on the
+way; whoever adds up what the twins allocate finds peaks that no GPU has. The idea: run the twins, which check every
+shape, with their insides hidden:
 
-    seen of add_norm on a GPU          total, y, statistics
-    seen of plain.add_norm             float copies of x, delta, total, ..., and these three
-    seen of hidden(plain.add_norm)     these three
+    of add_norm on a GPU one sees          total, y, statistics
+    of plain.add_norm                      these, and float copies of x, delta, total, ...
+    of hidden(plain.add_norm)              these
 
-Here is the contract of minitron/fused.py. Attention and FP8 hide their twins in the same way, where they are chosen.
+And since nothing is computed, equal shapes have equal results: each twin runs once, and the thousands of layers of a
+step cost little more than their allocations. Here is the contract of minitron/fused.py; attention and FP8 hide their
+twins in the same way, where they are chosen. Left out: what a kernel allocates for its own use.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from minitron import plain
 
@@ -46,37 +48,35 @@ def once(function: Callable) -> Callable:
     def run(*args, **kwargs):
         key = _signature(args), _signature((*kwargs.items(),))
         if key in known:
-            recipe = known[key]
-            result = function(*args, **kwargs) if recipe is None else None
-        else:
-            result = function(*args, **kwargs)
-            recipe = known[key] = _recipe(result, tree_leaves((args, kwargs)))
-        return result if recipe is None else _make(*recipe, args, kwargs)
+            return known[key](*args, **kwargs)
+        result = function(*args, **kwargs)
+        known[key] = _maker(result, tree_leaves((args, kwargs))) or function
+        return result if known[key] is function else known[key](*args, **kwargs)
 
     return run
 
 
-def _recipe(result, arguments: list) -> tuple[list, TreeSpec] | None:
-    """How to make results like these: the place of an argument, or the shape, strides and dtype of a new tensor."""
+def _maker(result, arguments: list) -> Callable | None:
+    """What makes results like these from arguments like these; None if that takes the function itself."""
     results, structure = tree_flatten(result)
     places = {id(x): i for i, x in enumerate(arguments) if isinstance(x, Tensor)}
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
-    recipe = []
-    for x in results:
+    fixed, fresh = {}, {}
+    for i, x in enumerate(results):
         if x is None or id(x) in places:
-            recipe.append(x if x is None else places[id(x)])
+            fixed[i] = places.get(id(x))
         elif isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in storages:
-            recipe.append((x.shape, x.stride(), x.dtype))
+            fresh[i] = x.shape, x.stride(), x.dtype
         else:
             return None
-    return recipe, structure
 
+    def make(*args, **kwargs):
+        leaves = tree_leaves((args, kwargs)) if fixed else ()
+        return tree_unflatten([torch.empty_strided(fresh[i][0], fresh[i][1], dtype=fresh[i][2], device="meta")
+                               if i in fresh else None if fixed[i] is None else leaves[fixed[i]]
+                               for i in range(len(results))], structure)
 
-def _make(recipe: list, structure: TreeSpec, args: tuple, kwargs: dict):
-    arguments = tree_leaves((args, kwargs)) if any(type(r) is int for r in recipe) else ()
-    results = (r if r is None else arguments[r] if type(r) is int else
-               torch.empty_strided(r[0], r[1], dtype=r[2], device="meta") for r in recipe)
-    return tree_unflatten(results, structure)
+    return make
 
 
 def _signature(x):
