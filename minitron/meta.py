@@ -61,27 +61,28 @@ def _maker(result, arguments: list) -> Callable | None:
     results, structure = tree_flatten(result)
     places = {id(x): i for i, x in enumerate(arguments) if isinstance(x, Tensor)}
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
-    fixed, fresh = {}, {}
-    for i, x in enumerate(results):
+    recipe: list[tuple | int | None] = []  # of each result; holding a result itself would keep its storage alive
+    for x in results:
         if x is None or id(x) in places:
-            fixed[i] = places.get(id(x))
+            recipe.append(places.get(id(x)))
         elif isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in storages:
-            fresh[i] = x.shape, x.stride(), x.dtype
+            recipe.append((x.shape, x.stride(), x.dtype))
         else:
             return None
 
+    reused = any(isinstance(r, int) for r in recipe)
+
     def make(*args, **kwargs):
-        leaves = tree_leaves((args, kwargs)) if fixed else ()
-        return tree_unflatten([torch.empty_strided(fresh[i][0], fresh[i][1], dtype=fresh[i][2], device="meta")
-                               if i in fresh else None if fixed[i] is None else leaves[fixed[i]]
-                               for i in range(len(results))], structure)
+        leaves = tree_leaves((args, kwargs)) if reused else ()
+        return tree_unflatten([torch.empty_strided(*r[:2], dtype=r[2], device="meta") if isinstance(r, tuple) else
+                               r if r is None else leaves[r] for r in recipe], structure)
 
     return make
 
 
 def _signature(x):
     if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype
+        return x.shape, x.stride(), x.dtype, x.is_meta
     return tuple(map(_signature, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
