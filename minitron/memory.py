@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ from minitron.meta import once
 
 GRANULARITY = 512  # bytes, of torch's CUDA allocator
 UNLABELLED = "activations"
+_once = lru_cache(None)(once)
 
 
 class MemoryWalk(TorchDispatchMode):
@@ -43,7 +44,8 @@ class MemoryWalk(TorchDispatchMode):
         self.actions: list[tuple[object, int]] = [("build", 0)]     # (what began, length of the log then)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = once(func)(*args, **(kwargs or {}))
+        run = _once(func) if func.namespace == "aten" else func  # collectives happen each time
+        result = run(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):
                 self._see(x)

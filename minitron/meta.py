@@ -16,7 +16,6 @@ twins in the same way, where they are chosen. Left out: what a kernel allocates 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ def hidden(kernel: Callable) -> Callable:
     return once(unseen)
 
 
-@lru_cache(None)
 def once(function: Callable) -> Callable:
     """`function` run once for each combination of shapes: after that its results, on the meta device, are known.
 
