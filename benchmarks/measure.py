@@ -90,7 +90,7 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device) 
     m, t = cfg.model, cfg.train
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     per_sample = {"full": flops.full(m.shape, t.seq_len), "causal": flops.causal(m.shape, t.seq_len),
-                  "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute == "full")}
+                  "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute != "none")}
     tflops = {k: flops.tflops_per_gpu(v * t.global_batch_size, step_seconds, world) for k, v in per_sample.items()}
     peak = flops.peak_tflops(name, fp8=cfg.precision.fp8 != "none")
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

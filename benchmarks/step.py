@@ -78,7 +78,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     seconds = measure.median_seconds(step, args.steps, mesh.device)
     result = measure.figures(cfg, seconds, mesh.world.size, mesh.device)
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
-        result["peak_gib"] += measure.highest(trainer.chunks[0].layout.by.nbytes / 2**30, mesh.device)
+        result["peak_gib"] += measure.highest(trainer.shared_bytes / 2**30, mesh.device)
     kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
     loader.close()
     return result, floor.step_work(trainer), kernels, trainer.describe()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What srun starts once on every node, inside the container if there is one: torchrun with the node's ranks.
+# What srun starts once on every node, inside the container if there is one: torchrun with the node's ranks, under nsys if
+# an argument is profile.kind=nsys (its report: noderank-N.nsys-rep in log.dir).
 #   node.sh PYTHON RANKS -m MODULE ARGUMENTS...
 set -euo pipefail
 python=$1 ranks=$2
@@ -16,5 +17,15 @@ from minitron import cli
 with cli.user_errors():
     cli.load(sys.argv[2:]).check(int(sys.argv[1]), None)' $((ranks * SLURM_JOB_NUM_NODES)) "${@:3}"
 fi
-exec "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
+
+profiler=() folder=. kind=
+for argument; do # the last one of a key counts
+    case $argument in
+    log.dir=*) folder=${argument#*=} ;;
+    profile.kind=*) kind=${argument#*=} ;;
+    esac
+done
+[ "$kind" != nsys ] || profiler=(nsys profile -s none -t "nvtx,cuda" --capture-range=cudaProfilerApi
+    --capture-range-end=stop -o "$folder/noderank-$SLURM_PROCID")
+exec "${profiler[@]}" "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_backend c10d --max_restarts 0 --tee 3 "$@"

@@ -1,56 +1,26 @@
 # Pretraining as a Slurm job: to be sourced by the .sbatch files of this folder, which set `size`, `recipe`, `dataset`
 # and `min_nodes`. 50 steps with a global batch of 16 samples a node and NeMo's log lines, unless EXTRA_ARGS says
-# otherwise. Taken from the environment of sbatch:
+# otherwise. Taken from the environment of sbatch, beside what launch/job.sh lists:
 #
-#   DTYPE             fp8 or bf16
 #   STAGE_PATH, CONTAINER, CONTAINER_MOUNTS, VENV, TOKENIZER    see launch/stage.sh
 #   MODEL_SIZE        if set, it has to be that of the file
 #   DATASET           folder of *_text_document.idx (default: launch/generate_dataset.sh's), or mock: random tokens
-#   RUN_CONF_GPUS_PER_NODE     ranks on each node (default: SLURM_GPUS_PER_NODE, or 8 where that is null or unset)
-#   MIN_NODES         what counts as too few, for trials
-#   CHECKPOINT_DIR    (default: the job's own folder) or none: what a stopped job has learned is lost
-#   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2": they win
-#   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the job's first node, a port from the job's id)
 #   GSW_VERSION       names the results' folder (default: minitron's version)
 #
 # Everything goes to $STAGE_PATH/results/$GSW_VERSION/$DTYPE/$size/$JOB_TOTAL_GPUS: the job's output to JOBID.out, logs,
 # metrics and checkpoint to JOBID/.
-#
-# Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
-# goes back to the queue, which holds it for two minutes; under the same id it goes on from there. A job that Slurm
-# itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime).
 set -euo pipefail
 cd "$(dirname "$this")/.."
 source launch/stage.sh
+source launch/job.sh
 
-case ${DTYPE:-} in
-bf16) precision=() ;;
-fp8) precision=(precision.fp8=delayed) ;;
-*) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
-esac
 [ "${MODEL_SIZE:-$size}" = "$size" ] ||
     fail "MODEL_SIZE=$MODEL_SIZE, but this is the job of $size; submit launch/$MODEL_SIZE.sbatch"
-nodes=$SLURM_JOB_NUM_NODES
-min_nodes=${MIN_NODES:-$min_nodes}
-[ "$nodes" -ge "$min_nodes" ] || fail "$nodes node(s) are too few for $size; submit with -N $min_nodes or more"
-gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
-for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
-    [[ $count =~ ^[1-9][0-9]*$ ]] ||
-        fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
-done
-if [ "${SLURM_GPUS_ON_NODE:-0}" -lt "${SLURM_GPUS_PER_NODE:-0}" ]; then
-    fail "SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE, but Slurm gave the job ${SLURM_GPUS_ON_NODE:-no} GPUs a node;" \
-        "submit with --gres=gpu:$SLURM_GPUS_PER_NODE, or set it to null"
-fi
-need_python
+check_job "$size" "$min_nodes"
 
 version=$(sed -n 's/^version = "\(.*\)"/minitron-\1/p' pyproject.toml)
-JOB_TOTAL_GPUS=$((nodes * gpus))
-results=$STAGE_PATH/results/${GSW_VERSION:-$version}/$DTYPE/$size/$JOB_TOTAL_GPUS
-run=$results/$SLURM_JOB_ID
-mkdir -p "$run"
-arguments=("$recipe" "train.global_batch_size=$((16 * nodes))" "${precision[@]}" "log.dir=$run"
-    log.format=nemo)
+run=$STAGE_PATH/results/${GSW_VERSION:-$version}/$DTYPE/$size/$JOB_TOTAL_GPUS/$SLURM_JOB_ID
+arguments=("$recipe" "train.global_batch_size=$((16 * nodes))")
 
 if [ "${DATASET:-}" != mock ]; then
     use_dataset "$dataset"
@@ -63,58 +33,5 @@ if [ "${DATASET:-}" != mock ]; then
     arguments+=(data.source=indexed "data.paths=[$paths]" "data.tokenizer=$tokenizer" "data.cache_dir=$STAGE_PATH/cache")
 fi
 
-# A state of 12 bytes a parameter, 2.1 TB of 175B: only when the job is stopped, and at its end.
-if [ "${CHECKPOINT_DIR:-}" != none ]; then
-    arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" checkpoint.every=0 checkpoint.keep=1)
-fi
-read -ra extra <<<"${EXTRA_ARGS:-}"
-arguments+=("${extra[@]}")
-
-# ---- performance --------------------------------------------------------------------------------------------------
-# NVLink multicast takes memory that these models need; larger chunks suit the pipeline's messages; segments that grow
-# keep memory from fragmenting. Without CUDA_DEVICE_MAX_CONNECTIONS=1, on purpose: the products of tensor parallelism are
-# pipelined with their communication over several streams, and with a single hardware queue would wait for each other.
-# Without NVTE_*_LAYERNORM_SM_MARGIN: no norm here is Transformer Engine's. Without TORCH_NCCL_AVOID_RECORD_STREAMS: the
-# default of torch 2.11, which warns of it.
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export PYTHONUNBUFFERED=1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # from SIGTERM to SIGKILL (torch 2.12)
-
-# ---- the run ------------------------------------------------------------------------------------------------------
-# Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.
-ended_by_slurm=
-trap 'scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
-trap 'ended_by_slurm=yes' TERM
-
-export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
-export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
-gres=(${SLURM_GPUS_PER_NODE:+--gres=gpu:$SLURM_GPUS_PER_NODE})
-unset SLURM_GPUS_PER_NODE
-echo "$size in $DTYPE on $nodes x $gpus GPUs, start number $((${SLURM_RESTART_COUNT:-0} + 1)); output: $run.out"
-# The whole node for one task, which is torchrun: no binding to a core.
-srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --output="$run.out" \
-    --open-mode=append "${gres[@]}" "${container[@]}" \
-    bash launch/node.sh "$python" "$gpus" -m minitron.pretrain "${arguments[@]}" &
-srun=$!
-
-status=0
-while :; do
-    wait "$srun" && status=0 || status=$? # a signal ends the wait, too
-    kill -0 "$srun" 2>/dev/null || break
-done
-
-last=$(tail -n 1 "$run/rank-0.log" 2>/dev/null || true)
-if [ -n "$ended_by_slurm" ]; then
-    fail "Slurm ended the job; $last"
-elif [ "$status" != 0 ]; then
-    [ ! -e "$run.out" ] || tail -n 20 "$run.out" >&2
-    fail "the training ended with status $status; the whole output: $run.out"
-elif [[ $last == *"stopped after iteration"*"which was saved" ]]; then
-    echo "$last; back to the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-elif [[ $last == *"stopped after iteration"* ]]; then
-    fail "$last"
-fi
+checkpoint_every=null # a state of 12 bytes a parameter, 2.1 TB of 175B: only if the job is stopped before its end
+run_job "$size" minitron.pretrain "$run" "$run.out" "${arguments[@]}"

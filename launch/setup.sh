@@ -4,7 +4,8 @@
 #
 #   IMAGE     container image to import as $STAGE_PATH/minitron.sqsh, as in docker://registry#name:tag (needs enroot); then
 #             export CONTAINER=$STAGE_PATH/minitron.sqsh. Unset: an environment in $STAGE_PATH/venv, see launch/venv.sh
-#   HF_TOKEN  of a Hugging Face account that may read meta-llama/Meta-Llama-3-8B; unset: no Llama tokenizer
+#   HF_TOKEN  of a Hugging Face account that may read meta-llama/Meta-Llama-3-8B; unset: no Llama tokenizer, no weights
+#   FINETUNE  8b: also the weights of Meta-Llama-3-8B (16 GB) and SQuAD, for launch/finetune.sbatch
 # With SLURM_PARTITION (and SLURM_ACCOUNT) set, the image is imported in a job. What is there already is left alone.
 # Without a network, copy the files yourself; the last lines say which are missing.
 set -euo pipefail
@@ -50,11 +51,25 @@ fetch $gpt2/vocab.bpe "$folder/bpe/vocab.bpe" \
     1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5 || missing=1
 use_dataset llama3.1
 llama=$folder/llama/tokenizer.model
-if [ -n "${HF_TOKEN:-}" ]; then
-    fetch https://huggingface.co/meta-llama/Meta-Llama-3-8B/resolve/main/original/tokenizer.model "$llama" "" \
-        "Authorization: Bearer $HF_TOKEN" || missing=1
+hub=https://huggingface.co/meta-llama/Meta-Llama-3-8B/resolve/main
+token=${HF_TOKEN:+Authorization: Bearer $HF_TOKEN}
+if [ -n "$token" ]; then
+    fetch $hub/original/tokenizer.model "$llama" "" "$token" || missing=1
 elif [ ! -e "$llama" ]; then
     echo "No HF_TOKEN: for Llama jobs on text set it and come again, or copy tokenizer.model to $llama"
 fi
-[ $missing = 0 ] || fail "tokenizer files are missing, see above; copy them there from elsewhere"
+case ${FINETUNE:-} in
+'') ;;
+8b)
+    for file in config.json model.safetensors.index.json model-0000{1..4}-of-00004.safetensors; do
+        fetch "$hub/$file" "$llama_weights/$file" "" "$token" || missing=1
+    done
+    fetch https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v1.1.json "$squad.source" "" || missing=1
+    if [ -e "$squad.source" ] && [ ! -e "$squad" ]; then
+        python3 launch/squad.py "$squad.source" "$squad"
+    fi
+    ;;
+*) fail "FINETUNE=$FINETUNE is no model that can be fetched; use 8b" ;;
+esac
+[ $missing = 0 ] || fail "files are missing, see above; copy them there from elsewhere"
 echo "Ready: $STAGE_PATH"

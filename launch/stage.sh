@@ -26,6 +26,10 @@ else
     python=${VENV:-$STAGE_PATH/venv}/bin/python
 fi
 
+# Of fine-tuning: what launch/setup.sh fetches with FINETUNE=8b.
+llama_weights=$STAGE_PATH/HF_ckpt/models/meta-llama/Meta-Llama-3-8B
+squad=$STAGE_PATH/squad/train.jsonl
+
 need_python() {
     [ -n "${CONTAINER:-}" ] || [ -x "$python" ] ||
         fail "there is no $python; run launch/setup.sh, or set VENV or CONTAINER"

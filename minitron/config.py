@@ -149,10 +149,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["corpus", "mock", "indexed"] = key(
-        "corpus", "corpus: Python's standard library; mock: random tokens; indexed: Megatron .bin/.idx files")
-    paths: tuple[str, ...] = key((), "indexed: one prefix, or weight prefix pairs")
-    split: str = key("969,30,1", "train, validation and test shares of the documents")
+    source: Literal["corpus", "mock", "indexed", "sft"] = key(
+        "corpus", "corpus: Python's standard library; mock: random tokens; indexed: Megatron .bin/.idx files; sft: "
+        "JSONL of prompt and completion, or of chat messages")
+    paths: tuple[str, ...] = key((), "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings")
+    valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths")
+    split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
@@ -161,7 +163,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
-    every: int = key(100, "steps between saves, 0: only at the end of the run", NOT_NEGATIVE)
+    every: int | None = key(100, "steps between saves, 0: only at the run's end, null: not even there", NOT_NEGATIVE)
     keep: int = key(2, "the newest checkpoints that are kept, 0: all", NOT_NEGATIVE)
     resume: bool = key(True, "go on from the newest checkpoint in dir")
     resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)

@@ -59,8 +59,8 @@ def causal(shape: Shape, tokens: float, squared_lengths: float | None = None) ->
 def hardware(shape: Shape, seq_len: int, *, recompute: bool) -> float:
     """Operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
 
-    c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3; c = 24, or 32 for a gated MLP. It
-    takes the MLP to be 4 h wide and ignores grouped queries.
+    c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3; c = 24, or 32 for a gated MLP. It takes
+    the MLP to be 4 h wide, ignores grouped queries, and selective recomputation counts as a whole forward pass.
     Source: Narayanan et al. 2021, equation 3; with f and c as BigScience's Megatron-DeepSpeed logs it.
     """
     h, layers = shape.hidden_size, shape.num_layers

@@ -9,6 +9,7 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     swiglu          2 and 1, backward 3 and 2; with casts the results are bytes, written twice: rows and columns
     rotate          1 and 1, in place; the backward also puts the gradients of q, k and v side by side
     merge           2 and 1
+    sum_parts       one for each part, and 1
     add_rows        3 and 2, of those rows that a token has
     cross-entropy   1 and 0, backward 1 and 1 over the logits
     dropout         1 and 1
@@ -139,7 +140,7 @@ def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statisti
     gpu, dx = torch.cuda.get_device_properties(total.device), torch.empty_like(total)
     # A short row and one sum fit into registers, and all is one pass; else the sums read once more, by columns.
     one_pass = shape["BLOCK"] <= 8192 and not layer_norm and not delta_bias
-    programs, stages, parts = rows, 1, 32
+    programs, stages, parts = rows, 1, 8
     if one_pass:
         programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (2 if shape["BLOCK"] <= 4096 else 1))
         stages = 2 if 6 * shape["BLOCK"] * total.itemsize < gpu.shared_memory_per_block_optin - 4096 else 1
@@ -149,7 +150,7 @@ def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statisti
         LAYER_NORM=layer_norm, SUMS=one_pass, **shape, STAGES=stages)
     if not one_pass:
         _norm_sums[(triton.cdiv(h, 128), parts)](dy, total, statistics, dx, sums, rows, h, LAYER_NORM=layer_norm,
-                                                 DELTA_BIAS=delta_bias, ROWS=16, BLOCK=128, num_warps=4)
+                                                 DELTA_BIAS=delta_bias, ROWS=32, BLOCK=128, num_warps=4)
     sums = sums.sum(1)
     return dx, sums[0], sums[1] if layer_norm else None, sums[-1] if delta_bias else None
 
@@ -196,11 +197,19 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _cast_tile(value, scale, rows, columns, amax, i, j, inside, m, n, COLUMNS: tl.constexpr, NOTE: tl.constexpr):
-    """Store a tile of the [m, n] result, rounded as if to bf16 first, and its transpose; note its magnitude."""
-    value = value.to(tl.bfloat16).to(tl.float32)
-    if NOTE:
-        tl.atomic_max(amax, tl.max(tl.where(inside, tl.abs(value), 0.0)), sem="relaxed")
+def _as_bf16(value):
+    """The cast of a bf16 result, which nobody writes, is to be that of the plain path."""
+    return value.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _note(amax, magnitude, inside):
+    tl.atomic_max(amax, tl.max(tl.where(inside, magnitude, 0.0)), sem="relaxed")
+
+
+@triton.jit
+def _cast_tile(value, scale, rows, columns, i, j, inside, m, n, COLUMNS: tl.constexpr):
+    """Store a tile of the [m, n] result, and its transpose."""
     small = (value * scale).to(rows.dtype.element_ty)  # saturates
     tl.store(rows + i.to(tl.int64)[:, None] * n + j[None, :], small, inside)
     if COLUMNS:
@@ -213,10 +222,12 @@ def _swiglu_cast(x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.const
     i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
     source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
     gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
-    factor = tl.load(scale)
-    _cast_tile(gate * tl.sigmoid(gate) * up, factor, rows, columns, amax, i, j, inside, m, f, COLUMNS, NOTE)
+    value, factor = _as_bf16(gate * tl.sigmoid(gate) * up), tl.load(scale)
+    if NOTE:
+        _note(amax, tl.abs(value), inside)
+    _cast_tile(value, factor, rows, columns, i, j, inside, m, f, COLUMNS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse, 1.0 / factor)
+        tl.store(inverse, tl.div_rn(1.0, factor))
 
 
 @triton.jit
@@ -228,33 +239,36 @@ def _swiglu_backward_cast(dy, x, scale, rows, inverse, columns, amax, m, f, COLU
     grad = tl.load(dy + i.to(tl.int64)[:, None] * f + j[None, :], inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu, factor = gate * sigmoid, tl.load(scale)
-    of_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-    _cast_tile(of_gate, factor, rows, columns, amax, i, j, inside, m, 2 * f, COLUMNS, NOTE)
-    _cast_tile(grad * silu, factor, rows, columns, amax, i, j + f, inside, m, 2 * f, COLUMNS, NOTE)
+    of_gate, of_up = _as_bf16(grad * up * (sigmoid + silu * (1 - sigmoid))), _as_bf16(grad * silu)
+    if NOTE:
+        _note(amax, tl.maximum(tl.abs(of_gate), tl.abs(of_up)), inside)
+    _cast_tile(of_gate, factor, rows, columns, i, j, inside, m, 2 * f, COLUMNS)
+    _cast_tile(of_up, factor, rows, columns, i, j + f, inside, m, 2 * f, COLUMNS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse, 1.0 / factor)
+        tl.store(inverse, tl.div_rn(1.0, factor))
 
 
 def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
     """See minitron/plain.py."""
     m, f = x.shape[0], x.shape[1] // 2
-    return _run_cast(_swiglu_cast, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
+    tile = dict(M=64, F=64, num_warps=8)
+    return _run_cast(_swiglu_cast, tile, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
 
 
 def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
                          columns: bool) -> Cast:
     """See minitron/plain.py."""
-    return _run_cast(_swiglu_backward_cast, (dy.contiguous(), x.contiguous()), dy.shape, x.shape[1], scale, amax, kind,
-                     columns)
+    tile = dict(M=32, F=64, num_warps=4)
+    return _run_cast(_swiglu_backward_cast, tile, (dy.contiguous(), x.contiguous()), dy.shape, x.shape[1], scale, amax,
+                     kind, columns)
 
 
-def _run_cast(kernel, inputs: tuple[Tensor, ...], grid: tuple[int, int], n: int, scale: Tensor, amax: Tensor | None,
-              kind: torch.dtype, columns: bool) -> Cast:
-    """A kernel over tiles of `grid` [m, f] whose result is cast to [m, n]."""
+def _run_cast(kernel, tile: dict[str, int], inputs: tuple[Tensor, ...], grid: tuple[int, int], n: int, scale: Tensor,
+              amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """A kernel over tiles of `grid` [m, f] whose result is cast to [m, n]. Tiles are those that measured best."""
     m, f = grid
     rows, inverse = scale.new_empty(m, n, dtype=kind), torch.empty_like(scale)
     transposed = scale.new_empty(n, m, dtype=kind) if columns else None
-    tile = dict(M=128, F=64, num_warps=8)
     kernel[(triton.cdiv(m, tile["M"]), triton.cdiv(f, tile["F"]))](
         *inputs, scale, rows, inverse, rows if transposed is None else transposed, scale if amax is None else amax, m,
         f, COLUMNS=columns, NOTE=amax is not None, **tile)
@@ -340,6 +354,31 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
         *block_lse.stride(), ROWS=32, D=triton.next_power_of_2(d), num_warps=4)
 
 
+# ---- partial sums ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_parts(parts, out, n, stride, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, step = at < n, tl.cast(stride, tl.int64)
+    total = tl.load(parts + at, inside).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        total += tl.load(parts + i * step + at, inside).to(tl.float32)
+    if ADD:
+        total += tl.load(out + at, inside).to(tl.float32)
+    tl.store(out + at, total, inside)
+
+
+def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
+    """See minitron/plain.py. torch's sum over a first dimension runs at half the speed."""
+    out = torch.empty_like(parts[0]) if onto is None else onto
+    assert parts[0].is_contiguous() and out.is_contiguous()
+    n = out.numel()
+    _sum_parts[(triton.cdiv(n, 2048),)](parts, out, n, parts.stride(0), ADD=onto is not None, PARTS=len(parts),
+                                        BLOCK=2048, num_warps=8)
+    return out
+
+
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +439,7 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Te
     assert logits.is_contiguous() and labels.is_contiguous()
     vocab = logits.shape[-1]
     top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, first, BLOCK=8192, num_warps=16)
+    _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, first, BLOCK=8192, num_warps=4)
     return top, total, picked
 
 

@@ -120,7 +120,7 @@ class Log:
         t, shape = self.cfg.train, self.cfg.model.shape
         tokens = t.global_batch_size * t.seq_len
         squares = [tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths for it in its]
-        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute == "full")
+        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none")
         operations = {"full": sum(flops.full(shape, tokens, squared) for squared in squares),
                       "causal": sum(flops.causal(shape, tokens, squared) for squared in squares),
                       "hardware": len(its) * t.global_batch_size * sequence}

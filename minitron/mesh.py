@@ -105,7 +105,10 @@ class Mesh:
     def offline(world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1,
                 device: torch.device | str = "cpu") -> "Mesh":
         """The coordinates of `rank` in a world that need not exist: no process group, nothing can be communicated."""
-        return Mesh(rank, torch.device(device), **offline_axes(rank, _shape(world, tp, pp, cp)))
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return Mesh(rank, device, **offline_axes(rank, _shape(world, tp, pp, cp)))
 
 
 def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:

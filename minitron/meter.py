@@ -35,11 +35,12 @@ class Meter:
         """What happened since the last step (an evaluation) does not count into the next one's time."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, documents: list[tuple[int, ...]] | None, **known) -> None:
+    def step(self, values: Tensor, documents: list[tuple[int, ...]] | None, shared_bytes: int, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
         values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. documents:
-        boundaries of this data rank's samples, None where a sample is one document. known: the other fields of
+        boundaries of this data rank's samples, None where a sample is one document. shared_bytes: of GPU memory that
+        torch's allocator does not count. known: the other fields of
         `log.Iteration` that the host has.
         """
         self.mesh.activity.begin("figures")
@@ -49,8 +50,8 @@ class Meter:
             all_reduce_(extra[:1], self.mesh.dp)
             known["squared_lengths"] = 0.0
         if values.is_cuda:
-            extra[1].fill_(torch.cuda.max_memory_allocated() / GIB)
-            extra[2].fill_(torch.cuda.memory_allocated() / GIB)
+            extra[1].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
+            extra[2].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)
             known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
         if self.stop.asked:
             extra[3].fill_(self.stop.asked)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -86,12 +87,13 @@ class Separate:
 class Pipelined:
     """Symmetric memory between the GPUs of one node. Collective over the axis, as every method is.
 
-    Two streams beside the current one: `copies` for what travels, `side` for every second piece of a product, so that
-    the end of one piece and the beginning of the next share the GPU.
+    Three streams beside the current one: `copies` for what travels, `side` for every second piece of a product, so that
+    the end of one piece and the beginning of the next share the GPU, and `signals`.
 
     What is to be read by others is written to memory that they see, then a barrier says that it is there. Barriers are
-    kernels, which a product that fills the GPU would hold up: they stand in the stream that made what they announce,
-    and `copies` has nothing that needs a multiprocessor.
+    kernels, which a product that fills the GPU would hold up to its end: `signals` has the priority to get the first
+    multiprocessor that a tile sets free. Only copies wait for barriers, so a rank that is ahead goes on with the
+    products that it has the operands for.
 
     The memory has two halves, used in turn: whoever has passed the barrier of one use knows that the use before it is
     over on all ranks, so none has to end with a barrier too.
@@ -99,23 +101,25 @@ class Pipelined:
 
     overlap = True
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
-        self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream()
+    def __init__(self, axis: Axis, sum_parts: Callable[[Tensor], Tensor]):
+        self.axis, self._sum_parts = axis, sum_parts
+        self.side, self.copies, self.signals = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self._halves: dict[str, list] = {}
         self._pending: set[str] = set()
 
     def gather(self, parts: Parts) -> Callable[[], Parts]:
         parts, whole, memory = self._publish(parts)
         self._pending.add("gather")
-        with torch.cuda.stream(self._copies_after(torch.cuda.current_stream())):
+        with torch.cuda.stream(self.copies):
             for source in self._ring(1):
                 self._fetch(memory, source, whole)
         there = self.copies.record_event()
 
         def finish() -> Parts:
+            nonlocal parts  # until here they are read
             torch.cuda.current_stream().wait_event(there)  # not for a scatter that has begun meanwhile
             self._pending.remove("gather")
+            parts = None
             return whole
 
         return finish
@@ -124,7 +128,6 @@ class Pipelined:
         parts, whole, memory = self._publish(parts)
         main, m = torch.cuda.current_stream(), parts[0].shape[0]
         self.side.wait_stream(main)
-        self._copies_after(main)
         for i, source in enumerate(self._ring(0)):  # the own piece first: it needs no copy
             stream, pieces = (main, self.side)[i % 2], parts
             if i > 0:
@@ -148,22 +151,21 @@ class Pipelined:
             stream, own = (main, self.side)[i % 2], target == self.axis.rank
             with torch.cuda.stream(stream):
                 produce(slice(target * m, (target + 1) * m), received[target] if own else partial[target])
-                if not own:
-                    memory.barrier(channel=i)  # everyone has produced as many pieces
             if not own:
-                with torch.cuda.stream(self._copies_after(stream)):
+                self._announce(memory, stream)  # everyone has produced as many pieces
+                with torch.cuda.stream(self.copies):
                     self._receive(memory, (2 * self.axis.rank - target) % self.axis.size, received)
         main.wait_stream(self.side)
         main.wait_stream(self.copies)
-        return received.sum(0)
+        return self._sum_parts(received)
 
     def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
         """The product stays whole; its parts travel beside what the current stream does next."""
         partial, received, memory = self._partial_sums(shape, like)
         self._pending.add("scatter")
         produce(slice(None), partial.flatten(0, 1))
-        memory.barrier(channel=0)
-        with torch.cuda.stream(self._copies_after(torch.cuda.current_stream())):
+        self._announce(memory, torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
             for source in self._ring(1):
                 self._receive(memory, source, received)
         there = self.copies.record_event()
@@ -171,7 +173,7 @@ class Pipelined:
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_event(there)
             self._pending.remove("scatter")
-            return received.sum(0)
+            return self._sum_parts(received)
 
         return finish
 
@@ -179,18 +181,23 @@ class Pipelined:
         """All ranks from the `first` after this one on: at any time everyone reads from another one."""
         return [(self.axis.rank + step) % self.axis.size for step in range(first, first + self.axis.size)]
 
-    def _copies_after(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-        self.copies.wait_stream(stream)
-        return self.copies
+    def _announce(self, memory, stream: torch.cuda.Stream) -> None:
+        """Copies from here on find what all ranks have written on `stream` so far."""
+        self.signals.wait_stream(stream)
+        with torch.cuda.stream(self.signals):
+            memory.barrier(channel=0)
+        self.copies.wait_stream(self.signals)
 
     def _publish(self, parts: Parts):
         """Parts where others see them: (the parts, space for everyone's, the handle to everyone's)."""
         parts = [part.contiguous() for part in parts]
         whole = [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
         _, memory = self._half("gather", sum(map(_room, parts)), parts[0].device)
-        for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
-            mine.copy_(part)
-        memory.barrier(channel=0)
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
+                mine.copy_(part)
+        self._announce(memory, self.copies)
         return parts, whole, memory
 
     def _fetch(self, memory, source: int, whole: Parts) -> Parts:
@@ -245,10 +252,10 @@ def _views(memory, rank: int, parts: Parts) -> Parts:
     return views
 
 
-def choose(axis: Axis, device: torch.device, overlap: bool) -> Separate | Pipelined:
-    """Pipelined between GPUs of one node that can read each other's memory. Collective over the axis."""
-    if not overlap or axis.size == 1 or axis.group is None or device.type != "cuda":
-        return Separate(axis, overlap)
+def see_each_other(axis: Axis, device: torch.device) -> bool:
+    """Whether these are GPUs of one node that can read each other's memory. Collective over the axis."""
+    if axis.size == 1 or axis.group is None or device.type != "cuda":
+        return False
     places: list = [None] * axis.size
     dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
     here = places[axis.rank]
@@ -256,4 +263,14 @@ def choose(axis: Axis, device: torch.device, overlap: bool) -> Separate | Pipeli
         host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places)
     every = torch.tensor(near, dtype=torch.int32, device=device)
     dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
-    return Pipelined(axis) if every.item() else Separate(axis)
+    return bool(every)
+
+
+def choose(axis: Axis, device: torch.device, overlap: bool, ops: ModuleType) -> Separate | Pipelined:
+    """Pipelined where it can be, if communication is to be hidden. Collective over the axis.
+
+    ops: what has the `sum_parts` to use.
+    """
+    if overlap and see_each_other(axis, device):
+        return Pipelined(axis, ops.sum_parts)
+    return Separate(axis, overlap)

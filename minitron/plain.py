@@ -7,6 +7,7 @@ function, and so decide what is kept. One of the two modules is chosen, once, wh
     swiglu, _cast                silu(gate) * up; and its FP8 cast       Shazeer 2020
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
     merge_                       attention over two sets of keys         Milakov & Gimelshein 2018
+    sum_parts                    partial sums of a product over ranks
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its random words         minitron/rng.py
@@ -155,6 +156,14 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     wide = torch.promote_types(out.dtype, torch.float32)
     out.copy_(torch.lerp(out.to(wide), block_out.to(wide), torch.sigmoid(block_lse - lse).unsqueeze(-1).to(wide)))
     torch.logaddexp(lse, block_lse, out=lse)
+
+
+# ---- partial sums ----------------------------------------------------------------------------------------------------
+
+
+def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
+    """[p, ...] -> the sum over p, added up in float32 or better. onto: a tensor [...] that it is added to, in place."""
+    return parts.sum(0) if onto is None else onto.add_(parts.sum(0))
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
             log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
                       first_step=start.step + 1,
                       **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+            if data.note:
+                log.info(data.note)
             log.info(trainer.describe())
             if start.reader is not None:
                 log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")

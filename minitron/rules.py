@@ -192,9 +192,18 @@ def _check_data(cfg: Config) -> None:
     if d.source == "indexed" and not d.paths:
         raise ValueError("data.source=indexed has nothing to read; set data.paths=[PREFIX], or "
                          "[WEIGHT,PREFIX,WEIGHT,PREFIX,...]")
-    if d.source != "indexed" and d.paths:
+    if d.source == "sft":
+        if not d.paths:
+            raise ValueError("data.source=sft has nothing to read; set data.paths=[FILE.jsonl,...], or [docstrings]")
+        if not d.separate_documents:
+            raise ValueError("data.source=sft packs documents that must not see each other; set "
+                             "data.separate_documents=true")
+    elif d.valid_paths:
+        raise ValueError(f"data.valid_paths={','.join(d.valid_paths)} is not read with data.source={d.source}; drop "
+                         "it, or set data.source=sft")
+    if d.source not in ("indexed", "sft") and d.paths:
         raise ValueError(f"data.paths={','.join(d.paths)} is not read with data.source={d.source}; drop it, or set "
-                         "data.source=indexed")
+                         "data.source=indexed or sft")
 
 
 def _check_checkpoint(cfg: Config) -> None:

@@ -79,6 +79,11 @@ class Trainer:
         """What a checkpoint holds of this rank."""
         return State(self.chunks, self.optimizer, self.scaler)
 
+    @property
+    def shared_bytes(self) -> int:
+        """GPU memory that ranks of a node share, which torch's allocator does not count."""
+        return self.chunks[0].layout.by.nbytes + self.gradients.sums.nbytes
+
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
         m, mesh = self.cfg.model, self.mesh
@@ -87,6 +92,7 @@ class Trainer:
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
                 f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}, "
+                f"gradients: {type(self.gradients.sums).__name__.lower()}, "
                 f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
@@ -160,7 +166,8 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         scale = trainer.loss_scale()
         stats = trainer.step(batches, lr)
         documents = [bounds for b in batches for bounds in b.documents] if cfg.data.separate_documents else None
-        meter.step(torch.cat([stats.values, scale]), documents, step=step, consumed_samples=consumed, lr=lr)
+        meter.step(torch.cat([stats.values, scale]), documents, trainer.shared_bytes, step=step,
+                   consumed_samples=consumed, lr=lr)
         if stop.agreed:
             break
         if t.eval_every and step % t.eval_every == 0:
@@ -179,7 +186,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         saves.wait()
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
-    if saves is not None and saves.saved != step:  # a scheduler must not take this for success
+    if saves is not None and saves.saved != step and (stop.agreed or saves.due(step)):  # no success for a scheduler
         raise CheckpointError(f"the run ends after step {step}, of which there is no checkpoint in "
                               f"{cfg.checkpoint.dir}: its save failed, as said above")
 

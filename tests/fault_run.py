@@ -22,6 +22,7 @@ from minitron.pipeline import executor
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=4",
         "model.num_kv_heads=2", "model.vocab_size=300", "train.seq_len=32", "train.global_batch_size=8",
         "train.micro_batch_size=2", "data.source=mock", "precision.dtype=fp32", "train.steps=1000000"]
@@ -39,7 +40,7 @@ class Run:
             self.process = subprocess.Popen(
                 [*launch, *TINY, f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv], cwd=ROOT,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **hidden})
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **hidden})
 
     def __enter__(self):
         return self

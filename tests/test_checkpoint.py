@@ -434,6 +434,13 @@ def test_the_same_command_goes_on(tmp_path, capsys):
     assert ended.value.code == 1 and lines.count("\n") == 1 and lines.startswith(f"error: {shard} is damaged")
 
 
+def test_a_run_that_saves_only_if_it_is_stopped(tmp_path, capsys):
+    """tests/test_slurm.py stops one."""
+    pretrain.main([*COMMAND, "train.steps=3", "checkpoint.every=null", f"checkpoint.dir={tmp_path / 'saves'}"])
+    assert "iteration        3/       3" in capsys.readouterr().out
+    assert not list(tmp_path.glob("saves/step_*"))
+
+
 # ---- the order of samples -----------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from slurm_cluster import Cluster, until
 
 from minitron.data.indexed import IndexedDataset
 
@@ -77,10 +78,9 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = (FOLDER / "job.sbatch").read_text().replace("MASTER_PORT=6000", f"MASTER_PORT={port}")
     env = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1",
-                        "SLURM_PROCID": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(["bash", "-c", script, "job.sbatch", str(ROOT), sys.executable, "2", *arguments], cwd=folder,
+                        "SLURM_PROCID": "0", "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments], cwd=folder,
                           env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -136,43 +136,88 @@ def test_build_prepares_the_data_and_finds_a_layout_that_does_not_fit(tmp_path):
 
 # ---- JUBE itself --------------------------------------------------------------------------------------------------
 
+needs_jube = pytest.mark.skipif(shutil.which("jube") is None, reason="no JUBE; apt install jube")
 
-@pytest.mark.skipif(shutil.which("jube") is None, reason="no JUBE; apt install jube")
-@pytest.mark.parametrize("size, nodes, tp, pp, gas, text", [(13, 8, 2, 4, 256, True), (175, 96, 8, 8, 16, False)])
-def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, tp, pp, gas, text):
+
+def write_benchmark(folder: Path, **parameters: str | int) -> None:
+    """The shipped file in `folder`, with this environment instead of a new one and these parameters."""
     benchmark = yaml.safe_load((FOLDER / "nlp_benchmark.yaml").read_text())
     setup = next(step for step in benchmark["step"] if step["name"] == "setup")
-    setup["do"] = "test -d $venv"  # this environment instead of a new one
-    here = {"venv": sys.prefix, "minitron": str(ROOT)}
+    setup["do"] = "test -d $venv"
+    here = {"venv": sys.prefix, "minitron": str(ROOT), **parameters}
+    for parameter in benchmark["parameterset"][0]["parameter"] + benchmark["parameterset"][1]["parameter"]:
+        if parameter["name"] in here:
+            parameter["_"] = f"{here[parameter['name']]}".format(parameter["_"])
+    (folder / "nlp_benchmark.yaml").write_text(yaml.safe_dump(benchmark, sort_keys=False))
+
+
+def jube(folder: Path, *command: str, status: int = 0, **variables: str) -> str:
+    result = subprocess.run(["jube", *command], cwd=folder, env=os.environ | variables, capture_output=True, text=True,
+                            timeout=60)
+    assert result.returncode == status, result.stdout + result.stderr
+    return result.stdout
+
+
+def result_of(folder: Path, **variables: str) -> dict[str, str]:
+    """The last row of the table, by the columns' titles."""
+    output = jube(folder, "result", "-a", "nlp_benchmark_run", **variables)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
+    assert [title for title in rows[0] if title in COLUMNS] == COLUMNS
+    return dict(zip(rows[0], rows[-1], strict=True))
+
+
+@needs_jube
+@pytest.mark.parametrize("size, nodes, tp, pp, gas, text", [(13, 8, 2, 4, 256, True), (175, 96, 8, 8, 16, False)])
+def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, tp, pp, gas, text):
+    here = {}
     if text:
         (tmp_path / "oscar.jsonl").write_text(json.dumps({"text": "a document"}) + "\n")
-        here |= {"dataset": str(tmp_path / "oscar.jsonl"), "dataset_prefix": str(tmp_path / "oscar"),
-                 "tokenizer": "bytes"}
-    for parameter in benchmark["parameterset"][0]["parameter"] + benchmark["parameterset"][1]["parameter"]:
-        parameter["_"] = here.get(parameter["name"], parameter["_"])
-    (tmp_path / "nlp_benchmark.yaml").write_text(yaml.safe_dump(benchmark, sort_keys=False))
-
-    def jube(*command: str) -> str:
-        result = subprocess.run(["jube", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    jube("run", "nlp_benchmark.yaml", "--tag", str(size), *([] if text else ["jwb"]))
+        here = {"dataset": tmp_path / "oscar.jsonl", "dataset_prefix": tmp_path / "oscar", "tokenizer": "bytes"}
+    write_benchmark(tmp_path, **here)
+    jube(tmp_path, "run", "nlp_benchmark.yaml", "--tag", str(size), *([] if text else ["jwb"]))
     assert "ERROR" not in (log := "".join(p.read_text() for p in tmp_path.glob("nlp_benchmark_run/*/*/stderr"))), log
-    rows = [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in jube("result", "-a", "nlp_benchmark_run").splitlines() if line.startswith("|")]
-    table = dict(zip(rows[0], rows[-1], strict=True))
-    assert [title for title in rows[0] if title in COLUMNS] == COLUMNS
+    table = result_of(tmp_path)
     batch = nodes * 4 // (tp * pp) * gas
     tokens_per_second = batch * 2048 / (sum(s for s, _ in PUBLISHED) / len(PUBLISHED))
-    assert [int(table[title]) for title in COLUMNS[:6]] == [size, nodes, batch, pp, tp, 50]
+    assert [int(table[title]) for title in COLUMNS[:6]] == [size, nodes, batch, pp, tp, 50]  # of the published log
     assert float(table["Tokens/sec"]) == pytest.approx(tokens_per_second, abs=0.005)
     assert float(table["time_to_report_in_seconds"]) == pytest.approx(20_000_000 / tokens_per_second, abs=0.005)
     submitted = (tmp_path / "sbatch.txt").read_text().split()
     assert {f"--nodes={nodes}", "--gres=gpu:4", "--output=job.out"} <= set(submitted)
-    assert {f"parallel.tp={tp}", f"parallel.pp={pp}", f"train.global_batch_size={batch}", "train.seq_len=2048",
-            "train.micro_batch_size=1", "log.every=10"} <= set(submitted)
+    assert {f"configs/gpt3_{size}b_jube.yaml", f"parallel.tp={tp}", f"parallel.pp={pp}", "train.seq_len=2048",
+            f"train.global_batch_size={batch}", "train.micro_batch_size=1", "log.every=10",
+            f"train.steps={20 if size == 13 else 50}"} <= set(submitted)
     path = f"data.paths=[{tmp_path}/oscar_text_document]"
     assert ({"data.source=indexed", "data.split=7,3,1", path} if text else {"data.source=mock"}) <= set(submitted)
     assert (tmp_path / "oscar_text_document.idx").exists() == text
     assert ({"--partition=booster", "ib0i"} <= set(submitted)) != text  # JUWELS Booster's partition and network
+
+
+@needs_jube
+@pytest.mark.parametrize("tags", [[], ["--tag", "176"], ["--tag", "13", "175"]], ids=["none", "unknown", "both"])
+def test_a_tag_that_names_no_model_is_one_line(tmp_path, tags):
+    write_benchmark(tmp_path)
+    assert jube(tmp_path, "run", "nlp_benchmark.yaml", *tags, status=1).split("\n") == [
+        "", '"error: no model; give --tag 175 or --tag 13" cannot be represented as a "int"', ""]
+
+
+@needs_jube
+def test_jube_on_slurm(tmp_path):
+    """The benchmark as its users run it, with a small model on the two nodes of a cluster, until its time is up."""
+    tiny = ("{} model.num_layers=4 model.hidden_size=32 model.num_heads=2 model.ffn_hidden_size=64 model.vocab_size=64 "
+            "precision.dtype=fp32 log.every=2")
+    with Cluster() as cluster:
+        write_benchmark(tmp_path, nodes=2, gpus_per_node=1, tp_size=1, pp_size=2, gas=8, sequence_length=32, steps=10**6,
+                        environment="MASTER_ADDR=localhost OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=", arguments=tiny)
+        jube(tmp_path, "run", "nlp_benchmark.yaml", "--tag", "13", **cluster.environment)
+        [work] = tmp_path.glob("nlp_benchmark_run/000000/*_run/work")
+        out = work / "job.out"
+        until(lambda: out.exists() and len(seconds_of(out.read_text())) > 2 or (work / "error").exists(), 120, cluster.logs)
+        cluster.run("scancel", "--signal=USR1", "--name=nlp-all")  # what --signal=USR1@120 does
+        until(lambda: {path.name for path in work.iterdir()} & {"ready", "error"}, 120, cluster.logs)
+        assert (work / "ready").exists(), (work / "job.err").read_text()
+        jube(tmp_path, "continue", "nlp_benchmark_run", "-i", "last", **cluster.environment)
+        table = result_of(tmp_path, **cluster.environment)
+    mean = sum(seconds := seconds_of(out.read_text())) / len(seconds)
+    assert [int(table[title]) for title in COLUMNS[:6]] == [13, 2, 8, 2, 1, 2 * len(seconds)]
+    assert float(table["Tokens/sec"]) == pytest.approx(8 * 32 / mean, rel=1e-4)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
 
-from minitron import overlap
+from minitron import overlap, plain
 from minitron.mesh import Axis, Mesh
+from minitron.optim import sums
 from minitron.overlap import Pipelined, Separate
 from minitron.testing import assert_close_rel
 
@@ -26,7 +27,8 @@ class Memory:
 
     def empty(self, size, dtype, device):
         self.made += 1
-        return torch.from_numpy(numpy.memmap(self._path(self.made, self.axis.rank), numpy.uint8, "w+", shape=(size,)))
+        file = numpy.memmap(self._path(self.made, self.axis.rank), numpy.uint8, "w+", shape=(size * dtype.itemsize,))
+        return torch.from_numpy(file).view(dtype)
 
     def rendezvous(self, buffer, group_name):
         self.met += 1  # in the order in which they were made
@@ -48,8 +50,8 @@ class Memory:
 def on_files(folder, axis):
     stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, wait_event=lambda event: None)
     fake = SimpleNamespace(
-        is_available=lambda: False, synchronize=lambda: None, Stream=lambda: stream, current_stream=lambda: stream,
-        stream=lambda _: contextlib.nullcontext())
+        is_available=lambda: False, synchronize=lambda: None, Stream=lambda priority=0: stream,
+        current_stream=lambda: stream, stream=lambda _: contextlib.nullcontext())
     with mock.patch.object(overlap, "symmetric_memory", Memory(folder, axis)), mock.patch.object(torch, "cuda", fake):
         yield
 
@@ -59,7 +61,7 @@ def methods(folder, size):
     axis, pairs = Mesh.create(tp=size).tp, []
     draw = torch.Generator().manual_seed(axis.rank)
     with on_files(folder, axis):
-        both = Pipelined(axis), Separate(axis)
+        both = Pipelined(axis, plain.sum_parts), Separate(axis)
         for scale in (1, 1, 2, 1, 3):
             parts = [torch.randn(M * scale, N, generator=draw), torch.randint(99, (2, M * scale), generator=draw)]
             partial = torch.randn(size * M * scale, N, generator=draw).bfloat16()
@@ -96,7 +98,7 @@ def test_methods_equal_those_of_separate(ranks, tmp_path, size):
 def layers(folder, tp, remake):
     axis = Mesh.create(tp=tp).tp
     with on_files(folder, axis):
-        return two_layers_in_order(tp, True, Pipelined, "fp32", True, remake)
+        return two_layers_in_order(tp, True, lambda axis: Pipelined(axis, plain.sum_parts), "fp32", True, remake)
 
 
 @pytest.mark.parametrize("tp, remake", [(2, False), (4, True)])
@@ -109,7 +111,7 @@ class Stream:
 
     current = None
 
-    def __init__(self):
+    def __init__(self, priority=0):
         self.now = 0.0
 
     def run(self, seconds):
@@ -137,7 +139,7 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
     Stream.current = main = Stream()
     fake = SimpleNamespace(Stream=Stream, current_stream=lambda: Stream.current, stream=Stream.using)
     with mock.patch.object(torch, "cuda", fake):
-        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)))
+        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)), plain.sum_parts)
         memory = SimpleNamespace(barrier=lambda channel: Stream.current.run(0.1),
                                  get_buffer=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype))
         by._half = lambda use, need, device: (torch.empty(need, dtype=torch.uint8), memory)
@@ -147,10 +149,37 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
         gathered()
         started = main.run(10.0)  # the weight gradient: beside the scatter
         finish()
-    assert started == pytest.approx(10.2) and main.now == pytest.approx(20.2)
+    assert started == pytest.approx(10.0) and main.now == pytest.approx(20.0)
 
 
 def test_one_rank_and_cpus_have_nothing_to_pipeline():
-    by = overlap.choose(Axis.single(), torch.device("cpu"), True)
+    by = overlap.choose(Axis.single(), torch.device("cpu"), True, plain)
     assert type(by) is Separate and by.overlap
-    assert not overlap.choose(Axis.single(), torch.device("cuda"), False).overlap
+    assert not overlap.choose(Axis.single(), torch.device("cuda"), False, plain).overlap
+
+
+def test_sums_by_copies_equal_those_of_the_process_group(ranks, tmp_path):
+    for pairs in ranks(3, both_sums, str(tmp_path)):
+        assert len(pairs) == 2 * 3
+        for mine, other in pairs:
+            assert_close_rel(mine, other, 1e-6)
+
+
+def both_sums(folder):
+    """Two steps of three buffers, whose slices have one, three and two pieces and a bit: what this rank owns of them."""
+    axis, draw = Mesh.create().dp_cp, torch.Generator().manual_seed(dist.get_rank())
+    sizes, device, results = [300, 600, 450], torch.device("cpu"), []
+    with on_files(folder, axis), mock.patch.object(sums, "symmetric_memory", overlap.symmetric_memory), \
+            mock.patch.object(sums, "PIECE_BYTES", 4 * 70):
+        for maker in (sums.CopiedSums(axis, device, sum(sizes), plain.sum_parts), sums.Sums(axis, device)):
+            buffers = [maker.zeros(size) for size in sizes]
+            assert not any(buffer.any() for buffer in buffers)
+            for _ in range(2):
+                for buffer in buffers:
+                    buffer.copy_(torch.randn(len(buffer), generator=draw))
+                for handle in [maker.reduce(buffer) for buffer in buffers]:
+                    handle.wait()
+                dist.barrier()  # the optimizer's all-reduce
+                results.append([maker.own(buffer).clone() for buffer in buffers])
+            draw.manual_seed(dist.get_rank())
+    return [(mine, other) for a, b in zip(results[:2], results[2:]) for mine, other in zip(a, b)]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, until
 
+from minitron import cli
+
 ROOT = Path(__file__).parents[1]
 TINY = ("model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
         "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
@@ -178,7 +180,7 @@ def tools(tmp_path):
 def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
     variables = {"PATH": f"{tools}:{os.environ['PATH']}"}
     failed = stage.script("setup.sh", **variables)
-    assert failed.returncode == 1 and "tokenizer files are missing, see above" in failed.stderr
+    assert failed.returncode == 1 and "files are missing, see above" in failed.stderr
     (tools / "served").write_text("not the published file")
     forged = stage.script("setup.sh", **variables)
     assert forged.returncode == 1 and "encoder.json did not arrive, or not as it was published" in forged.stderr
@@ -196,6 +198,28 @@ def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
     assert arguments.count("huggingface.co/meta-llama") == 1 and "hf_secret" not in arguments
     assert (tools / "header").read_text() == "Authorization: Bearer hf_secret\n"
     assert (stage.folder / "llama3.1-dataset" / "llama" / "tokenizer.model").read_text() == "not the published file"
+
+
+def test_setup_fetches_what_fine_tuning_reads(stage, tools):
+    answers = [{"text": "Paris", "answer_start": 0}, {"text": "Paris, France", "answer_start": 0}]
+    question = {"question": "Capital of France?", "id": "1", "answers": answers}
+    paragraph = {"context": "Par\u00eds.", "qas": [question]}
+    (tools / "served").write_text(json.dumps({"data": [{"title": "Paris", "paragraphs": [paragraph]}]}))
+    (stage.folder / "gpt3-dataset" / "bpe").mkdir(parents=True)
+    for name in ("encoder.json", "vocab.bpe"):
+        (stage.folder / "gpt3-dataset" / "bpe" / name).touch()
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "FINETUNE": "8b", "HF_TOKEN": "hf_secret"}
+    done = stage.script("setup.sh", **variables)
+    assert done.returncode == 0 and "hf_secret" not in done.stdout + done.stderr, done.stderr
+    weights = {path.name for path in (stage.folder / "HF_ckpt/models/meta-llama/Meta-Llama-3-8B").iterdir()}
+    shards = {f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}
+    assert weights == {"config.json", "model.safetensors.index.json"} | shards
+    [row] = (stage.folder / "squad" / "train.jsonl").read_text().splitlines()
+    assert json.loads(row) == {"prompt": "Context: Par\u00eds. Question: Capital of France? Answer:",
+                               "completion": " Paris"}
+    assert "hf_secret" not in (tools / "arguments").read_text()
+    wrong = stage.script("setup.sh", **variables | {"FINETUNE": "70b"})
+    assert wrong.returncode == 1 and "FINETUNE=70b is no model that can be fetched; use 8b" in wrong.stderr
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------
@@ -217,6 +241,7 @@ def run_preempted(cluster, stage, preempt, **variables):
     assert [step["step"] for step in stage.metrics(job)] == list(range(1, 51))
     assert stage.metrics(job)[-1]["consumed_samples"] == 50 * 2 * 16
     assert "start number 2; output: " in stage.output(job)
+    assert [path.name for path in (out.with_suffix("") / "checkpoint").glob("step_*")] == [f"step_{reached:08d}"]
     return stage.output(job), out.read_text()
 
 
@@ -247,6 +272,92 @@ def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     assert cluster.wait(job)["JobState"] == "FAILED"
     assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
+
+
+@pytest.mark.parametrize("size, nodes, dtype", [
+    ("175b", 16, "fp8"), ("70b", 8, "bf16"), ("8b", 1, "fp8"), ("13b", 1, "bf16")])
+def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size, nodes, dtype):
+    """With stand-ins for Slurm and torchrun: before it starts that, the job checks its configuration for all GPUs."""
+    folder = stage.folder / ("llama3.1-dataset" if size in ("70b", "8b") else "gpt3-dataset")
+    folder.mkdir()
+    (folder / "my-text_00_text_document.idx").touch()
+    programs = {"bin/scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{size}.sbatch"',
+                "bin/srun": 'while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && out=$1; shift; done; "$@" >"${out#*=}"',
+                "venv/bin/python": f'[ "$1" != -c ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"'}
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"STAGE_PATH": str(stage.folder), "VENV": str(tmp_path / "venv"), "DTYPE": dtype, "SLURM_JOB_ID": "7",
+           "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-9]", "SLURM_PROCID": "0",
+           "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(ROOT / "launch" / f"{size}.sbatch")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [out] = stage.folder.glob(f"results/minitron-*/{dtype}/{size}/{8 * nodes}/7.out")
+    words = out.read_text().split()
+    assert ["--nproc_per_node", "8", "--nnodes", str(nodes), "--rdzv_id", "7", "--rdzv_endpoint", "node1:10007",
+            "--rdzv_backend", "c10d", "--max_restarts", "0", "--tee", "3", "-m", "minitron.pretrain"] == words[2:18]
+    cfg = cli.load([str(ROOT / words[18]), *words[19:]])
+    assert cfg.train.global_batch_size == 16 * nodes and cfg.train.steps == 50 and cfg.log.format == "nemo"
+    assert (cfg.precision.fp8, cfg.precision.dtype) == ("delayed" if dtype == "fp8" else "none", "bf16")
+    assert cfg.data.paths == ("1", str(folder / "my-text_00_text_document"))
+
+
+@pytest.mark.parametrize("arguments, profiled", [(["profile.kind=nsys", "log.dir=/r"], True),
+                                                 (["profile.kind=nsys", "log.dir=/r", "profile.kind=none"], False)])
+def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
+    for name in ("nsys", "python"):
+        (tmp_path / name).write_text(f'#!/usr/bin/env bash\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
+    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+                           env=env, capture_output=True, text=True, check=True).stdout
+    nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
+            "-o /r/noderank-1 ") * profiled
+    assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
+    assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
+
+
+TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (
+    " model.num_kv_heads=2 model.rope_theta=1e4")
+
+
+def test_fine_tuning_as_its_users_start_it(cluster, stage, tmp_path):
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    base = [sys.executable, "-m", "minitron.pretrain", *TINY_TUNED.split(), "train.steps=1", "data.source=mock",
+            "train.global_batch_size=2", f"checkpoint.dir={tmp_path / 'base'}"]
+    done = subprocess.run(base, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [{"prompt": f"{i}?", "completion": f" {i * i}!"} for i in range(99)]
+    (tmp_path / "squares.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = stage.submit(cluster, "-N2", size="finetune", FT_TYPE="lora", MODEL_SIZE="8b", JOB_TOTAL_GPUS="2",
+                       HF_TOKEN="hf_secret", BASE=str(tmp_path / "base"), DATASET=str(tmp_path / "squares.jsonl"),
+                       EXTRA_ARGS=f"{TINY_TUNED} train.steps=4 optimizer.warmup_steps=1")
+    assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    name = "lora_nemo_llama3_8b_bf16_2"
+    [out] = stage.folder.glob(f"logs/experiments/{name}/{name}_{job}/{name}/log-*.{name}_{job}_0.out")
+    text = out.read_text()
+    assert len(re.findall(r"reduced_train_loss: [\d.]+ \| train_step_timing in s: [\d.]+ \|", text)) == 4
+    assert "consumed_samples: 32" in text and "mean of the last 4 steps" in text
+    assert re.search(r"of which [\d.]+ M are trained", text) and "sft: an epoch is 96 documents" in text
+    assert {path.name for path in out.parent.iterdir()} >= {"config.yaml", "metrics.jsonl", "rank-1.log", "checkpoint"}
+    secret = subprocess.run(["grep", "-rl", "hf_secret", str(stage.folder)], capture_output=True, text=True)
+    assert secret.stdout == ""
+
+
+@pytest.mark.parametrize("variables, message", [
+    (dict(FT_TYPE=""), "FT_TYPE= is neither sft nor lora; submit with FT_TYPE=lora sbatch"),
+    (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 8b; leave it unset"),
+    (dict(JOB_TOTAL_GPUS="16"), "JOB_TOTAL_GPUS=16, but 1 node(s) of 1 GPUs are 1; submit with another -N"),
+    (dict(), "/HF_ckpt/models/meta-llama/Meta-Llama-3-8B; run FINETUNE=8b launch/setup.sh, or set BASE"),
+    (dict(BASE="/", DATASET=""), "/squad/train.jsonl; run FINETUNE=8b launch/setup.sh, or set DATASET to a .jsonl"),
+])
+def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, variables, message):
+    job = stage.submit(cluster, "-N1", size="finetune", **{"FT_TYPE": "lora"} | variables)
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    [line] = stage.output(job).splitlines()
+    assert line.startswith("error: ") and message in line
 
 
 # ---- mistakes -----------------------------------------------------------------------------------------------------

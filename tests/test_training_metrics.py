@@ -136,6 +136,7 @@ def test_the_documents_errors_are_explained_by_what_help_says():
     says("40.8", tool.days_to_train(1e12, rate(4096, 64, 0.924)))
     says("36.46", 100 * tool.mfu(32, LORA * 1.84e14, 0.68, 8, 1979))
     says("759,838", rate(4096, 128, 0.69))
+    assert 3168 == 99 * 32 and 3168 % 64
     says("0.70", tool.mfu(2048, 2.2e15, 25.39738855, 256, 989))
     says("0.35", tool.mfu(2048, 2.2e15, 25.39738855, 256, 1978))
 

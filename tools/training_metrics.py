@@ -45,9 +45,11 @@ Where the published documents do not agree with their own figures (this tool com
   8B tuning    1.84e14 leaves the attention scores out; with them it is 2.108e14, and 56.38 % reads 64.6 %. The example
                8192 x 128 / 0.9181 should be 4096 x 64. DP is 8, 16, 32. SFT bf16: 116 days are 116.6 (8 GPUs), 397,184
                tokens/s (32) belong to 1.32 s, 1.33 s are 394,202. LoRA bf16 at .924 s: 283,706 tokens/s, 40.8 days.
-               LoRA FP8: 36.4 % are 36.46, 771,011 tokens/s belong to .68 s, .69 s are 759,838.
+               LoRA FP8: 36.4 % are 36.46, 771,011 tokens/s belong to .68 s, .69 s are 759,838. The log line's 3,168
+               samples are 99 steps of 32, the batch of 8 GPUs, not of the 16 that it is named after.
   GKE          The command takes the bf16 peak for an FP8 run (MFU 0.70); with --precision fp8 it is 0.35.
-  JUBE         The TFLOPs it prints are hardware FLOPs: recomputation counts.
+  JUBE         The TFLOPs it prints are hardware FLOPs: recomputation counts, also the selective one of its jobs, as a
+               whole forward pass. Its loss scale of 4096 means fp16, though its JUBE file passes --bf16.
 """
 
 # ---- the logs -------------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o.countings = {}
     if o.config is not None:
         cfg = cli.load([str(o.config)])
-        shape, recompute = cfg.model.shape, cfg.train.recompute == "full"
+        shape, recompute = cfg.model.shape, cfg.train.recompute != "none"
         o.seq_len = o.seq_len or cfg.train.seq_len
         o.countings = {"full": flops.full(shape, o.seq_len), "causal": flops.causal(shape, o.seq_len),
                        "hardware": flops.hardware(shape, o.seq_len, recompute=recompute)}

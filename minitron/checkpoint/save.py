@@ -131,7 +131,7 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a save after this step."""
         every = self.cfg.checkpoint.every
-        return step == self.cfg.train.steps or (every > 0 and step % every == 0)
+        return every is not None and (step == self.cfg.train.steps or (every > 0 and step % every == 0))
 
     def save(self, step: int, consumed_samples: int) -> None:
         """Begin to save the state after `step`; without checkpoint.async_save, also finish. Never the same step twice.

@@ -3,6 +3,7 @@
     source    made of                                                        tokenizer
     corpus    the Python standard library (corpus.py)                        its own
     indexed   .bin/.idx files, one or a weighted blend (indexed.py)          data.tokenizer, checked with PREFIX.json
+    sft       JSONL of prompts and answers, packed (sft.py, packing.py)      data.tokenizer, or the corpus's
     mock      random ids (mock.py)                                           none
 
 Every rank calls `build_datasets` with the same arguments; what has to be built is built by one of them (cache.py).  A
@@ -14,7 +15,7 @@ leaves nothing, a zero weight, a tokenizer that did not make the data, an id bey
 in full at every start, every .bin of at most 1 GiB once per vocabulary (about a second; the cache remembers it); of a
 larger one the first million tokens, and the others as they are drawn, unless tools/check_data.py has read them before.
 
-Left out: separate files for validation; the test split is only set aside.
+Left out: separate files for validation, but for sft; the test split is only set aside.
 """
 
 import itertools
@@ -30,16 +31,18 @@ from minitron.config import DataConfig
 from minitron.data.blend import BlendedDataset, normalize, part_samples
 from minitron.data.cache import build_once
 from minitron.data.corpus import build_corpus
+from minitron.data.docstrings import build_docstrings
 from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset
+from minitron.data.sft import Documents, SFTDataset
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
 
 SCAN_BYTES = 1 << 30            # of .bin: what is read in full before training
 PEEK_TOKENS = 1 << 20           # read of a larger one
 TRAIN, VALID = 0, 1             # positions in a split
 
-Dataset = GPTDataset | BlendedDataset | MockDataset
+Dataset = GPTDataset | BlendedDataset | SFTDataset | MockDataset
 
 
 class Datasets(NamedTuple):
@@ -48,12 +51,14 @@ class Datasets(NamedTuple):
     train, valid: `len()` and `[i] -> gpt.Sample`; valid is None when no validation samples are asked for.
     tokenizer: None for mock data, and for files of others when data.tokenizer is left at "corpus".
     info: a JSON-able record of what was built; its `train` and `valid` identify the order of samples, and the corpus
-    adds `unigram_entropy`, in nats per token.
+    adds `unigram_entropy`, in nats per token.  Its `tokenizer` is that one's fingerprint.
+    note: a line for the log, how well documents were packed; empty where they were not.
     """
     train: Dataset
     valid: Dataset | None
     tokenizer: Tokenizer | None
     info: dict
+    note: str = ""
 
 
 def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int,
@@ -69,6 +74,8 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
     if data.source == "mock":
         return _mock(vocab_size, seq_len, seed, train_samples, valid_samples)
     cache_dir = Path(os.path.expanduser(data.cache_dir))
+    if data.source == "sft":
+        return _sft(data, vocab_size, seq_len, seed, train_samples, valid_samples)
     info = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
         if data.tokenizer != "corpus":
@@ -88,8 +95,8 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
 
     train = _blend(files, weights, TRAIN, train_samples, cache_dir, part)
     valid = _blend(files, weights, VALID, valid_samples, cache_dir, part) if valid_samples else None
-    info |= {"weights": weights, "data": [file.fingerprint for file in files],
-             "tokens": [file.num_tokens for file in files],
+    info |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "weights": weights,
+             "data": [file.fingerprint for file in files], "tokens": [file.num_tokens for file in files],
              "train_samples": train_samples, "valid_samples": valid_samples,
              "train": train.fingerprint, "valid": valid.fingerprint if valid else None}
     return Datasets(train, valid, tokenizer, info)
@@ -102,6 +109,31 @@ def _mock(vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_sa
                     for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1)))
     order = f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}"
     return Datasets(train, valid, None, {"source": "mock", "train": order, "valid": order})
+
+
+def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
+         ) -> Datasets:
+    """The order of samples does not depend on their number, which is therefore no part of what identifies it."""
+    cache_dir = Path(os.path.expanduser(data.cache_dir))
+    corpus = data.tokenizer == "corpus"
+    tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
+    _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
+
+    def read(paths: Sequence[str]) -> Documents:
+        paths = [build_docstrings(cache_dir) if path == "docstrings" else path for path in paths]
+        return Documents(paths, tokenizer, cache_dir)
+
+    def part(documents: Documents, which: int, samples: int) -> SFTDataset:
+        apart = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
+        return SFTDataset(documents, apart, samples, seq_len, seed)
+
+    documents = read(data.paths)
+    train, valid = part(documents, TRAIN, train_samples), None
+    if valid_samples:
+        valid = part(read(data.valid_paths) if data.valid_paths else documents, VALID, valid_samples)
+    info = {"source": "sft", "tokenizer": tokenizer.fingerprint, "train": train.fingerprint,
+            "valid": valid.fingerprint if valid else None}
+    return Datasets(train, valid, tokenizer, info, train.describe())
 
 
 def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -139,7 +171,7 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _sequences(file: IndexedDataset, split: str, which: int) -> range:
+def _sequences(file: IndexedDataset | Documents, split: str, which: int) -> range:
     sequences = split_ranges(split, len(file))[which]
     if not len(sequences):
         purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")
@@ -169,14 +201,18 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
             raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {prefix}.json says {made_by} with "
                              f"fingerprint {fingerprint}; set data.tokenizer to that")
     needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
-    if needed > vocab_size:
-        raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of the tokenizer of "
-                         f"{prefix}; set model.vocab_size={needed}")
+    _check_vocabulary(needed, f"the tokenizer of {prefix}", vocab_size)
     if file.num_bin_bytes > SCAN_BYTES:
         scan_ids(file, vocab_size, count=PEEK_TOKENS)
     else:
         build_once(cache_dir / f"ids-{file.fingerprint}-v{vocab_size}", lambda folder: _scan(folder, file, vocab_size))
     return file
+
+
+def _check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
+    if needed > vocab_size:
+        raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}; set "
+                         f"model.vocab_size={needed}")
 
 
 def _scan(folder: Path, file: IndexedDataset, vocab_size: int) -> None:

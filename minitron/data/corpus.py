@@ -68,8 +68,7 @@ def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.P
     root: the folder of sources, by default this Python's standard library.
     Raises ValueError when there is no source, or too little text for `vocab_size` pieces.
     """
-    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
-    sources = _read_sources(root)
+    sources = read_sources(root)
     digest = hashlib.sha256(repr(sorted(TRAINER.items())).encode())
     for name, content in sources:
         digest.update(f"{name}\n{len(content)}\n".encode() + content)
@@ -82,8 +81,10 @@ def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.P
         return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
-def _read_sources(root: Path) -> list[tuple[str, bytes]]:
-    """(relative name, content) of every non-empty .py file below root, ordered by the hash of the name."""
+def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes]]:
+    """(relative name, content) of every non-empty .py file below root, by default this Python's standard library,
+    ordered by the hash of the name.  Raises ValueError when there is none."""
+    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]

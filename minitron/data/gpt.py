@@ -45,10 +45,12 @@ class Sample(NamedTuple):
     starts: int32, ascending offsets in `tokens` at which a new document begins, without 0; from the index, not from
         end-of-document tokens.  s itself is possible: then only the last label is of the new document.
     mask: float32 [s] loss weights of the labels, or None for all ones.
+    padding: so many of the s inputs, the last ones, are there to fill the sample, and are no work.
     """
     tokens: np.ndarray
     starts: np.ndarray
     mask: np.ndarray | None = None
+    padding: int = 0
 
 
 class Plan(NamedTuple):

@@ -13,6 +13,7 @@ current one trains.
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -69,12 +70,13 @@ class Loader:
         if self.mesh.device.type == "cuda":
             host = {name: tensor.pin_memory() for name, tensor in host.items()}
         return Batch(**host, count=float(mask.sum(dtype=np.float64)),
-                     documents=as_documents(b for _, _, b in views) if self.separate else None)
+                     documents=as_documents(b for _, _, b in views) if self.separate else None,
+                     padding=tuple(sample.padding for sample in drawn))
 
     def _to_device(self, b: Batch, step: int) -> Batch:
         moved = {name: getattr(b, name).to(self.mesh.device, non_blocking=True)
                  for name in ("tokens", "labels", "mask", "positions", "order", "samples")}
-        return Batch(**moved, count=b.count, step=step, documents=b.documents)
+        return dataclasses.replace(b, **moved, step=step)
 
 
 def _view(sample: Sample, separate: bool) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:

@@ -16,7 +16,7 @@ id and its priority, and one table says everything:
 It adds nothing either; whoever separates documents appends `eod`.  `fingerprint` names a tokenizer by its content, so a
 dataset can say which one made it wherever the files lie.
 
-Left out: downloads, chat templates, a beginning-of-text token in pretraining data.
+Left out: downloads, a beginning-of-text token in pretraining data; chats are sft.py's.
 """
 
 import base64
@@ -43,9 +43,12 @@ MAX_SPACES = 25_000
 
 
 class Tokenizer(Protocol):
-    """What data code needs of a tokenizer.  eod: the id that ends a document.  fingerprint: 16 hex digits."""
+    """What data code needs of a tokenizer.  eod: the id that ends a document.  bos: the id that begins one where the
+    model's makers put one there, else None.  special: ids of the named special tokens.  fingerprint: 16 hex digits."""
     vocab_size: int
     eod: int
+    bos: int | None
+    special: dict[str, int]
     fingerprint: str
 
     def encode(self, text: str) -> list[int]: ...
@@ -71,6 +74,8 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
     vocab_size = 257
     eod = 256
+    bos = None
+    special = {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -86,7 +91,7 @@ class TiktokenTokenizer:
     def __init__(self, ranks: dict[bytes, int], special: dict[str, int], split: str, eod: str):
         self._encoding = tiktoken.Encoding("minitron", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
         self.vocab_size = len(ranks) + len(special)
-        self.eod = special[eod]
+        self.special, self.eod, self.bos = special, special[eod], special.get("<|begin_of_text|>")
         table = repr((split, sorted(ranks.items(), key=lambda item: item[1]), sorted(special.items())))
         self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
 
@@ -108,7 +113,8 @@ class SentencePieceTokenizer:
             raise ValueError(f"{name}: no SentencePiece model ({' '.join(str(error).split())}); give the "
                              "tokenizer.model of Llama 2") from error
         self.vocab_size = self._model.vocab_size()
-        self.eod = self._model.eos_id()
+        self.eod, self.special = self._model.eos_id(), {}
+        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         if self.eod < 0:
             raise ValueError(f"{name}: the model has no end-of-sentence piece, so documents cannot be separated; "
                              "train it with one")

@@ -54,6 +54,7 @@ class Batch:
     count: float                        # sum of mask, known to the host
     step: int = 0
     documents: context.Documents | None = None
+    padding: tuple[int, ...] = ()       # of each sample: the last positions, which fill it and are no work
 
 
 @dataclass
@@ -258,8 +259,9 @@ class GPT(nn.Module):
 def make_layout(cfg: Config, mesh: Mesh) -> Layout:
     """Collective over tp."""
     p, apex = cfg.parallel, choose_apex(cfg.train.kernels, mesh.device)
-    return Layout(overlap.choose(mesh.tp, mesh.device, p.overlap_tp), p.sequence_parallel and mesh.tp.size > 1,
-                  DTYPES[cfg.precision.dtype], mesh.device, choose_ops(mesh.device),
+    ops = choose_ops(mesh.device)
+    return Layout(overlap.choose(mesh.tp, mesh.device, p.overlap_tp, ops), p.sequence_parallel and mesh.tp.size > 1,
+                  DTYPES[cfg.precision.dtype], mesh.device, ops,
                   Gemm() if apex is None else Gemm(apex.accumulate_product))
 
 

@@ -36,8 +36,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.collectives import Done, all_gather_into, all_reduce_, reduce_scatter_into
+from minitron.collectives import Done, all_gather_into, all_reduce_
 from minitron.mesh import Axis, Mesh
+from minitron.optim import sums
+from minitron.optim.sums import Sums
+from minitron.parallel.tensor import choose_ops
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
@@ -123,16 +126,18 @@ class Bucket:
     `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], axis: Axis, device: torch.device,
-                 overlap: bool):
-        self.plan, self.kind, self.axis, self.overlap = plan, plan.kind, axis, overlap
+    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], sums: Sums, overlap: bool):
+        self.plan, self.kind, self.axis, self.sums, self.overlap = plan, plan.kind, sums.axis, sums, overlap
+        axis = sums.axis
         self.params = {span.name: params[span.name] for span in plan.spans}
-        self.data = torch.zeros(plan.size, dtype=plan.kind.dtype, device=device)
-        self.grad = torch.zeros(plan.size, dtype=torch.float32, device=device)
+        self.data = torch.zeros(plan.size, dtype=plan.kind.dtype, device=sums.device)
+        self.grad = sums.zeros(plan.size)
         self.data_slice = self.data.chunk(axis.size)[axis.rank]
-        self.grad_slice = self.grad.chunk(axis.size)[axis.rank]
+        self.grad_slice = sums.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
+        self.beside: torch.cuda.Stream | None = None  # where the norm is taken at once; None: nobody has asked for that
+        self.square: Tensor | None = None  # 0-d float64, what came of it
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
 
@@ -160,8 +165,13 @@ class Bucket:
             self.reduce()
 
     def reduce(self) -> None:
-        """Start the reduce-scatter, in place."""
-        self.reduction = reduce_scatter_into(self.grad_slice, self.grad, self.axis, wait=False)
+        """Start the reduce-scatter, in place, and what follows it."""
+        self.reduction = self.sums.reduce(self.grad)
+        if self.beside is not None:
+            self.beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.beside):
+                self.reduction.wait()
+                self.square = square_norms([self.grad_slice])
 
     def start_gather(self) -> None:
         self.gather = all_gather_into(self.data, self.data_slice, self.axis, wait=False)
@@ -204,18 +214,27 @@ class Gradients:
         self.sum_over_tp = sequence_parallel and mesh.tp.size > 1
         self.chunks: list[list[Bucket]] = []
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
+        planned: list[tuple[dict[str, nn.Parameter], list[BucketPlan]]] = []
         for chunk in chunks:
             named = {param.global_name: param for param in chunk.parameters()}
-            assert not any(named.keys() & bucket.params.keys() for bucket in self.buckets), "names repeat over chunks"
+            assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             kinds = [(name, p.numel(), Kind(p.dtype, p.decay, p.shard is None, p.tied)) for name, p in named.items()]
             plans = plan_buckets(kinds, bucket_bytes, mesh.dp_cp.size)
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
-            buckets = [Bucket(plan, named, mesh.dp_cp, mesh.device, overlap) for plan in plans]
+            planned.append((named, plans))
+        self.sums = sums.choose(mesh.dp_cp, mesh.device, sum(plan.size for _, plans in planned for plan in plans),
+                                overlap, choose_ops(mesh.device))
+        for chunk, (named, plans) in zip(chunks, planned):
+            buckets = [Bucket(plan, named, self.sums, overlap) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:
                 _wait_before_forward(chunk, buckets)
+        self.beside = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
+        for bucket in self.buckets:
+            if not (bucket.kind.tied or bucket.kind.replicated and self.sum_over_tp):  # a sum is still to come
+                bucket.beside = self.beside
 
     # ---- gradients
 
@@ -245,19 +264,22 @@ class Gradients:
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.reduction, bucket.pending = Done(), None
+        if self.beside is not None:
+            torch.cuda.current_stream().wait_stream(self.beside)
         if self.sum_over_tp:
             _sum_all((b.grad_slice for b in self.buckets if b.kind.replicated), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.kind.tied), self.mesh.embedding)
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
-        counted = [bucket.grad_slice for bucket in self.buckets
+        counted = [bucket for bucket in self.buckets
                    if (self.mesh.tp.rank == 0 or not bucket.kind.replicated)
                    and (self.mesh.pp.rank == 0 or not bucket.kind.tied)]
-        if not counted:
-            return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        # In float64: a float32 sum of 10 million squares is 4e-4 off on a CPU.
-        return torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum()
+        squares = [bucket.square for bucket in counted if bucket.square is not None]
+        late = [bucket.grad_slice for bucket in counted if bucket.square is None]
+        if late:
+            squares.append(square_norms(late))
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     # ---- parameters
 
@@ -301,6 +323,11 @@ class Gradients:
     def full_gradients(self) -> dict[str, Tensor]:
         """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
         return self.assemble([bucket.grad_slice for bucket in self.buckets])
+
+
+def square_norms(tensors: list[Tensor]) -> Tensor:
+    """The sum of all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
 def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:

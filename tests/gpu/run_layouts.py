@@ -1,6 +1,8 @@
 """On every GPU rank: a toy model in each layout that the world allows, held against one process on one GPU.
 
-torchrun --nproc-per-node N tests/gpu/run_layouts.py       prints a row per layout, exits 1 if one is off
+torchrun --nproc-per-node N tests/gpu/run_layouts.py [TEXT]       prints a row per layout, exits 1 if one is off
+
+TEXT: only layouts that it is a part of, such as "'tp': 2".
 """
 
 import os
@@ -21,7 +23,7 @@ from minitron.mesh import Mesh
 from minitron.train import build
 
 # Heads of 64 channels, so that the fused kernels are used; weights of 1/sqrt(h), so that activations keep their size.
-BIG = dict(hidden_size=512, ffn_hidden_size=1024, vocab_size=1000, vocab_multiple=128, max_positions=256, num_layers=8,
+BIG = dict(hidden_size=512, ffn_hidden_size=1024, vocab_size=1000, vocab_multiple=128, max_positions=512, num_layers=8,
            init_std=512**-0.5)
 LAYOUTS = [
     (1, {}), (1, dict(recompute="selective")), (1, dict(recompute="full")), (1, dict(separate=True)),
@@ -50,7 +52,7 @@ def mesh_of(tp: int, pp: int, cp: int, device: torch.device) -> Mesh:
 
 def train(base: dict, name: str, layout: dict, device: torch.device, world: int):
     layout = dict(layout)
-    train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=256, steps=2)
+    train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2)
     data = dict(separate_documents=layout.pop("separate", False))
     model = BIG | dict(hidden_dropout=layout.pop("dropout", 0.0))
     cfg = config(base, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
@@ -58,7 +60,7 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int)
     p = cfg.parallel
     mesh = Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
     trainer = build(cfg, mesh)
-    data = MockDataset(1000, 256, 24, 1, document_length=60.0)
+    data = MockDataset(1000, 512, 24, 1, document_length=120.0)
     gradients, losses, loader = first_gradients(trainer), [], Loader(data, cfg, mesh)
     for step in range(2):
         losses.append(trainer.step(loader.step(step * 8, step), 1e-3).read())
@@ -84,7 +86,7 @@ def main() -> None:
     for family, base in (("llama", LLAMA), ("gpt", GPT3)):
         twins = {}
         for size, layout in LAYOUTS:
-            if size != world:
+            if size != world or not all(text in str(layout) for text in sys.argv[1:]):
                 continue
             single = {key: value for key, value in layout.items() if key in ("separate", "dropout")}
             kind = str(single)

@@ -111,6 +111,19 @@ def test_blocks_are_merged(dtype, d):
 
 
 @dtypes
+@pytest.mark.parametrize("parts, shape", [(2, (7, 48)), (4, (300, 100)), (8, (1, 5000))])
+def test_parts_are_summed(dtype, parts, shape):
+    from minitron import fused, plain
+
+    x = randn(parts, *shape, dtype=dtype)
+    expected = plain.sum_parts(x.float())
+    assert_close_rel(fused.sum_parts(x).float(), expected, TOLERANCE[dtype])
+    onto = x[0].clone()
+    assert fused.sum_parts(x[1:], onto) is onto
+    assert_close_rel(onto.float(), expected, TOLERANCE[dtype])
+
+
+@dtypes
 @pytest.mark.parametrize("h", [48, 2048, 3000])
 def test_rows_are_added(dtype, h):
     from minitron import fused, plain

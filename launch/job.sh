@@ -1,0 +1,105 @@
+# What the training jobs of this folder have in common: to be sourced after launch/stage.sh by the files that know what to
+# train. They call `check_job`, then `run_job`. Taken from the environment of sbatch:
+#
+#   DTYPE             fp8 or bf16
+#   RUN_CONF_GPUS_PER_NODE     ranks on each node (default: SLURM_GPUS_PER_NODE, or 8 where that is null or unset)
+#   MIN_NODES         what counts as too few, for trials
+#   CHECKPOINT_DIR    (default: the job's own folder) or none: what a stopped job has learned is lost
+#   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2": they win
+#   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the job's first node, a port from the job's id)
+#
+# Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
+# goes back to the queue, which holds it for two minutes; under the same id it goes on from there. A job that Slurm
+# itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime).
+unset HF_TOKEN # for launch/setup.sh alone: what a job does not know, it cannot log
+
+# check_job NAME MIN_NODES: sets `precision`, the overrides of DTYPE, `nodes`, `gpus` of each, and `JOB_TOTAL_GPUS`.
+check_job() {
+    case ${DTYPE:-} in
+    bf16) precision=() ;;
+    fp8) precision=(precision.fp8=delayed) ;;
+    *) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
+    esac
+    nodes=$SLURM_JOB_NUM_NODES
+    local least=${MIN_NODES:-$2} count
+    [ "$nodes" -ge "$least" ] || fail "$nodes node(s) are too few for $1; submit with -N $least or more"
+    gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
+    for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
+        [[ $count =~ ^[1-9][0-9]*$ ]] ||
+            fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
+    done
+    if [ "${SLURM_GPUS_ON_NODE:-0}" -lt "${SLURM_GPUS_PER_NODE:-0}" ]; then
+        fail "SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE, but Slurm gave the job ${SLURM_GPUS_ON_NODE:-no} GPUs a node;" \
+            "submit with --gres=gpu:$SLURM_GPUS_PER_NODE, or set it to null"
+    fi
+    local total=$((nodes * gpus))
+    [ "${JOB_TOTAL_GPUS:-$total}" = "$total" ] ||
+        fail "JOB_TOTAL_GPUS=$JOB_TOTAL_GPUS, but $nodes node(s) of $gpus GPUs are $total; submit with another -N"
+    JOB_TOTAL_GPUS=$total
+    need_python
+}
+
+# run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
+# It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
+run_job() {
+    local name=$1 module=$2 run=$3 output=$4 extra srun status last
+    local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
+    mkdir -p "$run"
+    if [ "${CHECKPOINT_DIR:-}" != none ]; then
+        arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
+    fi
+    read -ra extra <<<"${EXTRA_ARGS:-}"
+    arguments+=("${extra[@]}")
+    set_environment
+
+    # Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.
+    ended_by_slurm=
+    trap 'scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
+    trap 'ended_by_slurm=yes' TERM
+
+    local gres=(${SLURM_GPUS_PER_NODE:+--gres=gpu:$SLURM_GPUS_PER_NODE})
+    unset SLURM_GPUS_PER_NODE
+    echo "$name in $DTYPE on $nodes x $gpus GPUs, start number $((${SLURM_RESTART_COUNT:-0} + 1)); output: $output"
+    # The whole node for one task, which is torchrun: no binding to a core.
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+        --output="$output" --open-mode=append "${gres[@]}" "${container[@]}" \
+        bash launch/node.sh "$python" "$gpus" -m "$module" "${arguments[@]}" &
+    srun=$!
+
+    status=0
+    while :; do
+        wait "$srun" && status=0 || status=$? # a signal ends the wait, too
+        kill -0 "$srun" 2>/dev/null || break
+    done
+
+    # A summary may follow the line that says why the run ended.
+    last=$({ tail -n 2 "$run/rank-0.log" | grep "stopped after iteration" || tail -n 1 "$run/rank-0.log"; } 2>/dev/null ||
+        true)
+    if [ -n "$ended_by_slurm" ]; then
+        fail "Slurm ended the job; $last"
+    elif [ "$status" != 0 ]; then
+        [ ! -e "$output" ] || tail -n 20 "$output" >&2
+        fail "the training ended with status $status; the whole output: $output"
+    elif [[ $last == *"stopped after iteration"*"which was saved" ]]; then
+        echo "$last; back to the queue"
+        scontrol requeue "$SLURM_JOB_ID"
+    elif [[ $last == *"stopped after iteration"* ]]; then
+        fail "$last"
+    fi
+}
+
+# NVLink multicast takes memory that these models need; larger chunks suit the pipeline's messages; segments that grow
+# keep memory from fragmenting. Without CUDA_DEVICE_MAX_CONNECTIONS=1, on purpose: the products of tensor parallelism are
+# pipelined with their communication over several streams, and with a single hardware queue would wait for each other.
+# Without NVTE_*_LAYERNORM_SM_MARGIN: no norm here is Transformer Engine's. Without TORCH_NCCL_AVOID_RECORD_STREAMS: the
+# default of torch 2.11, which warns of it.
+set_environment() {
+    export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+    export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export PYTHONUNBUFFERED=1
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # from SIGTERM to SIGKILL (torch 2.12)
+    export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+    export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+}

@@ -1,0 +1,207 @@
+"""Fine-tuning data: JSONL of questions and answers, packed so that only answers count and none sees another.
+
+A line of a file is a document, in one of two forms, of which the second takes Llama 3's template:
+
+    {"prompt": "Capital of France?", "completion": " Paris"}
+        context   bos Capital of France?                                    bos: Llama's; other tokenizers have none
+        answer    _Paris eod                                                nothing is added in between: mind the space
+    {"messages": [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]}
+        context   <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nCapital of France?<|eot_id|>
+                  <|start_header_id|>assistant<|end_header_id|>\\n\\n
+        answer    Paris<|eot_id|>                                           then the next context, and so on
+
+Documents are tokenized once, into a .bin/.idx pair of `data.cache_dir` that is named by the hash of files and
+tokenizer.  Its sequences are context and answer in turn, so the index already says which tokens count.  packing.py
+chooses the documents of a sample, which is one as pretraining has it (gpt.Sample); hence every layout does the same
+with it.  `starts` keeps documents apart, with positions from 0, and the mask has answers alone.  The hole at its end is
+a document of padding that counts nowhere.
+
+A document that is too long is cut at its end, and reported; one whose prompt alone is too long is an error, as is
+everything else that is wrong with a line: it is named with its file and number.
+
+Left out: tools and other roles, templates of other models, weights of files.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from minitron.data.cache import build_once, reading
+from minitron.data.gpt import Sample
+from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from minitron.data.packing import Packing
+from minitron.data.tokenizers import Tokenizer
+
+FORMAT = 1          # of what this file makes of a line: another one must not find the old tokens
+HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+
+
+class Documents:
+    """The tokenized lines of `paths`, in their order; `len()` counts them.
+
+    fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
+    Raises ValueError, naming file and line, for what cannot be learned from.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, cache_dir: str | os.PathLike):
+        self.paths, self.eod = [os.path.expanduser(path) for path in paths], tokenizer.eod
+        self.prefix = ", ".join(self.paths)
+        digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint}".encode())
+        for path in self.paths:
+            try:
+                with open(path, "rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            except OSError as error:
+                raise ValueError(f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files") from error
+        self.fingerprint = digest.hexdigest()[:16]
+        folder = build_once(Path(cache_dir) / f"sft-{self.fingerprint}",
+                            lambda folder: _tokenize(folder, self.paths, tokenizer))
+        with reading(folder):
+            self._file = IndexedDataset(folder / "documents")
+            self._lines = np.load(folder / "lines.npy", mmap_mode="r", allow_pickle=False)
+        self._parts = self._file.document_indices
+        self.lengths = np.add.reduceat(self._file.lengths, self._parts[:-1], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def check(self, documents: range, seq_len: int) -> None:
+        """Raises ValueError for a prompt that leaves no room for any of its answer."""
+        prompts = self._file.lengths[self._parts[documents.start:documents.stop]]
+        if (prompts > seq_len).any():
+            i = int((prompts > seq_len).argmax())
+            number, line = self._lines[documents[i]].tolist()
+            raise ValueError(f"{self.paths[number]}: line {line} has a prompt of {prompts[i]} tokens, which leaves no "
+                             f"room for an answer in train.seq_len={seq_len}; shorten it, or raise train.seq_len")
+
+    def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
+        parts = [self._file.get(part) for part in range(self._parts[i], self._parts[i + 1])]
+        answers = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
+        answers[0] = False          # nothing comes before it to tell it from
+        return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
+
+
+class SFTDataset:
+    """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples."""
+
+    def __init__(self, documents: Documents, part: range, num_samples: int, seq_len: int, seed: int):
+        documents.check(part, seq_len)
+        self.documents, self.part, self.num_samples, self.seq_len = documents, part, num_samples, seq_len
+        whole, capacity = documents.lengths[part.start:part.stop], seq_len + 1
+        lengths = np.minimum(whole, capacity)
+        self.packing = Packing(lengths, capacity, seed)
+        self.fill = int(lengths.sum()) / (self.packing.num_sequences * capacity)
+        self.cut = int((whole > capacity).sum())
+        self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        s = self.seq_len
+        drawn = [self.documents.get(self.part[j], s + 1) for j in self.packing.documents(i)]
+        tokens, answers = (np.concatenate(arrays) for arrays in zip(*drawn))
+        ends = np.cumsum([len(document) for document, _ in drawn], dtype=np.int32)
+        hole = s + 1 - len(tokens)
+        tokens = np.pad(tokens, (0, hole), constant_values=self.documents.eod)
+        mask = np.pad(answers, (0, hole))[1:].astype(np.float32)
+        return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
+
+    def describe(self) -> str:
+        """One line: how much there is, and how well it is packed."""
+        n, sequences = len(self.part), self.packing.num_sequences
+        cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
+        return (f"sft: an epoch is {n:,} documents{cut} in {sequences:,} samples of train.seq_len={self.seq_len}, "
+                f"{self.fill:.2%} full")
+
+
+# ---- from a line to tokens ------------------------------------------------------------------------------------------
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """What a completion follows, in training as in generation."""
+    return ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(prompt)
+
+
+def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int]]:
+    """Context and answer in turn, of as many assistant's messages as there are.
+
+    Raises ValueError for a tokenizer without Llama 3's special tokens.
+    """
+    if not tokenizer.special.keys() >= set(HEADER):
+        raise ValueError("chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE, or write "
+                         "prompt and completion")
+    begin, end, eot = (tokenizer.special[name] for name in HEADER)
+    parts, context = [], [tokenizer.bos]
+    for message in messages:
+        context += [begin, *tokenizer.encode(message["role"]), end, *tokenizer.encode("\n\n")]
+        content = [*tokenizer.encode(message["content"].strip()), eot]
+        if message["role"] == "assistant":
+            parts, context = [*parts, context, content], []
+        else:
+            context += content
+    return parts
+
+
+def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
+    """The document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
+    keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
+    if keys == {"messages"}:
+        _check_messages(row["messages"])
+        return encode_chat(row["messages"], tokenizer)
+    if keys != {"prompt", "completion"}:
+        raise ValueError(f"has {', '.join(sorted(keys)) or 'none'} of the keys prompt, completion and messages; give "
+                         "prompt and completion, or messages")
+    for key in sorted(keys):
+        if not isinstance(row[key], str):
+            raise ValueError(f"has a {key} that is no text; put it into quotes")
+    if not row["completion"].strip():
+        raise ValueError("has an empty completion; fill it in, or drop the line")
+    return [encode_prompt(row["prompt"], tokenizer), [*tokenizer.encode(row["completion"]), tokenizer.eod]]
+
+
+def _check_messages(messages: object) -> None:
+    """An optional system message, then user and assistant in turn, with text in each, the assistant's last."""
+    if not (isinstance(messages, list) and messages
+            and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+                    for m in messages)):
+        raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[0] == "system" else roles
+    if not turns or len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
+        raise ValueError(f"has the roles {', '.join(roles)}; begin with system or not, then user and assistant in turn")
+    if not all(m["content"].strip() for m in messages if m["role"] == "assistant"):
+        raise ValueError("has an empty answer of the assistant; fill it in, or drop the line")
+
+
+def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
+    """Write documents.bin/.idx and lines.npy, int64 [documents, 2]: number of the file, number of the line."""
+    lines = []
+    with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
+        for number, path in enumerate(paths):
+            for line, row in _rows(path):
+                try:
+                    parts = _encode(row, tokenizer)
+                except ValueError as error:
+                    raise ValueError(f"{path}: line {line} {error}") from error
+                writer.add_document([np.array(part, np.int64) for part in parts])
+                lines.append((number, line))
+    if not lines:
+        raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
+    np.save(folder / "lines.npy", np.array(lines), allow_pickle=False)
+
+
+def _rows(path: str) -> Iterator[tuple[int, object]]:
+    """(line number, value) of every line that is not blank."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path}: line {number} is not JSON ({error}); correct it") from error

@@ -1,0 +1,202 @@
+"""Let a model go on from a prompt: what training has made of it, in words.
+
+    python tools/generate.py runs/base --prompt "Explain shutil.move(src, dst):" "Explain heapq.heappush(heap, item):"
+    python tools/generate.py Llama-3-8B-Instruct --tokenizer llama3:Llama-3-8B-Instruct/original/tokenizer.model \\
+        --chat --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9
+
+The model is a checkpoint of minitron, saved in any layout, or a Hugging Face folder; it runs in one process, on a GPU
+if there is one.  Without a temperature the likeliest token is taken (greedy); with one, tokens are drawn from the
+fewest whose probabilities sum to top-p (Holtzman et al. 2020).  It ends with a document or an answer.
+
+Attention alone looks back, and all it wants of earlier tokens are their keys and values, which later ones do not
+change.  So they are kept, and each step computes one token in place of all of them:
+
+    prompt  a b c     queries a b c, keys a b c           causal, fills the cache
+    then    d         query d, keys a b c (kept) d        everything is visible
+
+The cache is an attention backend around another one (minitron/attention.py): the model does not know of it.
+
+Left out: several prompts at once, beams, more than one GPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial, reduce
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
+
+from minitron import attention, cli
+from minitron.attention import Backend
+from minitron.checkpoint import hf
+from minitron.checkpoint.format import Reader
+from minitron.config import Config, DataConfig, PrecisionConfig
+from minitron.data.corpus import build_corpus
+from minitron.data.sft import encode_chat, encode_prompt
+from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.mesh import Mesh
+from minitron.model.gpt import GPT, Batch
+from minitron.precision import DTYPES
+from tools.command import Parser, run
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="a checkpoint, a directory of checkpoints (then its newest), or a Hugging Face folder")
+    add("--prompt", nargs="+", required=True, metavar="TEXT", help="one or several, each answered by itself")
+    add("--chat", action="store_true", help="the prompt is what the user says, in Llama 3's template")
+    add("--max-tokens", type=int, default=64, metavar="N", help="longest answer (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (%(default)s)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum (%(default)s)")
+    add("--seed", type=int, default=0, help="of the draws for each prompt (%(default)s)")
+    add("--dtype", choices=DTYPES, help="number format (that of training, or of the Hugging Face files)")
+    add("--cpu", action="store_true", help="not on the GPU, if there is one")
+    add("--tokenizer", metavar="SPEC", help="as data.tokenizer; needed where the model's folder does not say it")
+    add("--cache-dir", default=DataConfig.cache_dir, metavar="DIR", help="where the corpus is kept (%(default)s)")
+    o = parser.parse_args(argv)
+    for name, value, good in (("max-tokens", o.max_tokens, o.max_tokens > 0), ("top-p", o.top_p, 0 < o.top_p <= 1),
+                              ("temperature", o.temperature, 0 <= o.temperature < float("inf"))):
+        if not good:
+            raise ValueError(f"--{name}={value} is out of range; --max-tokens is at least 1, --temperature at least 0, "
+                             "--top-p above 0 and at most 1")
+    device = torch.device("cuda" if torch.cuda.is_available() and not o.cpu else "cpu")
+    model, tokenizer, cfg = load_model(o.model, device, o.dtype, o.tokenizer, o.cache_dir)
+    stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")}
+    for text in o.prompt:
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+        prompt = encode_chat(turns, tokenizer)[0] if o.chat else encode_prompt(text, tokenizer)
+        if not prompt or len(prompt) + o.max_tokens > cfg.model.max_positions:
+            raise ValueError(f"a prompt of {len(prompt)} tokens and --max-tokens={o.max_tokens} do not fit into "
+                             f"model.max_positions={cfg.model.max_positions}; at least one and no more than that")
+        draw = partial(choose, vocab_size=tokenizer.vocab_size, temperature=o.temperature, top_p=o.top_p,
+                       generator=torch.Generator().manual_seed(o.seed))
+        answer = list(generate(model, prompt, o.max_tokens, stop, draw))
+        # a SentencePiece model drops the space before the first token it decodes
+        print(text + tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)):] + "\n", flush=True)
+
+
+# ---- generation -----------------------------------------------------------------------------------------------------
+
+
+def generate(model: GPT, prompt: list[int], max_tokens: int, stop: set[int | None],
+             draw: Callable[[Tensor], int]) -> Iterator[int]:
+    """The tokens after `prompt`, until one of `stop`, which is left out.  draw: logits [v] on the CPU -> token."""
+    with cached(model):
+        new, seen = prompt, 0
+        for _ in range(max_tokens):
+            token = draw(next_logits(model, new, seen))
+            if token in stop:
+                return
+            yield token
+            new, seen = [token], seen + len(new)
+
+
+@torch.no_grad()
+def next_logits(model: GPT, new: list[int], seen: int) -> Tensor:
+    """float32 [v] on the CPU: of the token after `new`, which follow `seen` tokens that are in the cache."""
+    device = model.mesh.device
+    tokens = torch.tensor(new, device=device)[:, None]
+    order = torch.arange(seen, seen + len(new), device=device)
+    batch = Batch(tokens, labels=tokens, mask=torch.zeros_like(tokens, dtype=torch.float32), positions=order[:, None],
+                  order=order, samples=torch.zeros(1, dtype=torch.int64, device=device), count=0.0)
+    return model.logits(batch)[-1, 0].float().cpu()
+
+
+def choose(logits: Tensor, vocab_size: int, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """A token below vocab_size by its logits [v]: the likeliest at temperature 0, else a draw from the top-p set."""
+    logits = logits[:vocab_size]  # the rest pads the embedding
+    if temperature == 0:
+        return int(logits.argmax())
+    likeliest, tokens = (logits / temperature).softmax(-1).sort(descending=True)
+    likeliest[likeliest.cumsum(-1) - likeliest >= top_p] = 0    # the sum before it has reached top-p
+    return int(tokens[torch.multinomial(likeliest, 1, generator=generator)])
+
+
+class KVCache:
+    """An attention backend that remembers: `inner` over all keys and values [b, g, s, d] since it was made."""
+
+    def __init__(self, inner: Backend):
+        self.inner, self.past = inner, None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options):
+        assert self.past is None or q.shape[2] == 1, "after the prompt, one token at a time"
+        if self.past is not None:
+            k, v, causal = *(torch.cat(pair, 2) for pair in zip(self.past, (k, v))), False
+        self.past = k, v
+        return self.inner.forward(q, k, v, causal=causal, **options)
+
+
+@contextmanager
+def cached(model: GPT) -> Iterator[None]:
+    """Inside, every attention of the model has a cache, which is empty at first."""
+    layers = [block.attention for block in model.blocks.values()]
+    backends = [layer.backend for layer in layers]
+    for layer in layers:
+        layer.backend = KVCache(layer.backend)
+    try:
+        yield
+    finally:
+        for layer, backend in zip(layers, backends):
+            layer.backend = backend
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def load_model(path: str, device: torch.device, dtype: str | None = None, tokenizer: str | None = None,
+               cache_dir: str = DataConfig.cache_dir) -> tuple[GPT, Tokenizer, Config]:
+    """The whole model in evaluation mode, its tokenizer, and the configuration it was built with.
+
+    dtype, tokenizer: other than the folder says.  Raises ValueError for what cannot be read, or does not match.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").exists():
+        reader, data = hf.Reader(folder), {}
+        stored = reduce(torch.promote_types, {reader.dtype(name, "param") for name in reader.names()})
+        cfg = Config(model=reader.model, precision=PrecisionConfig(next(n for n, d in DTYPES.items() if d == stored)))
+    else:
+        reader = Reader(folder)
+        reader.verify()
+        sections = {name: reader.config[name] for name in ("model", "data")}
+        cfg = cli.from_tree(sections | {"precision": {"dtype": reader.config["precision"]["dtype"]}}, str(reader.index))
+        data = reader.state.get("data", {})
+    cfg = replace(cfg, precision=PrecisionConfig(dtype or cfg.precision.dtype))
+    words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
+    # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
+    backend = attention.choose("auto", device, DTYPES[cfg.precision.dtype], cfg.model.head_dim, documents=True)
+    model = GPT(cfg, Mesh.offline(device=device), backend, range(cfg.model.num_layers), first=True, last=True).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            name, shape = param.global_name, tuple(param.shape)
+            kind = "master" if "master" in reader.kinds(name) else "param"
+            param.copy_(reader.read(name, kind, (0,) * len(shape), shape))
+    return model, words, cfg
+
+
+def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cache_dir: str) -> Tokenizer:
+    """What `spec` says, or the tokenizer of the run that left `folder`.  data: what its checkpoint says of its data."""
+    if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data["source"] not in ("corpus", "sft"))):
+        raise ValueError(f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
+                         "gpt2:DIR, llama2:FILE, bytes or corpus")
+    chosen = spec or cfg.data.tokenizer
+    if chosen == "corpus":
+        tokenizer = build_corpus(Path(cache_dir).expanduser(), cfg.model.vocab_size).tokenizer
+    else:
+        tokenizer = load_tokenizer(chosen, "--tokenizer")
+    trained = data.get("tokenizer")
+    if tokenizer.vocab_size > cfg.model.vocab_size or trained not in (None, tokenizer.fingerprint):
+        raise ValueError(f"{folder} was not trained with the tokenizer {chosen}, which has {tokenizer.vocab_size} ids "
+                         f"and the fingerprint {tokenizer.fingerprint}, not {cfg.model.vocab_size} and {trained}; give "
+                         "the right one with --tokenizer (that of the corpus differs from Python to Python)")
+    return tokenizer
+
+
+if __name__ == "__main__":
+    run(main)
