@@ -177,8 +177,8 @@ def replaced(trainer: Trainer) -> list[str]:
         found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.fp8_torch")
     if cfg.train.kernels == "apex":
         found.append("apex: torch and minitron.plain")
-    if trainer.mesh.tp.size > 1 and cfg.parallel.sequence_parallel and cfg.parallel.overlap_tp:
-        found.append("shared memory over tp: all-gathers and reduce-scatters")
+    if trainer.mesh.world.size > 1:
+        found.append("NCCL, and memory that a node's GPUs share: torch's fake process group")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Train a GPT-3 or Llama model from scratch; with --dry-run, only try a step of some ranks of a job, without GPUs.
+"""Train a GPT-3 or Llama model from scratch.
 
 Without torchrun this is a world of one process; without a configuration it trains the quickstart model on the corpus.
 """

@@ -1,6 +1,7 @@
 """The dry run against real runs: the same collectives, the same schedule, the same errors, the same memory."""
 
 import dataclasses
+import inspect
 import json
 import os
 import resource
@@ -239,6 +240,12 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
     view = meta.once(torch.ops.aten.select.int)
     for row in (0, 1, 0):
         assert view(x, 0, row).untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_every_kernel_has_a_twin():
+    kernels = {name for name, f in vars(plain).items()
+               if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")}
+    assert kernels - {"rotate"} <= vars(meta).keys()  # which is a part of split_heads
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
