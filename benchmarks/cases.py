@@ -1,7 +1,9 @@
 """The named cases in which minitron is held against its peers: a configuration each, which both sides read.
 
-Four-GPU cases and the one-GPU case are those of the project's targets. Cases that begin with `2gpu-` have fewer
-layers and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets.
+Four-GPU cases and the one-GPU cases are those of the project's targets. Cases that begin with `2gpu-` have fewer layers
+and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets. Those that begin
+with `lora-` or `sft-` are fine-tuning, on documents of at most 512 tokens packed to 4096, or with `-full` on one
+document a sample.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ class Case:
     config: str  # a recipe, relative to the repository
     overrides: tuple[str, ...]
 
+    @property
+    def tunes(self) -> bool:
+        return self.config.endswith(("_sft.yaml", "_lora.yaml"))
+
     def arguments(self, fp8: str) -> list[str]:
         """The command line of a measured program. fp8: "none" (bf16) or one of FP8_RECIPES."""
         return [self.config, *self.overrides, f"precision.fp8={fp8}"]
@@ -22,13 +28,15 @@ class Case:
 
 def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, **settings) -> Case:
     """settings: keys of `parallel`, of `train` (seq_len) and of `model` (num_layers). One sample per microbatch."""
-    sections = {"seq_len": "train", "num_layers": "model", "max_positions": "model"}
+    sections = {"seq_len": "train", "num_layers": "model", "max_positions": "model",
+                "separate_documents": "data", "document_length": "data"}
     layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1} | settings
     keys = tuple(f"{sections.get(key, 'parallel')}.{key}={value}" for key, value in layout.items())
     batch = ("train.micro_batch_size=1", f"train.global_batch_size={microbatches * dp}", "data.source=mock")
     return Case(gpus, f"configs/{config}.yaml", keys + batch)
 
 
+ONE_DOCUMENT = {"separate_documents": "false", "document_length": "null"}
 CASES = {
     "8b-s8192-dp4": _case(4, "llama3_8b", 4, dp=4),
     "8b-s4096-dp4": _case(4, "llama3_8b", 4, dp=4, seq_len=4096),
@@ -39,6 +47,10 @@ CASES = {
     "8b-pp4-uneven": _case(4, "llama3_8b", 16, pp=4, vp=2, layers_per_stage=[4, 3, 4, 5, 5, 5, 4, 2]),
     "8b-tp2cp2": _case(4, "llama3_8b", 4, tp=2, cp=2, seq_len=16384, max_positions=16384),
     "8b-1gpu": _case(1, "llama3_8b", 1, num_layers=8),
+    "lora-8b-1gpu": _case(1, "llama3_8b_lora", 4),
+    "lora-8b-1gpu-full": _case(1, "llama3_8b_lora", 4, **ONE_DOCUMENT),
+    "sft-8b-4gpu": _case(4, "llama3_8b_sft", 4, dp=4),
+    "sft-8b-4gpu-full": _case(4, "llama3_8b_sft", 4, dp=4, **ONE_DOCUMENT),
     "2gpu-8b-16layers-s8192-dp2": _case(2, "llama3_8b", 4, dp=2, num_layers=16),
     "2gpu-8b-16layers-s4096-dp2": _case(2, "llama3_8b", 4, dp=2, num_layers=16, seq_len=4096),
     "2gpu-70b-4layers-tp2": _case(2, "llama31_70b", 4, num_layers=4, tp=2),

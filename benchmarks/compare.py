@@ -7,7 +7,8 @@ Per case and precision it prints, and appends to the results,
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. ours_gib=.. peer_gib=..
 
 The peer is Megatron-core, or `--peer torchtitan` or `huggingface`.
-MFU by the `full` counting, in percent; memory of the highest rank, as torch's allocator counts it. A case that cannot
+MFU by the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against
+a peer in bf16 where it has nothing else; memory of the highest rank, as torch's allocator counts it. A case that cannot
 run here is skipped with a reason. Exits with status 1 if one failed.
 """
 
@@ -35,6 +36,7 @@ OURS = "benchmarks/step.py"
 # launch; minitron's pipelined products, and the others' FSDP, need several.
 PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "torchtitan": {}, "huggingface": {}}
 ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # growing segments do not fragment
+BF16_TUNERS = {"huggingface"}
 GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
 
 
@@ -83,19 +85,25 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
     both = {}
     peer = f"benchmarks/peers/{args.peer}.py"
     for side, program, environment in (("peer", peer, PEERS[args.peer]), ("ours", OURS, {})):
+        has = "none" if side == "peer" and args.peer in BF16_TUNERS and case.tunes else fp8
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus),
-                   program, *case.arguments(fp8), "--steps", str(args.steps)]
+                   program, *case.arguments(has), "--steps", str(args.steps)]
         both[side] = launch(command, args.timeout, ENVIRONMENT | environment)
     ours, peer = both["ours"], both["peer"]
-    return {"ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"], "ratio": ours["tflops"] / peer["tflops"],
-            "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"], "fp8": fp8, "ours": ours, "peer_figures": peer}
+    weights = {f"{side}_mfu_weights": figures["mfu_weights"] for side, figures in both.items()} if case.tunes else {}
+    return {**weights, "ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"],
+            "ratio": ours["tflops"] / peer["tflops"], "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"],
+            "fp8": fp8, "ours": ours, "peer_figures": peer}
 
 
 def line(result: dict) -> str:
     """The one line of a case; MFU is nan where the device's peak is not known."""
     mfu = {side: math.nan if result[side] is None else result[side] for side in ("ours_mfu", "peer_mfu")}
-    return (f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
-            f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}")
+    more = [f" {key}={result[key]:.2f}" for key in ("ours_mfu_weights", "peer_mfu_weights")
+            if result.get(key) is not None]
+    return "".join([f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
+                    f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
+                    *more])
 
 
 def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:

@@ -114,8 +114,9 @@ def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall
     for chunk in trainer.chunks:
         for layer in (module for module in chunk.modules() if hasattr(module, "gemm")):
             shape = (rows, *layer.weight.shape, type(layer.gemm) is not Gemm)
-            products.update({Product("forward", *shape): num_mb, Product("input_grad", *shape): num_mb,
-                             Product("first_weight_grad", *shape): 1, Product("weight_grad", *shape): num_mb - 1})
+            products.update({Product("forward", *shape): num_mb, Product("input_grad", *shape): num_mb})
+            if layer.weight.requires_grad:
+                products.update({Product("first_weight_grad", *shape): 1, Product("weight_grad", *shape): num_mb - 1})
         for block in chunk.blocks.values():
             a, share = block.attention, mesh.cp.size if cfg.parallel.cp_style == "ulysses" else 1
             for queries, keys, causal in _attention_blocks(trainer):

@@ -16,18 +16,21 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from minitron import cli, flops
 from minitron.config import Config
+from minitron.data.gpt import Sample
 
 WARMUP = 3
+SAMPLES = 64  # whose documents are counted
 # What no peer's runner translates.
 UNTRANSLATED = ("train.recompute", "precision.dtype", "model.attention_dropout", "model.hidden_dropout",
                 "parallel.cp_style", "data.separate_documents")
@@ -48,9 +51,15 @@ def arguments(description: str, argv: list[str] | None, *add_options: Callable) 
     return replace(cfg, train=replace(cfg.train, steps=max(cfg.train.steps, args.steps))), args
 
 
-def check_translated(cfg: Config, peer: str) -> None:
-    """Raises ValueError for a key that the runners of peers do not translate and that is not at its default."""
-    if changed := [key for key in UNTRANSLATED if attrgetter(key)(cfg) != attrgetter(key)(Config())]:
+def check_translated(cfg: Config, peer: str, tunes: bool = False) -> None:
+    """Raises ValueError for a key that the runners of peers do not translate and that is not at its default.
+
+    tunes: this one knows fine-tuning and its documents; the others skip it.
+    """
+    if cfg.finetune.kind is not None and not tunes:
+        raise skip(f"{peer} is measured in pretraining only, not with finetune.kind={cfg.finetune.kind}")
+    unknown = [key for key in UNTRANSLATED if not (tunes and key == "data.separate_documents")]
+    if changed := [key for key in unknown if attrgetter(key)(cfg) != attrgetter(key)(Config())]:
         raise ValueError(f"{', '.join(changed)} is not what the {peer} runner knows; leave it at its default")
 
 
@@ -85,12 +94,27 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def figures(cfg: Config, step_seconds: float, world: int, device: torch.device) -> dict:
-    """Time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory."""
-    m, t = cfg.model, cfg.train
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    per_sample = {"full": flops.full(m.shape, t.seq_len), "causal": flops.causal(m.shape, t.seq_len),
-                  "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute != "none")}
+def squared_lengths(cfg: Config, samples: Sequence[Sample]) -> float | None:
+    """Of a sample's documents, the mean over the first ones; None where a sample is one document."""
+    if not cfg.data.separate_documents:
+        return None
+    some = [samples[i] for i in range(min(len(samples), SAMPLES))]
+    return sum(float(np.square(np.diff([0, *x.starts[x.starts < cfg.train.seq_len], cfg.train.seq_len])).sum())
+               for x in some) / len(some)
+
+
+def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, squares: float | None = None) -> dict:
+    """Time, TFLOP/s (`full`), MFU in percent by all countings (None on a device of unknown peak) and memory.
+
+    squares: of the documents in a sample. The counting `weights` leaves attention's scores out, as NVIDIA's recipe for
+    fine-tuning Llama 3 8B does.
+    """
+    m, t, frozen = cfg.model, cfg.train, cfg.finetune.kind == "lora"
+    name, share = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", flops.FROZEN if frozen else 1
+    per_sample = {"full": share * flops.full(m.shape, t.seq_len, squares),
+                  "causal": share * flops.causal(m.shape, t.seq_len, squares),
+                  "weights": share * flops.full(m.shape, t.seq_len, 0.0),
+                  "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)}
     tflops = {k: flops.tflops_per_gpu(v * t.global_batch_size, step_seconds, world) for k, v in per_sample.items()}
     peak = flops.peak_tflops(name, fp8=cfg.precision.fp8 != "none")
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "results.jsonl"
-PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "torchtitan", "transformers")
+PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "torchtitan", "transformers", "peft")
 
 
 def add_options(parser: argparse.ArgumentParser, results: Path | None = RESULTS) -> None:

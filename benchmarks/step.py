@@ -1,7 +1,7 @@
 """Measure minitron's own step: `torchrun --nproc-per-node N benchmarks/step.py CONFIG.yaml [section.key=value ...]`.
 
 The step is the trainer's, with its loader, on the data that the configuration names. Prints the median step time,
-TFLOP/s, MFU by three countings, the highest rank's memory, and the share of the floor: how much of the step the
+TFLOP/s, MFU by four countings, the highest rank's memory, and the share of the floor: how much of the step the
 matrix products and attention would take alone (floor.py). `--profile` adds the kernels that take longest, `--results
 FILE` appends a record. Runs on CPUs too, where there are no MFU, memory and kernels.
 """
@@ -76,7 +76,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
         trainer.step(loader.step(i % cfg.train.steps * batch, i), cfg.optimizer.lr)
 
     seconds = measure.median_seconds(step, args.steps, mesh.device)
-    result = measure.figures(cfg, seconds, mesh.world.size, mesh.device)
+    result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, measure.squared_lengths(cfg, data.train))
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
         result["peak_gib"] += measure.highest(trainer.shared_bytes / 2**30, mesh.device)
     kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def summary(result: dict) -> str:
     """The figures in two lines."""
-    mfu = "  ".join(f"{k} {result[f'mfu_{k}']:.2f} %" for k in ("full", "causal", "hardware")
+    mfu = "  ".join(f"{k} {result[f'mfu_{k}']:.2f} %" for k in ("full", "causal", "weights", "hardware")
                     if result[f"mfu_{k}"] is not None)
     return (f"step {result['step_seconds']:.4f} s   {result['tflops']:.1f} TFLOP/s per GPU   MFU {mfu or 'unknown'}   "
             f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB\n"

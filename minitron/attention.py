@@ -23,6 +23,11 @@ backward takes out and lse as they are given, from this block alone or merged ov
     causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
 
+A kernel may also take documents that lie one after another, each causal within itself, in one call (`packed`):
+
+    forward (q, k, v, bounds, longest, scale) -> out, saved      q, out [t, n, d], k, v [t, g, d]; bounds int32 [m + 1]
+    backward(dout, q, k, v, out, saved, bounds, longest, scale) -> dq, dk, dv            on the device, from 0 to t
+
 A block never has a query without keys: there the kernels disagree about lse (0 or -inf), and a merge would be wrong.
 
 Left out: kernels with a sliding window or a bias, and aten's memory-efficient attention (slower wherever these run).
@@ -49,6 +54,7 @@ class Backend:
     name: str
     forward: Callable[..., tuple[Tensor, Tensor, object]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    packed: tuple[Callable, Callable] | None = None
 
 
 def choose(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, dropout: float = 0.0,
@@ -67,7 +73,8 @@ def choose(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: 
     elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
         raise ValueError(f"model.attention={name} {obstacle}")
     if device.type == "meta" and name != "reference":
-        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward))
+        packed = (_shapes_packed_forward, _shapes_packed_backward) if name == "flash" else None
+        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward), packed)
     if name == "flash":
         return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
     if name == "flash-attn":
@@ -157,6 +164,14 @@ def _shapes_backward(dout, q, k, v, *saved, **options):
     return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads))
 
 
+def _shapes_packed_forward(q, k, v, bounds, longest, scale):
+    return torch.empty_like(q), [q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)]  # lse
+
+
+def _shapes_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+    return tuple(map(torch.empty_like, (q, k, v)))
+
+
 # ---- torch's own kernels --------------------------------------------------------------------------------------------
 # They index lse as a dense [b, n, sq] tensor, so the slices that context parallelism passes are copied first.
 
@@ -184,6 +199,18 @@ def _flash_cuda_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropo
         dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *saved, scale=scale)
 
 
+def _flash_cuda_packed_forward(q, k, v, bounds, longest, scale):
+    out, *saved, _ = aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale)
+    return out, saved
+
+
+def _flash_cuda_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+    lse, *rng = saved
+    return aten._flash_attention_backward(
+        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
+
+
 def _cudnn_forward(q, k, v, *, causal, scale, dropout_mask=None):
     assert dropout_mask is None
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
@@ -199,7 +226,8 @@ def _cudnn_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_ma
 
 REFERENCE = Backend("reference", _reference_forward, _reference_backward)
 FLASH_CPU = Backend("flash", _flash_cpu_forward, _flash_cpu_backward)
-FLASH_CUDA = Backend("flash", _flash_cuda_forward, _flash_cuda_backward)
+FLASH_CUDA = Backend("flash", _flash_cuda_forward, _flash_cuda_backward,
+                     (_flash_cuda_packed_forward, _flash_cuda_packed_backward))
 CUDNN = Backend("cudnn", _cudnn_forward, _cudnn_backward)
 
 

@@ -157,6 +157,8 @@ class DataConfig:
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
+    document_length: int | None = key(
+        None, "mock: documents of 1 to so many tokens; null: of a quarter sample on average", COUNT)
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
 
@@ -169,6 +171,26 @@ class CheckpointConfig:
     resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
     load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    kind: Literal["sft", "lora"] | None = key(
+        None, "sft: all weights are trained; lora: adapters beside frozen weights; null: pretraining")
+    base: str | None = key(None, "the weights to start from: a Hugging Face folder or a minitron checkpoint")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = key(8, "inner width of an adapter", COUNT)
+    alpha: float = key(16.0, "what adapters add is multiplied by alpha / rank", POSITIVE)
+    dropout: float = key(0.0, "dropout of what adapters read", FRACTION)
+    targets: tuple[str, ...] = key(
+        ("qkv",), "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -199,6 +221,8 @@ class Config:
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     data: DataConfig = key(DataConfig, "what is read")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is saved and started from")
+    finetune: FinetuneConfig = key(FinetuneConfig, "training of weights that exist (minitron.finetune)")
+    lora: LoraConfig = key(LoraConfig, "low-rank adapters (finetune.kind=lora)")
     log: LogConfig = key(LogConfig, "what is written")
     profile: ProfileConfig = key(ProfileConfig, "some steps under a profiler")
 

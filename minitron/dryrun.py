@@ -31,8 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cli
 from minitron.config import Config
+from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
-from minitron.data.mock import MockDataset
 from minitron.memory import MemoryWalk
 from minitron.mesh import Axis, Mesh
 from minitron.train import Trainer, build
@@ -153,8 +153,9 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
 def run_step(trainer: Trainer) -> None:
     """One step on random tokens. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
-    data = MockDataset(cfg.model.vocab_size, t.seq_len, t.global_batch_size, t.seed, max(1, t.seq_len / 4))
-    loader = Loader(data, cfg, trainer.mesh)
+    data = build_datasets(replace(cfg.data, source="mock"), vocab_size=cfg.model.vocab_size, seq_len=t.seq_len,
+                          seed=t.seed, train_samples=t.global_batch_size, valid_samples=0)
+    loader = Loader(data.train, cfg, trainer.mesh)
     trainer.step(loader.step(0, 1), cfg.optimizer.lr)
     loader.close()
 
@@ -162,7 +163,7 @@ def run_step(trainer: Trainer) -> None:
 def label(walk: MemoryWalk, trainer: Trainer) -> None:
     """Whose is what there is before the step."""
     buckets, optimizer = trainer.gradients.buckets, trainer.optimizer
-    walk.label("parameters", (bucket.data for bucket in buckets))
+    walk.label("parameters", (p for chunk in trainer.chunks for p in chunk.parameters()))
     walk.label("gradients", (bucket.grad for bucket in buckets))
     walk.label("optimizer", [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq])
     walk.label("other")
@@ -190,17 +191,22 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; use {cli.DRY_RUN}")
 
 
-def command(description: str, argv: list[str]) -> None:
-    """Prints what `cli.DRY_RUN` asks for, beside a configuration. Raises ValueError."""
+def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
+    """The options of a dry run, None if none is asked for, and all other arguments. Raises ValueError."""
+    if "--dry-run" not in argv:
+        return None, argv
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--ranks", "--rank", default="first,middle,last")
     parser.add_argument("--json", action="store_true")
-    options, rest = parser.parse_known_args(argv)
-    cfg = cli.configure(description, rest)
-    cfg.check(options.world)
+    return parser.parse_known_args(argv)
+
+
+def command(cfg: Config, options: argparse.Namespace) -> None:
+    """Prints the reports that `split` found asked for. Raises ValueError."""
     world = options.world
+    cfg.check(world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
     print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
 

@@ -13,6 +13,9 @@ Example, GPT-3 175B (96 layers, h 12288, vocabulary 51200), one sequence of 2048
 the weights and 12 x 96 x 12288 x 2048² = 5.9e13 for attention make `full` 2.20e15. At two sequences per GPU every
 8.91 s that is 494.9 TFLOP/s per GPU: half of an H100's 989.
 
+Frozen weights (LoRA) have no gradient, one product of three: 2/3, which NVIDIA's recipes apply to the whole. `hardware`
+counts a pass less. Padding of packed sequences is no work, so callers leave it out of `tokens`.
+
 `V` is the padded vocabulary. Norms, activations, softmax and the optimizer are not counted in any convention.
 """
 
@@ -23,6 +26,9 @@ from dataclasses import dataclass
 
 # Dense TFLOP/s of the data sheets: (16 bit, FP8).
 _PEAKS = {"H100": (989.0, 1979.0), "H200": (989.0, 1979.0), "A100": (312.0, None), "B200": (2250.0, 4500.0)}
+
+
+FROZEN = 2 / 3  # of the operations are left where weights have no gradient
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,16 @@ def causal(shape: Shape, tokens: float, squared_lengths: float | None = None) ->
     return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths) / 2
 
 
-def hardware(shape: Shape, seq_len: int, *, recompute: bool) -> float:
+def hardware(shape: Shape, seq_len: int, *, recompute: bool, frozen: bool = False) -> float:
     """Operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
 
-    c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3; c = 24, or 32 for a gated MLP. It takes
-    the MLP to be 4 h wide, ignores grouped queries, and selective recomputation counts as a whole forward pass.
+    c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3, one less where weights are frozen;
+    c = 24, or 32 for a gated MLP. It takes the MLP to be 4 h wide, ignores grouped queries, and selective recomputation
+    counts as a whole forward pass.
     Source: Narayanan et al. 2021, equation 3; with f and c as BigScience's Megatron-DeepSpeed logs it.
     """
     h, layers = shape.hidden_size, shape.num_layers
-    passes, width = 4 if recompute else 3, 32 if shape.gated else 24
+    passes, width = 3 + recompute - frozen, 32 if shape.gated else 24
     other = seq_len / (6 * h) + shape.padded_vocab_size / (16 * layers * h)
     return width * passes * seq_len * layers * h**2 * (1 + other)
 

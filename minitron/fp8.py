@@ -125,6 +125,7 @@ class Fp8Gemm(Gemm):
                  scaling: DelayedScaling | None = None, first: int = 0):
         self.backend, self.dtype, self.scaling, self.first = backend, dtype, scaling, first
         self._weight: Payload | None = None
+        self._frozen = False
 
     @property
     def history(self) -> Tensor | None:
@@ -162,12 +163,18 @@ class Fp8Gemm(Gemm):
     def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
         return self._cast_result("dy", ops.swiglu_backward, ops.swiglu_backward_cast, (dy, inner), columns, True)
 
+    def freeze(self) -> None:
+        """The weight will not change: it is cast once, by its own magnitude, and its history stays empty."""
+        self._frozen = True
+
     def drop_casts(self) -> None:
-        self._weight = None
+        if not self._frozen:
+            self._weight = None
 
     def _quantized(self, weight: Tensor) -> Payload:
         if self._weight is None:
-            self._weight = self._cast(weight.detach(), "weight", Axis.single(), columns=True, record=True)
+            known = (None, None) if self._frozen else self._scale("weight", True)
+            self._weight = self.backend.cast(weight.detach(), "weight", Axis.single(), *known, True)
         return self._weight
 
     def _cast(self, x: Tensor, role: str, shared: Axis, columns: bool, record: bool) -> Payload:

@@ -133,7 +133,8 @@ def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight:
 
 
 def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
-                      delta_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+                      delta_bias: bool, frozen: bool = False
+                      ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """dx, dweight, dbias, ddelta_bias; see minitron/plain.py."""
     dy, total, h = dy.contiguous(), total.contiguous(), total.shape[-1]
     rows, layer_norm, shape = total.numel() // h, len(statistics) == 2, _row_in_registers(h)
@@ -144,10 +145,12 @@ def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statisti
     if one_pass:
         programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (2 if shape["BLOCK"] <= 4096 else 1))
         stages = 2 if 6 * shape["BLOCK"] * total.itemsize < gpu.shared_memory_per_block_optin - 4096 else 1
-    sums = total.new_empty(1 + layer_norm + delta_bias, parts, h, dtype=torch.float32)
+    sums = None if frozen else total.new_empty(1 + layer_norm + delta_bias, parts, h, dtype=torch.float32)
     _add_norm_backward[(programs,)](
         dy, None if dtotal is None else dtotal.contiguous(), total, statistics, weight, dx, sums, rows, h,
-        LAYER_NORM=layer_norm, SUMS=one_pass, **shape, STAGES=stages)
+        LAYER_NORM=layer_norm, SUMS=one_pass and not frozen, **shape, STAGES=stages)
+    if frozen:
+        return dx, None, None, None
     if not one_pass:
         _norm_sums[(triton.cdiv(h, 128), parts)](dy, total, statistics, dx, sums, rows, h, LAYER_NORM=layer_norm,
                                                  DELTA_BIAS=delta_bias, ROWS=32, BLOCK=128, num_warps=4)

@@ -30,7 +30,8 @@ class Iteration:
 
     step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
     clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
-    global batch, where they are kept apart (None: every sample is one document). memory_gib, allocated_gib: peak of
+    global batch, where they are kept apart (None: every sample is one document). padding: positions of the global batch
+    that only fill a sample; they are in neither. memory_gib, allocated_gib: peak of
     the GPU, and what stays allocated between steps.
     """
 
@@ -44,6 +45,7 @@ class Iteration:
     skipped: float = 0
     nan: float = 0
     squared_lengths: float | None = None
+    padding: float = 0
     memory_gib: float | None = None
     allocated_gib: float | None = None
 
@@ -123,7 +125,8 @@ def nemo_pipe(line: Line) -> str:
         f"{name}: {int(x) if x == int(x) else format(x, '.4')}" for name, x in figures.items() if x is not None)])
 
 
-FORMATS: dict[str, Callable[[Line], str]] = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar}
+FORMATS: dict[str, Callable[[Line], str]] = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar,
+                                              "nemo pipe": nemo_pipe}
 
 
 def dllogger(step: int | str, data: dict, now: datetime, begun: datetime) -> str:

@@ -24,7 +24,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections import deque
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -34,21 +34,24 @@ from minitron.config import Config
 from minitron.lines import Iteration, Line
 
 
+RECENT = 20  # steps that the summary is of
+
+
 class Log:
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU, whose peak the MFU is measured by; unknown GPUs, CPUs and fp32 runs have no MFU.
-    nemo: the line of log.format=nemo, of which there are two. Raises ValueError if log.dir or log.tensorboard cannot be
-    written, or TensorBoard is not installed.
+    Raises ValueError if log.dir or log.tensorboard cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu",
-                 nemo: Callable[[Line], str] = lines.nemo_bar):
+    def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
         self.cfg, self.rank, self.world = cfg, rank, world
-        self._format = {**lines.FORMATS, "nemo": nemo}[cfg.log.format]
+        name = "nemo pipe" if cfg.log.format == "nemo" and cfg.finetune.kind is not None else cfg.log.format
+        self._format = lines.FORMATS[name]
         fp8 = cfg.precision.fp8 != "none"
         self.peak = None if cfg.precision.dtype == "fp32" else flops.peak_tflops(device_name, fp8)
         self._since_line: list[Iteration] = []
+        self._recent: deque[Iteration] = deque(maxlen=RECENT)
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
         self._metrics = self._dllogger = self._board = None
@@ -69,6 +72,7 @@ class Log:
         self._nan_total += int(it.nan)
         self._steps, self._seconds = self._steps + 1, self._seconds + it.seconds
         self._since_line.append(it)
+        self._recent.append(it)
         self._record_step(it)
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
             self._print_from(self.world - 1, self._format(self._line()))
@@ -81,6 +85,15 @@ class Log:
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         self._print_from(self.world - 1, f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
                                          f"lm loss PPL: {perplexity:.6E} |")
+
+    def summary(self) -> None:
+        """The mean of the last steps, by which NVIDIA's fine-tuning recipes are judged: the first ones are slower."""
+        its, t = list(self._recent), self.cfg.train
+        if its:
+            seconds, rates = sum(it.seconds for it in its) / len(its), self._rates(its)
+            mfu = "" if self.peak is None else f", MFU (full): {100 * rates['full'] / self.peak:.2f}%"
+            self.info(f"mean of the last {len(its)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
+                      f"{t.global_batch_size * t.seq_len / seconds:.0f}{mfu}")
 
     def info(self, text: str) -> None:
         """To every rank's log, and to stdout from rank 0."""
@@ -117,12 +130,14 @@ class Log:
 
     def _rates(self, its: list[Iteration]) -> dict[str, float]:
         """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
-        t, shape = self.cfg.train, self.cfg.model.shape
+        t, shape, frozen = self.cfg.train, self.cfg.model.shape, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
-        squares = [tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths for it in its]
-        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none")
-        operations = {"full": sum(flops.full(shape, tokens, squared) for squared in squares),
-                      "causal": sum(flops.causal(shape, tokens, squared) for squared in squares),
+        sizes = [(tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
+                 for it in its]
+        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
+        share = flops.FROZEN if frozen else 1.0
+        operations = {"full": share * sum(flops.full(shape, *size) for size in sizes),
+                      "causal": share * sum(flops.causal(shape, *size) for size in sizes),
                       "hardware": len(its) * t.global_batch_size * sequence}
         seconds = sum(it.seconds for it in its)
         return {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}

@@ -9,6 +9,8 @@ between the copies of two steps.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,19 @@ from minitron.stop import Stop
 GIB = 2**30
 
 
+class Samples(NamedTuple):
+    """What the samples of a step consist of: boundaries of documents [0, ..., s], None where each is one, and how many
+    of the last positions of each are padding, a document of its own that is no work."""
+
+    documents: list[tuple[int, ...]] | None = None
+    padding: Sequence[int] = ()
+
+    def squared_lengths(self) -> float:
+        """Sum over the documents."""
+        whole = sum(float(np.square(np.diff(bounds)).sum()) for bounds in self.documents)
+        return whole - sum(float(n) ** 2 for n in self.padding)
+
+
 class Meter:
     """Turns device tensors into lines of `log`, one step late. Collective over the world."""
 
@@ -35,27 +50,27 @@ class Meter:
         """What happened since the last step (an evaluation) does not count into the next one's time."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, documents: list[tuple[int, ...]] | None, shared_bytes: int, **known) -> None:
+    def step(self, values: Tensor, samples: Samples, shared_bytes: int, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. documents:
-        boundaries of this data rank's samples, None where a sample is one document. shared_bytes: of GPU memory that
-        torch's allocator does not count. known: the other fields of
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. samples: of
+        this data rank. shared_bytes: of GPU memory that torch's allocator does not count. known: the other fields of
         `log.Iteration` that the host has.
         """
         self.mesh.activity.begin("figures")
-        extra = torch.zeros(4, dtype=values.dtype, device=values.device)
-        if documents is not None:
-            extra[0].fill_(sum(float(np.square(np.diff(bounds)).sum()) for bounds in documents))
-            all_reduce_(extra[:1], self.mesh.dp)
-            known["squared_lengths"] = 0.0
+        extra = torch.zeros(5, dtype=values.dtype, device=values.device)
+        if samples.documents is not None:
+            extra[0].fill_(samples.squared_lengths())
+            extra[1].fill_(sum(samples.padding))
+            all_reduce_(extra[:2], self.mesh.dp)
+            known |= {"squared_lengths": 0.0, "padding": 0.0}
         if values.is_cuda:
-            extra[1].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
-            extra[2].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)
+            extra[2].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
+            extra[3].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)
             known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
         if self.stop.asked:
-            extra[3].fill_(self.stop.asked)
-        all_reduce_(extra[1:], self.mesh.world, op=dist.ReduceOp.MAX)
+            extra[4].fill_(self.stop.asked)
+        all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = Mark(values.device)
         self.flush()
@@ -69,9 +84,9 @@ class Meter:
             return
         (known, host, copied), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
-        *common, squares, memory, allocated, agreed = host.tolist()
+        *common, squares, padding, memory, allocated, agreed = host.tolist()
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
-        measured = {"squared_lengths": squares, "memory_gib": memory, "allocated_gib": allocated}
+        measured = {"squared_lengths": squares, "padding": padding, "memory_gib": memory, "allocated_gib": allocated}
         it = Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds)
         self.log.iteration(it)
         self.stop.saw(it, int(agreed))

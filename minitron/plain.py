@@ -57,10 +57,11 @@ def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight:
 
 
 def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
-                      delta_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+                      delta_bias: bool, frozen: bool = False
+                      ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm), ddelta_bias (if wanted), float32 [h].
 
-    dtotal: the gradient of the sum, None where nothing but the norm read it.
+    dtotal: the gradient of the sum, None where nothing but the norm read it. frozen: dx is all that is wanted.
     """
     rstd, *means = statistics.unsqueeze(-1)
     normal = (total.float() - means[0] if means else total.float()) * rstd
@@ -69,6 +70,8 @@ def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statisti
     dx = grad - normal * (grad * normal).mean(-1, keepdim=True)
     dx = (dx - grad.mean(-1, keepdim=True) if means else dx) * rstd
     dx = dx if dtotal is None else dx + dtotal.float()
+    if frozen:
+        return dx.to(total.dtype), None, None, None
     dweight, dbias, ddelta_bias = (x.flatten(0, -2).sum(0) for x in (dy * normal, dy, dx))
     return dx.to(total.dtype), dweight, dbias if means else None, ddelta_bias if delta_bias else None
 

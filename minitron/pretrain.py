@@ -26,14 +26,19 @@ from minitron.train import build, choose_kernels, train
 from minitron.watch import watched
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, description: str = __doc__, finetune: bool = False) -> None:
+    """A run. description: for --help. finetune: what finetune.kind has to be set for."""
     rank, world, local_rank, ranks_here = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
-        argv = sys.argv[1:] if argv is None else argv
-        if "--dry-run" in argv:
-            return dryrun.command(__doc__, argv)
-        cfg = cli.configure(__doc__, argv)
+        options, argv = dryrun.split(sys.argv[1:] if argv is None else argv)
+        cfg = cli.configure(description, argv)
+        if finetune != (cfg.finetune.kind is not None):
+            raise ValueError(f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
+                             f"{'pretrain' if finetune else 'finetune'}; start that, or set finetune.kind="
+                             f"{'sft or lora' if finetune else 'null'}")
+        if options is not None:
+            return dryrun.command(cfg, options)
         device, name, capability = choose_device(local_rank, ranks_here)
         cfg.check(world, capability)
         if cfg.train.deterministic:
@@ -50,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         stop = Stop(mesh, log, cfg.train.max_skipped)
         with watched(mesh, log, cfg.train.hang_seconds), stop:
             trainer = build(cfg, mesh)
+            trainer.base = start.mark
             mesh.activity.begin("load")
             restore(start, trainer.state)
             mesh.activity.begin("start")
@@ -59,9 +65,12 @@ def main(argv: list[str] | None = None) -> None:
             if data.note:
                 log.info(data.note)
             log.info(trainer.describe())
-            if start.reader is not None:
-                log.info(f"{'resumed from' if start.resume else 'weights of'} {start.reader.path}")
+            for reader, resumed in (start.frozen, False), (start.reader, start.resume):
+                if reader is not None:
+                    log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
             train(trainer, data, log, stop, start.step, start.consumed_samples)
+            if finetune:
+                log.summary()
     if dist.is_initialized():
         dist.destroy_process_group()
 

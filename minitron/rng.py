@@ -29,6 +29,7 @@ compiled, all of this fuses into its neighbours. Left out: Philox, ten rounds an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,19 +85,19 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, keys, layer, site, drop):
         ctx.save_for_backward(keys)
-        ctx.name, ctx.drop = (p, layer, site), drop
-        return _Dropout.run(x, keys, ctx)
+        ctx.name, ctx.drop = (layer, site), partial(drop_by_name, p=p, drop=drop)
+        return ctx.drop(x, keys=keys, name=ctx.name)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Dropout.run(grad, *ctx.saved_tensors, ctx), None, None, None, None, None
+        return ctx.drop(grad, keys=ctx.saved_tensors[0], name=ctx.name), None, None, None, None, None
 
-    @staticmethod
-    def run(x, keys, ctx):
-        p, layer, site = ctx.name
-        token_words = _mix(keys ^ _hash(_PLACE, layer, site, device=keys.device))
-        channel_words = _hash(_CHANNEL, torch.arange(x.shape[2], device=keys.device), device=keys.device)
-        return ctx.drop(x, token_words, channel_words, _threshold(p), 1 / (1 - p))
+
+def drop_by_name(x: Tensor, p: float, keys: Tensor, name: tuple[int, int], drop: Callable, first: int = 0) -> Tensor:
+    """`dropout` without autograd, of channels `first` and up. name: layer and site."""
+    token_words = _mix(keys ^ _hash(_PLACE, *name, device=keys.device))
+    channels = torch.arange(first, first + x.shape[2], device=keys.device)
+    return drop(x, token_words, _hash(_CHANNEL, channels, device=keys.device), _threshold(p), 1 / (1 - p))
 
 
 def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:

@@ -32,6 +32,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None) -> None:
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_checkpoint(cfg)
+    _check_finetune(cfg)
     _check_log(cfg, world)
 
 
@@ -189,6 +190,9 @@ def _check_optimizer(cfg: Config) -> None:
 
 def _check_data(cfg: Config) -> None:
     d = cfg.data
+    if d.source != "mock" and d.document_length is not None:
+        raise ValueError(f"data.document_length={d.document_length} is of random documents, and data.source={d.source} "
+                         "has documents of its own; drop it, or set data.source=mock")
     if d.source == "indexed" and not d.paths:
         raise ValueError("data.source=indexed has nothing to read; set data.paths=[PREFIX], or "
                          "[WEIGHT,PREFIX,WEIGHT,PREFIX,...]")
@@ -211,6 +215,36 @@ def _check_checkpoint(cfg: Config) -> None:
     if c.resume_step is not None and (c.dir is None or not c.resume):
         raise ValueError(f"checkpoint.resume_step={c.resume_step} has no effect with checkpoint."
                          f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them")
+
+
+TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
+
+
+def _check_finetune(cfg: Config) -> None:
+    kind, base, lora = cfg.finetune.kind, cfg.finetune.base, cfg.lora
+    if kind is None and base is not None:
+        raise ValueError(f"finetune.base={base} has no effect with finetune.kind=null; set finetune.kind=sft or lora")
+    if base is not None and cfg.checkpoint.load is not None:
+        raise ValueError(f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load} both give the weights to "
+                         "start from; drop one of them")
+    if kind != "lora":
+        for f in fields(lora):
+            if (value := getattr(lora, f.name)) != f.default:
+                raise ValueError(f"lora.{f.name}={_listed(value)} has no effect with finetune.kind={kind or 'null'}; "
+                                 "drop it, or set finetune.kind=lora")
+        return
+    known = [t for t in TARGETS if t != "gate" or cfg.model.family == "llama"]
+    given = f"lora.targets={_listed(lora.targets)}"
+    if unknown := [t for t in lora.targets if t not in known]:
+        raise ValueError(f"{given}: a {cfg.model.family} model has no {unknown[0]}; use some of {', '.join(known)}")
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets) or (
+            "qkv" in lora.targets and {"q", "k", "v"} & set(lora.targets)):
+        raise ValueError(f"{given} must name each layer once, of qkv and its parts q, k, v one or the other; use for "
+                         "example [qkv]")
+
+
+def _listed(value) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 def _check_log(cfg: Config, world: int) -> None:

@@ -24,7 +24,8 @@ from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.log import Log
 from minitron.mesh import Mesh
-from minitron.meter import Meter
+from minitron.meter import Meter, Samples
+from minitron.model import lora
 from minitron.model.gpt import GPT, Batch, make_layout
 from minitron.model.init import initialise
 from minitron.optim.grads import Gradients
@@ -51,6 +52,7 @@ class Trainer:
     executor: Executor
     scaler: LossScaler | None
     backend: str  # of attention
+    base: str | None = None  # fingerprint of the weights beside which adapters are trained
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
@@ -77,7 +79,7 @@ class Trainer:
     @property
     def state(self) -> State:
         """What a checkpoint holds of this rank."""
-        return State(self.chunks, self.optimizer, self.scaler)
+        return State(self.chunks, self.optimizer, self.scaler, self.base)
 
     @property
     def shared_bytes(self) -> int:
@@ -87,9 +89,11 @@ class Trainer:
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
         m, mesh = self.cfg.model, self.mesh
-        here = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+        here, trained = (sum(p.numel() for chunk in self.chunks for p in chunk.parameters() if p.requires_grad or every)
+                         for every in (True, False))
+        frozen = "" if here == trained else f", of which {trained / 1e6:.2f} M are trained"
         return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
-                f"{here / 1e6:.2f} M parameters on rank {mesh.rank} | tp {mesh.tp.size} pp {mesh.pp.size} "
+                f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
                 f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}, "
                 f"gradients: {type(self.gradients.sums).__name__.lower()}, "
@@ -136,6 +140,9 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
     mine = range(pp.rank, pp.size * vp, pp.size)
     layout = make_layout(cfg, mesh)
     chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1, layout=layout) for i in mine]
+    if cfg.finetune.kind == "lora":
+        for chunk in chunks:
+            lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
     gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
                           overlap=cfg.parallel.overlap_grads)
@@ -165,8 +172,11 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
         scale = trainer.loss_scale()
         stats = trainer.step(batches, lr)
-        documents = [bounds for b in batches for bounds in b.documents] if cfg.data.separate_documents else None
-        meter.step(torch.cat([stats.values, scale]), documents, trainer.shared_bytes, step=step,
+        samples = Samples()
+        if cfg.data.separate_documents:
+            samples = Samples([bounds for b in batches for bounds in b.documents],
+                              [n for b in batches for n in b.padding])
+        meter.step(torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step,
                    consumed_samples=consumed, lr=lr)
         if stop.agreed:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from minitron.config import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.mesh import Mesh
+from minitron.model.lora import Adapter
 from minitron.overlap import Separate
 from minitron.parallel.tensor import Shard
 from minitron.train import Trainer, build
@@ -45,6 +47,23 @@ def config(base: dict, *changes: dict) -> Config:
         for section, values in layer.items():
             cfg = dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **values)})
     return cfg
+
+
+@contextmanager
+def adapters_that_do_something():
+    """Adapters made inside begin with a random B: one of zeros would leave A without a gradient."""
+    original = Adapter.__init__
+
+    def started(self, *args):
+        original(self, *args)
+        for factor in self.b.values():
+            factor.std = 0.1
+
+    Adapter.__init__ = started
+    try:
+        yield
+    finally:
+        Adapter.__init__ = original
 
 
 def mesh_of(cfg: Config) -> Mesh:

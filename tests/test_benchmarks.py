@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from benchmarks import ceilings, checkpoint, compare, floor, host, measure, record, shares, step, table
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron import attention, cli, flops
+from minitron.data.loader import Loader
 from minitron.mesh import Mesh
 from minitron.model.gpt import GPT
 from minitron.pipeline.schedule import stage_layers
+from minitron.pretrain import build_data
 
 TINY = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=200",
         "train.seq_len=64", "train.micro_batch_size=2", "train.global_batch_size=8", "data.source=mock",
@@ -155,7 +157,8 @@ def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
     assert name.startswith("2gpu-") == (case.gpus == 2)
     dp, p = cfg.dp(case.gpus), cfg.parallel
     for axis, size in {"dp": dp, "tp": p.tp, "pp": p.pp, "cp": p.cp}.items():
-        assert (f"{axis}{size}" in name) == (size > 1)
+        assert (f"{axis}{size}" in name or case.tunes and axis == "dp" and size > 1) == (size > 1)
+    assert case.tunes == (cfg.finetune.kind is not None) == name.startswith(("lora-", "sft-"))
 
 
 def fake(text, status=0):
@@ -353,6 +356,44 @@ def test_keys_that_no_peer_knows_are_named(peer, shown, monkeypatch, capsys):
         module.main([*PEER_TINY, "train.recompute=full", "model.hidden_dropout=0.1"])
     message = f"train.recompute, model.hidden_dropout is not what the {shown} runner knows; leave it at its default"
     assert exit.value.code == 1 and capsys.readouterr().err.strip() == f"error: {message}"
+
+
+PACKED = ["data.separate_documents=true", "data.document_length=20"]
+
+
+@pytest.mark.parametrize("case, world, argv", [("lora", 1, PACKED), ("sft", 2, PACKED)])
+def test_fine_tuning_and_its_peer_really_run(case, world, argv):
+    """On the same samples, by the same counting. Of packed LoRA two thirds of the documents' own operations count."""
+    peer_module("huggingface")
+    if case == "lora":
+        pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    argv = [*PEER_TINY, *argv, "train.micro_batch_size=1", f"finetune.kind={case}", "--steps", "4"]
+    both = [compare.launch([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                            str(world), program, *argv], 240.0, {"OMP_NUM_THREADS": "1"})
+            for program in (compare.OURS, "benchmarks/peers/huggingface.py")]
+    cfg = cli.load(argv[:-2])
+    shape, data = cfg.model.shape, build_data(cfg).train
+    squares = measure.squared_lengths(cfg, data)
+    counted = flops.full(shape, 64, squares) * (2 / 3 if case == "lora" else 1)
+    assert counted <= flops.full(shape, 64)
+    for figures in both:
+        assert figures["world"] == world
+        assert figures["tflops"] * figures["step_seconds"] * world * 1e12 == pytest.approx(8 * counted)
+
+
+def test_peers_know_the_samples():
+    """What Hugging Face's model is given: it shifts labels itself, and documents show in positions alone."""
+    module, cfg = peer_module("huggingface"), cli.load([*PEER_TINY, *PACKED, "train.micro_batch_size=1"])
+    loader = Loader(build_data(cfg).train, cfg, Mesh.offline(1))
+    batch = loader.step(0, 0)[0]
+    loader.close()
+    inputs = module._inputs(batch, cfg)
+    tokens, labels = inputs["input_ids"][0], inputs["labels"][0]
+    starts = set(batch.documents[0][:-1])
+    assert tokens.tolist() == batch.tokens[:, 0].tolist() and len(starts) > 2
+    for i, (token, label) in enumerate(zip(tokens.tolist(), labels.tolist())):
+        assert label == (-100 if i in starts else token)
+        assert (inputs["position_ids"][0, i] == 0) == (i in starts)
 
 
 @pytest.mark.parametrize("peer, argv", [

@@ -43,6 +43,7 @@ def start_trainer(cfg: Config) -> tuple[Trainer, Start]:
     torch.set_num_threads(1)
     start = find(cfg)
     trainer = build(cfg, mesh_of(cfg))
+    trainer.base = start.mark
     restore(start, trainer.state)
     return trainer, start
 
@@ -174,7 +175,7 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
     for folder, dtype in ("a", torch.float32), ("b", torch.bfloat16):
         loading = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, load=str(tmp_path / folder)))
         trainer, start = start_trainer(loading)
-        assert start[1:] == (False, 0, 0, {}) and trainer.optimizer.steps == 0
+        assert start == Start(start.reader) and trainer.optimizer.steps == 0
         for param in trainer.chunks[0].parameters():
             assert torch.equal(param, masters[param.global_name].to(dtype).float())
         assert all(not moment.any() for moment in trainer.optimizer.exp_avg)

@@ -234,3 +234,14 @@ def test_mock_items_depend_on_seed_and_index_alone(tmp_path):
         MockDataset(50, 9, 3, 0)[3]
     with pytest.raises(ValueError, match="document_length=0.5: a document has at least one token"):
         MockDataset(50, 9, 3, 0, 0.5)
+
+
+def test_mock_documents_of_at_most_so_many_tokens():
+    lengths = []
+    for sample in map(MockDataset(50, 1000, 20, 0, longest=4).__getitem__, range(20)):
+        lengths += np.diff([0, *sample.starts]).tolist()
+        assert 1000 - sample.starts[-1] < 4
+    counts = np.bincount(lengths, minlength=5)
+    # uniform: each of the four within 4 standard deviations of a quarter
+    assert len(counts) == 5 and counts[0] == 0
+    assert (abs(counts[1:] / len(lengths) - 1 / 4) < 4 * np.sqrt(3 / 16 / len(lengths))).all()

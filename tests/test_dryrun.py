@@ -14,6 +14,7 @@ import torch
 from layouts import GPT3, LLAMA, config, mesh_of
 
 from minitron import cli, dryrun, meta, plain
+from minitron.config import FinetuneConfig
 from minitron.dryrun import Recorder, choose_ranks, dry_run, fake_world, make_mesh, prepare, recorded, run_step
 from minitron.memory import MemoryWalk
 from minitron.mesh import Mesh
@@ -57,6 +58,9 @@ LAYOUTS = [
     (4, settings(GPT3, parallel=dict(pp=4, vp=2), train=dict(global_batch_size=6))),
     (8, settings(GPT3, parallel=dict(tp=2, pp=2, vp=2), train=dict(recompute="selective"))),
 ]
+
+
+LAYOUTS.append((2, dataclasses.replace(LAYOUTS[0][1], finetune=FinetuneConfig(kind="lora", base="anywhere"))))
 
 
 def name_of(value):
@@ -187,6 +191,17 @@ def test_memory_counted_by_hand(family, dp):
     assert two.peak_action == three.peak_action == Forward(0, 0)
 
 
+def test_frozen_weights_have_neither_gradients_nor_an_optimizer():
+    cfg = settings(LLAMA, finetune=dict(kind="lora", base="anywhere"), lora=dict(rank=16, targets=("qkv",)))
+    m, memory = cfg.model, dry_run(cfg, 1).memory
+    adapters = m.num_layers * 16 * (m.hidden_size + m.head_dim * (m.num_heads + 2 * m.kv_heads))
+    whole = dry_run(settings(LLAMA), 1).memory
+    assert memory["gradients"] == 4 * adapters
+    assert memory["optimizer"] == 2 * memory["gradients"]  # in float32 the parameters are their own masters
+    padding = 512 * 9 * m.num_layers + 512 * 3  # frozen weights are tensors of their own, in blocks of 512 bytes
+    assert 0 <= memory["parameters"] - whole["parameters"] - 4 * adapters <= padding
+
+
 def test_fp8_is_counted_as_transformer_engine_keeps_it():
     """Weights are cast twice, to 1 byte; of what a layer keeps, the GEMMs' inputs are casts."""
     h, f, n, s, b = 256, 1024, 4, 128, 2
@@ -257,6 +272,11 @@ def pretrain(*argv):
                           text=True, env=environment, timeout=300)
 
 
+def run(argv):
+    options, rest = dryrun.split(argv)
+    dryrun.command(cli.load(rest), options)
+
+
 def test_a_rank_of_2048_in_seconds_and_little_memory():
     done = pretrain(str(ROOT / "configs/gpt3_175b.yaml"), "--dry-run", "--world", "2048", "--rank", "2047", "--json")
     assert done.returncode == 0 and not done.stderr
@@ -270,7 +290,7 @@ def test_a_rank_of_2048_in_seconds_and_little_memory():
 
 
 def test_the_table(capsys):
-    dryrun.command("", [str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--world=4", "--dry-run"])
+    run([str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--world=4", "--dry-run"])
     text = capsys.readouterr().out
     assert "one step on 4 ranks: tp 1 pp 2 vp 1 cp 1 dp 2, 2 microbatches of 4" in text
     assert "rank 0 (pp 0)" in text and "rank 2 (pp 1)" in text and "rank 3 (pp 1)" in text
@@ -287,7 +307,7 @@ def test_the_table(capsys):
 ])
 def test_mistakes_are_one_line(argv, message):
     with pytest.raises(ValueError, match="^[^\n]*$") as caught:
-        dryrun.command("", ["--dry-run", *argv])
+        run(["--dry-run", *argv])
     assert message in str(caught.value)
 
 

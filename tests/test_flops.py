@@ -102,3 +102,25 @@ def test_shape_of_a_model():
     llama = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8,
                         vocab_size=128256)
     assert llama.shape == LLAMA_8B
+
+
+# NVIDIA's fine-tuning recipe of Llama 3 8B: (seconds, MFU in percent, FP8, LoRA), four sequences of 4096 per H100.
+FINETUNED = [(1.32, 56.38, False, False), (1.33, 55.95, False, False), (0.95, 39.16, True, False),
+             (0.92, 53.9, False, True), (0.68, 36.4, True, True), (0.69, 35.9, True, True)]
+
+
+@pytest.mark.parametrize("seconds, percent, fp8, lora", FINETUNED)
+def test_fine_tuning_s_published_mfu(seconds, percent, fp8, lora):
+    """Its 1.84e14 operations a sequence are those of the weights, without scores, and LoRA's are two thirds."""
+    operations = flops.full(LLAMA_8B, 4096, squared_lengths=0)
+    assert operations == pytest.approx(1.84e14, rel=5e-3)
+    operations = 4 * 1.84e14 * (flops.FROZEN if lora else 1)
+    mfu = 100 * flops.tflops_per_gpu(operations, seconds, 1) / flops.peak_tflops("NVIDIA H100 80GB HBM3", fp8)
+    assert abs(mfu - percent) <= (0.1 if lora else 1e-3 * percent)  # of LoRA the recipe cuts off after a digit
+
+
+def test_frozen_weights_save_a_pass():
+    """Of three, or of four with recomputation, where the others of `hardware` are as they were."""
+    for recompute, share in ((False, 2 / 3), (True, 3 / 4)):
+        ours, whole = (flops.hardware(LLAMA_8B, 4096, recompute=recompute, frozen=frozen) for frozen in (True, False))
+        assert ours == pytest.approx(share * whole)

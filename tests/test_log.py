@@ -101,7 +101,7 @@ def test_nemo_s_lines_feed_their_readers():
     """The patterns that tools around NeMo look for, with what they make of our lines."""
     cfg = ["log.format=nemo", "train.steps=50"]
     it = replace(STEP, step=50, consumed_samples=6400, seconds=5.9)
-    (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines(cfg, [it], 0, 1, nemo=forms.nemo_pipe)
+    (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines([*cfg, "finetune.kind=sft"], [it], 0, 1)
     assert re.search(r"train_step_timing in s=([\d\.]+)", bar)[1] == "5.900"
     found = re.match(r"Training epoch (\d+), iteration (\d+)/(\d+) \| lr: \S+ \| global_batch_size: (\d+) \| "
                      r"global_step: (\d+) \| reduced_train_loss: [\d.]+ \| train_step_timing in s: ([\d.]+)", pipe)
@@ -140,6 +140,24 @@ def test_mfu_and_memory_follow_the_line():
         mfu = 100 * flops.tflops_per_gpu(96 * flops.full(shape, 2048), 7.2310, 384) / peak
         assert line == f"{PUBLISHED} MFU (full): {mfu:.2f}% | memory: 70.0 GiB |"
     assert lines([*GPT_175B, "precision.dtype=fp32"], [STEP], device_name="NVIDIA H100 80GB HBM3") == [PUBLISHED]
+
+
+def test_mfu_of_packed_lora():
+    """Two thirds of the operations of the documents, none of the padding; so in the mean of the last 20 steps."""
+    out, argv = io.StringIO(), ["finetune.kind=lora", "train.seq_len=64"]
+    cfg = cli.load(argv)
+    its = [replace(STEP, step=i, seconds=9.0 if i < 4 else 0.5 + i / 100, squared_lengths=16 * 2 * 30**2,
+                   padding=16 * 4.0) for i in range(24)]
+    with redirect_stdout(out), Log(cfg, 0, 1, device_name="NVIDIA H200") as log:
+        for it in its:
+            log.iteration(it)
+        log.summary()
+    *_, line, summary = out.getvalue().splitlines()
+    operations = 2 / 3 * 16 * 2 * flops.full(cfg.model.shape, 30)  # two documents of 30 tokens a sample of 64
+    assert f"MFU (full): {100 * operations / its[-1].seconds / 989e12:.2f}%" in line
+    mean = sum(it.seconds for it in its[-20:]) / 20
+    assert summary == (f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: "
+                       f"{16 * 64 / mean:.0f}, MFU (full): {100 * operations / mean / 989e12:.2f}%")
 
 
 def test_who_prints_what():

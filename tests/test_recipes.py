@@ -18,10 +18,12 @@ from minitron.pipeline.schedule import stage_layers
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 # Parameters without the padding of the vocabulary, in billions, as their papers and model cards give them.
-PUBLISHED = {"llama3_8b": 8.03, "llama31_70b": 70.6, "llama31_405b": 405.85, "gpt3_175b": 174.6, "gpt3_175b_gke": 174.6}
+PUBLISHED = {"llama3_8b": 8.03, "llama31_70b": 70.6, "llama31_405b": 405.85, "gpt3_175b": 174.6, "gpt3_175b_gke": 174.6,
+             "llama3_8b_sft": 8.03, "llama3_8b_lora": 8.03}
 # GPUs of the smallest published run of each, and its microbatches per step on every data-parallel rank.
 JOBS = {"gpt3_175b": (128, 64), "gpt3_175b_gke": (256, 256), "gpt3_175b_jube": (384, 16), "gpt3_13b": (32, 256),
-        "gpt3_13b_jube": (32, 256), "llama31_70b": (64, 64), "llama31_405b": (512, 64), "llama3_8b": (8, 16)}
+        "gpt3_13b_jube": (32, 256), "llama31_70b": (64, 64), "llama31_405b": (512, 64), "llama3_8b": (8, 16),
+        "llama3_8b_sft": (8, 4), "llama3_8b_lora": (8, 4)}
 # What the JUBE benchmark's job scripts hand to Megatron: the argument, our key, its value.
 JUBE = """
     num-layers               model.num_layers               96 40

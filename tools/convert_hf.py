@@ -3,11 +3,13 @@
     python tools/convert_hf.py import Llama-3.1-8B checkpoints/llama31
     python -m minitron.pretrain checkpoints/llama31/model.yaml checkpoint.load=checkpoints/llama31 data.source=...
     python tools/convert_hf.py export checkpoints/run7 Llama-3.1-8B-trained
+    python tools/convert_hf.py export checkpoints/lora7 Llama-3.1-8B-lora --adapter
 
 Import writes a weights-only checkpoint in the number format of the source, and beside it model.yaml, the model section
 of a configuration that trains it.  Export reads any checkpoint, in whatever layout it was saved, and writes config.json
-and safetensors that transformers' from_pretrained loads.  Both write under a temporary name first: an error or Ctrl-C
-leaves nothing.
+and safetensors that transformers' from_pretrained loads; a LoRA checkpoint's adapters are merged into the weights that
+they were trained beside, or with --adapter written alone, as PEFT's PeftModel.from_pretrained loads them.  All write
+under a temporary name first: an error or Ctrl-C leaves nothing.
 
 Left out: tokenizers (copy the tokenizer's files beside exported weights) and dropout (a choice of each run).
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -34,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron import cli
 from minitron.checkpoint import hf
+from minitron.checkpoint.adapter import Merged, Weights, best_kind, open_weights
 from minitron.checkpoint.boxes import Box
-from minitron.checkpoint.format import Reader, Writer
+from minitron.checkpoint.format import Writer
 from minitron.config import Config, ModelConfig, PrecisionConfig
 from minitron.precision import DTYPES
 from tools.command import Parser, run
@@ -55,6 +59,8 @@ def main(argv: list[str]) -> None:
     exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
     exporter.add_argument("target", metavar="HF_FOLDER", help="new")
     exporter.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (%(default)s)")
+    exporter.add_argument("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
+    exporter.add_argument("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
     for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
         command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")
     options = parser.parse_args(argv)
@@ -62,10 +68,12 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"{options.target} exists already; delete it or name a new folder")
     if options.command == "import":
         import_folder(options.source, options.target, options.dtype, options.vocab_multiple)
+    elif options.adapter:
+        export_adapter(options.source, options.target, options.dtype, options.base)
     elif not 0 < options.max_shard_gb < math.inf:
         raise ValueError(f"--max-shard-gb={options.max_shard_gb:g} is no size of a file; use 5 or so")
     else:
-        export_folder(options.source, options.target, options.dtype, int(options.max_shard_gb * 1e9))
+        export_folder(options.source, options.target, options.dtype, int(options.max_shard_gb * 1e9), options.base)
 
 
 def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: int) -> None:
@@ -87,9 +95,13 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
           f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=...")
 
 
-def export_folder(source: str, target: str, dtype: str | None, max_bytes: int) -> None:
+def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, base: str | None) -> None:
     """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
-    reader = Reader(source)
+    reader = open_weights(source, base)
+    if isinstance(reader, hf.Reader):
+        raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
+    if base is not None and not isinstance(reader, Merged):
+        raise ValueError(f"--base={base} is for adapters, and {source} holds a whole model; leave it out")
     sections = {name: keys for name, keys in reader.config.items() if name in ("model", "precision")}
     cfg = cli.from_tree(sections, str(reader.index))
     dtype = dtype or cfg.precision.dtype
@@ -108,21 +120,38 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int) -
           f"transformers.AutoModelForCausalLM.from_pretrained({target!r})")
 
 
-def check_tensors(reader: Reader, model: ModelConfig) -> dict[str, str]:
+def export_adapter(source: str, target: str, dtype: str | None, base: str | None) -> None:
+    """adapter_config.json and adapter_model.safetensors in `target`.  Raises ValueError for what is no adapter."""
+    reader = open_weights(source, base)
+    if not isinstance(reader, Merged):
+        raise ValueError(f"{source} holds no adapter; leave --adapter out, or name a checkpoint of finetune.kind=lora")
+    reader.adapter.verify()
+    (settings, tensors), dtype = reader.peft(), dtype or reader.cfg.precision.dtype
+    with new_folder(target) as folder:
+        tensors = {name: tensor.to(DTYPES[dtype]).clone() for name, tensor in tensors}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    print(f"{len(tensors) // 2} adapters of iteration {reader.iteration} in {dtype}; to load them:\n"
+          f"peft.PeftModel.from_pretrained(model, {target!r})")
+
+
+def check_tensors(reader: Weights, model: ModelConfig) -> dict[str, str]:
     """The most exact kind of every tensor.
 
     Raises ValueError unless they are the model's, no more and no less, and the bytes those that were saved.
     """
-    best = {name: next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
-            for name in reader.names()}
+    best = {name: best_kind(reader, name) for name in reader.names()}
     have = {name: reader.shape(name) for name, kind in best.items() if kind}
     wanted = hf.global_shapes(model)
     for name in sorted(have.keys() | wanted.keys()):
         if have.get(name) != wanted.get(name):
             raise ValueError(f"{reader.path}: {name} has shape {have.get(name)}, and {wanted.get(name)} in the Hugging "
                              "Face model that its configuration describes; only such models can be exported")
-    reader.verify(sorted({file for name, shape in have.items()
-                          for file in reader.files_of(name, best[name], Box((0,) * len(shape), shape))}))
+    if isinstance(reader, Merged):
+        reader.verify()
+    else:
+        reader.verify(sorted({file for name, shape in have.items()
+                              for file in reader.files_of(name, best[name], Box((0,) * len(shape), shape))}))
     return {name: best[name] for name in have}
 
 

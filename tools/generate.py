@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron import attention, cli
 from minitron.attention import Backend
 from minitron.checkpoint import hf
-from minitron.checkpoint.format import Reader
+from minitron.checkpoint.adapter import best_kind, open_weights
 from minitron.config import Config, DataConfig, PrecisionConfig
 from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
@@ -162,7 +162,7 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
         stored = reduce(torch.promote_types, {reader.dtype(name, "param") for name in reader.names()})
         cfg = Config(model=reader.model, precision=PrecisionConfig(next(n for n, d in DTYPES.items() if d == stored)))
     else:
-        reader = Reader(folder)
+        reader = open_weights(path)
         reader.verify()
         sections = {name: reader.config[name] for name in ("model", "data")}
         cfg = cli.from_tree(sections | {"precision": {"dtype": reader.config["precision"]["dtype"]}}, str(reader.index))
@@ -175,8 +175,7 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
     with torch.no_grad():
         for param in model.parameters():
             name, shape = param.global_name, tuple(param.shape)
-            kind = "master" if "master" in reader.kinds(name) else "param"
-            param.copy_(reader.read(name, kind, (0,) * len(shape), shape))
+            param.copy_(reader.read(name, best_kind(reader, name), (0,) * len(shape), shape))
     return model, words, cfg
 
 

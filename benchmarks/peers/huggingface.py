@@ -4,6 +4,11 @@ It reads minitron's configuration and trains the same Llama or GPT-2 with random
 run it fast: bf16 over float32 weights sharded by torch's FSDP, in the units that Accelerate makes, gathered once and
 reduced once a step; blocks and loss compiled; torch's scaled-dot-product attention and fused AdamW. Prints figures by
 minitron's counting. Without tensor, pipeline and context parallelism and without FP8, such cases are skipped.
+
+Fine-tuning reads minitron's samples. Packed documents are kept apart as transformers does it, by positions that begin
+anew: with flash-attn, where that is installed, by its kernel for such sequences, else by a mask. LoRA is PEFT's, on
+weights and adapters in bf16: PEFT's default, adapters in float32, casts what they read and is slower. The loop is the
+one below and not the Trainer's, which does the same and more: so the ratio does not gain from it.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -24,6 +30,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks import measure
 from minitron import cli
 from minitron.config import Config
+from minitron.data.loader import Loader
+from minitron.mesh import Mesh
+from minitron.model.gpt import Batch
+from minitron.pretrain import build_data
 
 try:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -36,12 +46,13 @@ def main(argv: list[str] | None = None) -> None:
     world, (device, capability) = int(os.environ["WORLD_SIZE"]), measure.choose_device()
     with cli.user_errors():
         cfg.check(world, capability)
-        measure.check_translated(cfg, "Hugging Face")
+        measure.check_translated(cfg, "Hugging Face", tunes=True)
     _skip_what_it_has_not(cfg)
     dist.init_process_group("gloo" if capability is None else "nccl", device_id=None if capability is None else device)
     # No name for the step: its model has to be gone before its process group is.
     seconds = measure.median_seconds(make_step(cfg, world, device), args.steps, device)
-    measure.report(measure.figures(cfg, seconds, world, device))
+    squares = measure.squared_lengths(cfg, build_data(cfg).train)
+    measure.report(measure.figures(cfg, seconds, world, device, squares))
     dist.destroy_process_group()
 
 
@@ -53,6 +64,11 @@ def _skip_what_it_has_not(cfg: Config) -> None:
         raise measure.skip("Hugging Face is measured in bf16 only, not in FP8")
     if m.positions != {"llama": "rope", "gpt": "learned"}[m.family]:
         raise measure.skip(f"Hugging Face has no {m.family} model with {m.positions} positions")
+    if cfg.finetune.kind == "lora":
+        if find_spec("peft") is None:
+            raise measure.skip("Hugging Face's LoRA needs PEFT, which is not installed; pip install peft")
+        if m.family == "gpt" or cfg.lora.dropout:
+            raise measure.skip("Hugging Face's LoRA is measured on Llama and without dropout")
     if m.family == "gpt" and m.kv_heads != m.num_heads:
         raise measure.skip("Hugging Face's GPT-2 has no grouped queries")
 
@@ -66,6 +82,7 @@ def make_model(cfg: Config) -> PreTrainedModel:
             n_head=m.num_heads, n_positions=m.max_positions, layer_norm_epsilon=m.norm_eps,
             initializer_range=m.init_std, tie_word_embeddings=m.tie_embeddings, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa"))
+    attention = "flash_attention_2" if varlen(cfg) else "sdpa"
     rope = {"rope_type": "default", "rope_theta": m.rope_theta}
     if m.rope_scaling is not None:
         rope |= {"rope_type": "llama3", "factor": m.rope_scaling.factor,
@@ -76,7 +93,22 @@ def make_model(cfg: Config) -> PreTrainedModel:
         vocab_size=m.padded_vocab_size, hidden_size=m.hidden_size, intermediate_size=m.ffn_hidden_size,
         num_hidden_layers=m.num_layers, num_attention_heads=m.num_heads, num_key_value_heads=m.kv_heads,
         max_position_embeddings=m.max_positions, rms_norm_eps=m.norm_eps, initializer_range=m.init_std,
-        tie_word_embeddings=m.tie_embeddings, rope_parameters=rope, use_cache=False, attn_implementation="sdpa"))
+        tie_word_embeddings=m.tie_embeddings, rope_parameters=rope, use_cache=False, attn_implementation=attention))
+
+
+def varlen(cfg: Config) -> bool:
+    """Whether flash-attn keeps documents apart."""
+    return cfg.data.separate_documents and find_spec("flash_attn") is not None
+
+
+def add_adapters(model: PreTrainedModel, cfg: Config) -> None:
+    """Freeze the weights and put PEFT's adapters beside them, in place; a fused one becomes three."""
+    from peft import LoraConfig, get_peft_model
+
+    names = {"qkv": ("q", "k", "v")}
+    targets = [f"{part}_proj" for target in cfg.lora.targets for part in names.get(target, (target,))]
+    get_peft_model(model, LoraConfig(r=cfg.lora.rank, lora_alpha=cfg.lora.alpha, target_modules=targets,
+                                     task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
 
 
 def parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
@@ -100,29 +132,65 @@ def shard(model: PreTrainedModel) -> None:
     fully_shard(model, **options)
 
 
+def make_batches(cfg: Config, world: int, device: torch.device) -> Callable[[int], list[dict]]:
+    """batches(i): what the model is called with for each microbatch of step i.
+
+    In pretraining random tokens that stay on the device, else the samples that minitron trains on.
+    """
+    t = cfg.train
+    if cfg.finetune.kind is None:
+        tokens = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len), device=device)
+        return lambda i: [{"input_ids": tokens, "labels": tokens}] * cfg.num_microbatches(world)
+    mesh = Mesh.offline(world, dist.get_rank(), device=device)
+    loader = Loader(build_data(cfg).train, cfg, mesh)
+    return lambda i: [_inputs(batch, cfg) for batch in loader.step(i % t.steps * t.global_batch_size, i)]
+
+
+def _inputs(batch: Batch, cfg: Config) -> dict:
+    """The model shifts labels itself, so it gets each token's own; -100 does not count."""
+    tokens, labels = batch.tokens.t().contiguous(), batch.labels.masked_fill(batch.mask == 0, -100).t()
+    inputs = {"input_ids": tokens, "labels": torch.cat([torch.full_like(tokens[:, :1], -100), labels[:, :-1]], 1)}
+    if batch.documents is None:
+        return inputs
+    inputs["position_ids"] = batch.positions.t().contiguous()
+    if varlen(cfg):
+        s = cfg.train.seq_len
+        bounds = [i * s + begin for i, sample in enumerate(batch.documents) for begin in sample[:-1]]
+        bounds.append(s * len(batch.documents))
+        longest = max(b - a for a, b in zip(bounds, bounds[1:]))
+        ends = torch.tensor(bounds, dtype=torch.int32, device=tokens.device)
+        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return inputs
+
+
 def make_step(cfg: Config, world: int, device: torch.device) -> Callable[[int], None]:
-    """step(i): forward, backward and update on random tokens that stay on the device."""
-    m, t, o = cfg.model, cfg.train, cfg.optimizer
+    """step(i): forward, backward and update."""
+    o, lora = cfg.optimizer, cfg.finetune.kind == "lora"
     with device:
         model = make_model(cfg)
+    if lora:
+        model.bfloat16()
+        add_adapters(model, cfg)
     if device.type == "cuda":
         for block in parts(model)[0]:
             block.forward = torch.compile(block.forward)  # FSDP's hooks stay outside
         model.loss_function = torch.compile(model.loss_function)
-    shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
-                                  fused=True)
-    tokens = torch.randint(m.vocab_size, (t.micro_batch_size, t.seq_len), device=device)
-    num_microbatches = cfg.num_microbatches(world)
+    sharded = not lora or world > 1
+    if sharded:
+        shard(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True)
+    batches = make_batches(cfg, world, device)
 
-    def step(_: int) -> None:
-        for i in range(num_microbatches):
-            last = i == num_microbatches - 1
-            model.set_requires_gradient_sync(last)
-            model.set_reshard_after_backward(last)
-            (model(input_ids=tokens, labels=tokens).loss / num_microbatches).backward()
+    def step(i: int) -> None:
+        inputs = batches(i)
+        for number, batch in enumerate(inputs, 1):
+            if sharded:
+                model.set_requires_gradient_sync(number == len(inputs))
+                model.set_reshard_after_backward(number == len(inputs))
+            (model(**batch).loss / len(inputs)).backward()
         if o.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad)
+            nn.utils.clip_grad_norm_(trained, o.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -83,6 +83,11 @@ def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int,
             yield part, (*part.start[before], part.start[shard.dim] - begin + full, *part.start[after])
 
 
+def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
+    """The shape of the parameter of which a rank holds a slice."""
+    return tuple(local) if shard is None else (*local[:shard.dim], sum(shard.chunks), *local[shard.dim + 1:])
+
+
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether the boxes hold every element of a tensor of this shape exactly once."""
     whole = Box((0,) * len(shape), shape)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -221,14 +222,18 @@ def export(m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]
 class Reader:
     """A Hugging Face folder with the read interface of `format.Reader`; every tensor has the one kind "param".
 
+    Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.
+
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
     Raises CheckpointError in one line that names the file or the tensor.
     """
 
     def __init__(self, folder: str | Path, vocab_multiple: int = ModelConfig.vocab_multiple):
         self.path = Path(folder)
-        settings = _json(self.path / "config.json")
-        self.model = model_config(settings, str(self.path / "config.json"), vocab_multiple)
+        self.index = self.path / "config.json"
+        settings = _json(self.index)
+        self.model = model_config(settings, str(self.index), vocab_multiple)
+        self.config = {"model": asdict(self.model)}
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
         self._places = _find_tensors(self.path)
@@ -242,7 +247,7 @@ class Reader:
         return list(self._map)
 
     def kinds(self, name: str) -> list[str]:
-        return ["param"]
+        return ["param"] if name in self._map else []
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor, the vocabulary padded."""

@@ -4,10 +4,12 @@ Each rank reads the boxes of its own slices straight into the optimizer's master
 of the state, so resuming takes no more memory than a fresh start. Parameters are then the rounded masters, and an
 all-gather brings the other ranks' slices.
 
-A checkpoint in checkpoint.dir is resumed, with all of its state and its data; else checkpoint.load gives the weights
-of a new run. What is damaged, missing or of another model ends the run before its first step. An older checkpoint is
-used when the user says so: checkpoint.resume_step=10 goes back, once. A checkpoint whose own configuration has that key
-descends from that step and is resumed in its place, so the same command may be started again.
+A checkpoint in checkpoint.dir is resumed, with all of its state and its data; else finetune.base or checkpoint.load
+gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and have
+to be those that the adapters began beside. What is damaged, missing or of another model ends the run before its first
+step. An older checkpoint is used when the user says so: checkpoint.resume_step=10 goes back, once. A checkpoint whose
+own configuration has that key descends from that step and is resumed in its place, so the same command may be started
+again.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from typing import NamedTuple
 
 import torch
 
-from minitron.checkpoint.boxes import Piece
+from minitron.checkpoint import hf
+from minitron.checkpoint.adapter import Merged, Weights, base_of, best_kind, check_base, fingerprint, open_weights
+from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
 from minitron.checkpoint.format import STEP_NAME, CheckpointError, Reader, checkpoints, make_writable, newest
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.config import Config
+from minitron.mesh import Mesh
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
@@ -34,13 +39,16 @@ class Start(NamedTuple):
     """What a run starts from: nothing, the weights of a checkpoint, or with `resume` all of it.
 
     step, consumed_samples: done already. data: what identified the saved run's data, empty for a run of its own.
+    frozen, mark: the weights beside which adapters are trained, and their fingerprint.
     """
 
-    reader: Reader | None = None
+    reader: Weights | None = None
     resume: bool = False
     step: int = 0
     consumed_samples: int = 0
     data: Mapping = {}
+    frozen: Weights | None = None
+    mark: str | None = None
 
 
 def find(cfg: Config) -> Start:
@@ -48,7 +56,10 @@ def find(cfg: Config) -> Start:
 
     Raises CheckpointError, also if checkpoint.dir cannot be written.
     """
-    c = cfg.checkpoint
+    c, base, mark = cfg.checkpoint, None, None
+    if cfg.finetune.kind == "lora":
+        base = _open_base(cfg)
+        mark = fingerprint(base)
     if c.dir is not None:
         directory = Path(c.dir).expanduser()
         make_writable(directory)
@@ -61,15 +72,16 @@ def find(cfg: Config) -> Start:
             raise CheckpointError(f"{error}; {_other(directory)}") from error
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
+            _check_finetune(reader, cfg)
             if not {"data", "optimizer_steps"} <= reader.state.keys():
                 raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
                                       f"{reader.path} and another checkpoint.dir")
-            return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"])
-    if c.load is None:
-        return Start()
-    reader = Reader(c.load)
-    _check_model(reader, cfg, STRUCTURE)
-    return Start(reader)
+            if base is not None:
+                check_base(reader, base, mark)
+            return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"], base, mark)
+    if base is not None:
+        return Start(frozen=base, mark=mark)
+    return Start(None if cfg.finetune.kind is None and c.load is None else _open_base(cfg))
 
 
 def check_data(start: Start, info: dict) -> None:
@@ -87,18 +99,18 @@ def restore(start: Start, state: State) -> None:
     """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all."""
     mesh = state.mesh
     decide(start.step, _check_same, mesh)
-    if start.reader is None:
+    if start.reader is start.frozen is None:
         return
     reader, optimizer = start.reader, state.optimizer
-    failure = None
+    failure, resuming = None, False
     try:
-        wanted = list(_wanted(start, state))
-        files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
-        reader.verify(sorted(files.union(list(reader.files)[mesh.rank::mesh.world.size])))
-        for piece in wanted:
-            piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
+        if start.frozen is not None:
+            _fill(start.frozen, list(_frozen(start.frozen, state)), mesh)
+        if reader is not None:
+            resuming = start.resume
+            _fill(reader, list(_wanted(start, state)), mesh)
     except CheckpointError as error:
-        other = f"; {_other(reader.path.parent, reader.path)}" if start.resume else ""
+        other = f"; {_other(reader.path.parent, reader.path)}" if resuming else ""
         failure = CheckpointError(f"{error}{other}")
     decide(failure, lambda _: None, mesh)  # raised by all, so that none waits for another in a collective
     for bucket, master in zip(optimizer.gradients.buckets, optimizer.masters, strict=True):
@@ -114,20 +126,55 @@ def restore(start: Start, state: State) -> None:
                 chunk.formats.scaling.follow_history()
 
 
+def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
+    """Read every piece, after the files that hold it, and this rank's share of the others, have been checked."""
+    if isinstance(reader, Merged):
+        reader.verify()
+    elif not isinstance(reader, hf.Reader):  # whose files have no checksums
+        files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
+        reader.verify(sorted(files.union(list(reader.files)[mesh.rank::mesh.world.size])))
+    for piece in wanted:
+        piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
+
+
 def _wanted(start: Start, state: State) -> Iterator[Piece]:
     """Where this rank's state lies, as boxes under the kind that they are stored as. Raises CheckpointError."""
     reader, slices = start.reader, state.slices()
     for piece in pieces(state.optimizer.gradients, slices if start.resume else {"master": slices["master"]}):
-        kinds = reader.kinds(piece.name)
-        if not kinds or reader.shape(piece.name) != piece.whole:
-            raise CheckpointError(f"{reader.path}/index.json is of another model: {piece.name} has shape "
-                                  f"{list(reader.shape(piece.name)) if kinds else None} there and {list(piece.whole)} "
-                                  "here")
-        yield piece if start.resume or piece.kind in kinds else piece._replace(kind="param")
+        _check_shape(reader, piece.name, piece.whole)
+        yield piece if start.resume or piece.kind in reader.kinds(piece.name) else piece._replace(kind="param")
     for chunk in state.chunks if start.resume else ():
         histories = list(state.histories(chunk))
         if all(piece.kind in reader.kinds(piece.name) for piece in histories):  # else it looks first, as a fresh run
             yield from histories
+
+
+def _frozen(reader: Weights, state: State) -> Iterator[Piece]:
+    """The parameters of this rank that nothing trains, as boxes. Raises CheckpointError."""
+    for param in (p for chunk in state.chunks for p in chunk.parameters() if not p.requires_grad):
+        name, shape = param.global_name, whole_shape(param.shape, param.shard)
+        _check_shape(reader, name, shape)
+        local = Box((0,) * param.dim(), tuple(param.shape))
+        for cut, start in to_global(local, param.shard):
+            yield Piece(name, best_kind(reader, name), shape, start, param[cut.within(local)])
+
+
+def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
+    found = reader.shape(name) if reader.kinds(name) else None
+    if found != shape:
+        raise CheckpointError(f"{reader.index} is of another model: {name} has shape {found and list(found)} there and "
+                              f"{list(shape)} here")
+
+
+def _open_base(cfg: Config) -> Weights:
+    """The weights that a run starts from, of a model like this one. Raises CheckpointError."""
+    path = base_of(cfg)
+    if path is None:
+        raise CheckpointError(f"finetune.kind={cfg.finetune.kind} has no weights to start from; set finetune.base to a "
+                              "Hugging Face folder or a minitron checkpoint")
+    reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple)
+    _check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
+    return reader
 
 
 def _back(directory: Path, step: int) -> Path:
@@ -166,13 +213,31 @@ def _other(directory: Path, bad: Path | None = None) -> str:
     return "there is no other checkpoint; checkpoint.resume=false begins anew"
 
 
-def _check_model(reader: Reader, cfg: Config, names: tuple[str, ...]) -> None:
+def _check_finetune(reader: Reader, cfg: Config) -> None:
+    """Raises CheckpointError unless the saved run trained the same parameters."""
+    saved = _trained(reader.config)
+    for key, now in _trained(asdict(cfg)).items():
+        if saved.get(key) != now:
+            raise CheckpointError(f"{reader.index} is of another run: {key} was {saved.get(key)} and is {now}; set it "
+                                  "to that, or use another checkpoint.dir")
+
+
+def _trained(config: Mapping) -> dict:
+    """The keys that say which parameters are trained. Runs before fine-tuning existed have none of them."""
+    kind, lora = config.get("finetune", {}).get("kind"), config.get("lora")
+    if kind != "lora":
+        return {"finetune.kind": kind}
+    return {"finetune.kind": kind, "lora.rank": lora["rank"], "lora.alpha": lora["alpha"],
+            "lora.targets": sorted(lora["targets"])}
+
+
+def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
     ours, saved = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
                    for m in (asdict(cfg.model), reader.config["model"]))
     for name in names:
         if ours[name] != saved[name]:
-            raise CheckpointError(f"{reader.path}/index.json is of another model: model.{name} was {saved[name]} and "
+            raise CheckpointError(f"{reader.index} is of another model: model.{name} was {saved[name]} and "
                                   f"is {ours[name]}; set it to that, or use another checkpoint")
 
 

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global
+from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
 from minitron.checkpoint.format import CheckpointError, begin, commit, write_shard
 from minitron.config import Config
 from minitron.fp8 import Fp8Gemm
@@ -58,6 +58,7 @@ class State(NamedTuple):
     chunks: Sequence[GPT]
     optimizer: Zero1Optimizer
     scaler: LossScaler | None
+    base: str | None = None  # fingerprint of frozen weights, which are not saved
 
     @property
     def mesh(self) -> Mesh:
@@ -90,7 +91,7 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
     """
     for part in gradients.owned():
         shape, shard, at = tuple(part.param.shape), part.param.shard, 0
-        whole = shape if shard is None else (*shape[:shard.dim], sum(shard.chunks), *shape[shard.dim + 1:])
+        whole = whole_shape(shape, shard)
         for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
             begin, at = at, at + prod(box.shape)
             for kind, flat in slices.items():
@@ -169,7 +170,8 @@ class Checkpointer:
         layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg),
                  "layout": layout | {"vp": len(self.state.chunks)},
-                 "state": {name: value.item() for name, value in scalars.items()} | {"data": self.data}}
+                 "state": {name: value.item() for name, value in scalars.items()} | {
+                     "data": self.data, "base": self.state.base}}
         size = sum(piece.tensor.nbytes for piece in mine)
         try:
             directory = Path(c.dir).expanduser()

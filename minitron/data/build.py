@@ -72,7 +72,7 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
     if train_samples < 1:
         raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
     if data.source == "mock":
-        return _mock(vocab_size, seq_len, seed, train_samples, valid_samples)
+        return _mock(data.document_length, vocab_size, seq_len, seed, train_samples, valid_samples)
     cache_dir = Path(os.path.expanduser(data.cache_dir))
     if data.source == "sft":
         return _sft(data, vocab_size, seq_len, seed, train_samples, valid_samples)
@@ -102,12 +102,13 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
     return Datasets(train, valid, tokenizer, info)
 
 
-def _mock(vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int) -> Datasets:
+def _mock(longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
+          ) -> Datasets:
     """Training and validation differ in the seed; documents of a quarter sample give separate_documents work."""
-    document_length = max(1, seq_len / 4)
-    train, valid = (MockDataset(vocab_size, seq_len, samples, part_seed, document_length) if samples else None
+    mean = max(1, seq_len / 4) if longest is None else None
+    train, valid = (MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
                     for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1)))
-    order = f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}"
+    order = f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}" + (f" longest {longest}" if longest else "")
     return Datasets(train, valid, None, {"source": "mock", "train": order, "valid": order})
 
 

@@ -1,7 +1,8 @@
 """Random tokens without any files: for speed measurements, tests and a first run on a new machine.
 
 Item i depends on (seed, i) alone, so every rank, layout and restart sees the same sample i.  With `document_length` the
-sample is cut into documents whose lengths are geometric with that mean, as if drawn from a long stream of documents.
+sample is cut into documents whose lengths are geometric with that mean, as if drawn from a long stream of documents;
+with `longest` their lengths are uniform from 1 to that, as of packed questions and answers.
 
 Left out: anything to learn.  The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
 """
@@ -12,15 +13,15 @@ from minitron.data.gpt import Sample
 
 
 class MockDataset:
-    """`num_samples` samples of seq_len + 1 uniform token ids; document_length: mean tokens a document, None for one
-    document a sample."""
+    """`num_samples` samples of seq_len + 1 uniform token ids; document_length: mean tokens a document, longest: at most
+    so many, None for both: one document a sample."""
 
     def __init__(self, vocab_size: int, seq_len: int, num_samples: int, seed: int,
-                 document_length: float | None = None):
+                 document_length: float | None = None, longest: int | None = None):
         if document_length is not None and document_length < 1:
             raise ValueError(f"document_length={document_length}: a document has at least one token; use 1 or more")
         self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples
-        self.seed, self.document_length = seed, document_length
+        self.seed, self.document_length, self.longest = seed, document_length, longest
 
     def __len__(self) -> int:
         return self.num_samples
@@ -33,4 +34,7 @@ class MockDataset:
         begins = np.zeros(self.seq_len, bool)           # of tokens 1 .. s: a geometric length is a coin at every token
         if self.document_length is not None:
             begins = rng.random(self.seq_len) < 1 / self.document_length
+        if self.longest is not None:
+            ends = np.cumsum(rng.integers(1, self.longest + 1, size=self.seq_len))
+            begins[ends[ends <= self.seq_len] - 1] = True
         return Sample(tokens, (np.flatnonzero(begins) + 1).astype(np.int32))

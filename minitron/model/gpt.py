@@ -29,7 +29,7 @@ from minitron.fp8 import Formats
 from minitron.mesh import Mesh
 from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
-from minitron.parallel.gated import swiglu_mlp
+from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       choose_apex, choose_ops, lookup, parameter, plus, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(width, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
     def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
-        qkv = self.qkv(x, remake).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x, remake, mb.local_keys).unflatten(-1, (-1, self.head_dim))
         # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         dropped = None
@@ -91,7 +91,7 @@ class Attention(nn.Module):
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
                               dropout_mask=dropped, ops=self.ops)
-        return self.out(y.flatten(2), add_bias=False)  # the block does
+        return self.out(y.flatten(2), keys=mb.keys, add_bias=False)  # the block does
 
 
 class MLP(nn.Module):
@@ -105,12 +105,13 @@ class MLP(nn.Module):
                                        gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
-    def forward(self, x: Tensor, remake=None) -> Tensor:
-        if self.gated:
+    def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
+        if self.gated and self.up.adapter is self.down.adapter is None:
             return swiglu_mlp(x, self.up.layer, self.down.layer, self.ops, remake)
-        inner = self.up(x, remake)
-        again = None if remake is None else partial(gelu, inner.detach())
-        return self.down(gelu(inner), again, add_bias=False)  # the block does
+        inner = self.up(x, remake, mb.local_keys)
+        activation = partial(swiglu, ops=self.ops) if self.gated else gelu
+        again = None if remake is None else partial(activation, inner.detach())
+        return self.down(activation(inner), again, mb.keys, add_bias=False)  # the block does
 
 
 class Block(nn.Module):
@@ -138,7 +139,7 @@ class Block(nn.Module):
         x, y = self.norm1(stream)
         y = self.attention(y, mb, self._remake(self.norm1, x))
         x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1))
-        y = self.mlp(y, self._remake(self.norm2, x))
+        y = self.mlp(y, mb, self._remake(self.norm2, x))
         return self._add(x, y, self.mlp.down.bias, mb, site=2)
 
     def _remake(self, norm: Norm, x: Tensor):

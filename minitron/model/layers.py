@@ -51,8 +51,9 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dtotal, dy):
         weight, _, delta_bias = ctx.params
-        dx, *grads = ctx.ops.add_norm_backward(dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None)
-        dweight, dbias, ddelta_bias = (None if p is None else accumulate(p, g) for p, g in zip(ctx.params, grads))
+        dx, *grads = ctx.ops.add_norm_backward(dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None,
+                                               frozen=not weight.requires_grad)
+        dweight, dbias, ddelta_bias = (None if g is None else accumulate(p, g) for p, g in zip(ctx.params, grads))
         return dx, dx if ctx.summed else None, ddelta_bias, dweight, dbias, None, None
 
 

@@ -203,7 +203,8 @@ class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
     A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
-    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Parameters bring `global_name`
+    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket,
+    so neither gradient nor optimizer state. Parameters bring `global_name`
     (unique on this rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass).
     Collectives run over mesh.dp_cp, tp and embedding.
     """
@@ -216,7 +217,7 @@ class Gradients:
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
         planned: list[tuple[dict[str, nn.Parameter], list[BucketPlan]]] = []
         for chunk in chunks:
-            named = {param.global_name: param for param in chunk.parameters()}
+            named = {param.global_name: param for param in chunk.parameters() if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             kinds = [(name, p.numel(), Kind(p.dtype, p.decay, p.shard is None, p.tied)) for name, p in named.items()]
             plans = plan_buckets(kinds, bucket_bytes, mesh.dp_cp.size)

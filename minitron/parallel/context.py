@@ -27,7 +27,7 @@ pairs. With documents that may not attend to each other the same holds for each 
 per document. Blocks are made on the host, from the boundaries, and a kernel sees no mask but the triangle.
 
 Each step's out and lse are merged as `minitron.attention` explains, and gradients added, in float32. Left out:
-overlapping the all-to-all with compute, and packing a step's documents into one variable-length kernel call.
+overlapping the all-to-all with compute, and a ring step's documents in one call, as packed.py has it on one rank.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ from minitron import plain
 from minitron.attention import Backend
 from minitron.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
 from minitron.mesh import Axis
-
-# For each sample its boundaries 0 = b_0 < b_1 < ... < b_m = s. Tuples, which can be looked up: every layer asks for the
-# same blocks, and gets those that the first one made.
-Documents = tuple[tuple[int, ...], ...]
+from minitron.parallel.packed import Documents, packed_attention
 
 
 def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
@@ -98,6 +95,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backen
 def _on_one_rank(q, k, v, backend, documents, dropout_mask):
     if documents is None:
         return _Whole.apply(q, k, v, backend, dropout_mask)
+    if backend.packed is not None:
+        return packed_attention(q, k, v, backend, documents)
     return _Ring.apply(q, k, v, Axis.single(), _Kernel(backend, plain, dropout_mask), documents)
 
 

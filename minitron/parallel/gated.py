@@ -8,7 +8,9 @@ idea: as one autograd function the cast can happen where the values are made (`G
     backward   dy cast -> down -> d act -> gradient of inner, cast -> up -> dx
 
 In other formats it computes just what linear, swiglu, linear do. Kept for the backward pass: x as cast, inner, and the
-activation as cast; with `remake` (selective recomputation) only inner.
+activation as cast; with `remake` (selective recomputation) only inner. Frozen weights need none of that but inner.
+
+An adapter (model/lora.py) reads x or the activation in full precision: then linear, `swiglu`, linear it is.
 """
 
 from __future__ import annotations
@@ -58,3 +60,20 @@ def swiglu_mlp(x: Tensor, up: Layer, down: Layer, ops: ModuleType, remake: Calla
     remake: makes x again in the backward pass, so that neither x nor the activation is kept.
     """
     return _SwigluMLP.apply(x, up.weight, down.weight, up, down, ops, remake, torch.is_grad_enabled())
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inner, ops):
+        ctx.save_for_backward(inner)
+        ctx.ops = ops
+        return ops.swiglu_forward(inner)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.ops.swiglu_backward(dy, *ctx.saved_tensors), None
+
+
+def swiglu(inner: Tensor, ops: ModuleType) -> Tensor:
+    """silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
+    return _Swiglu.apply(inner, ops)

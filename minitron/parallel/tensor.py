@@ -152,10 +152,13 @@ class ColumnParallelLinear(nn.Module):
         shard = Shard(0, axis, chunks)
         self.weight = parameter((sum(chunks), in_features), shard=shard, std=std, **make)
         self.bias = parameter((sum(chunks),), shard=shard, std=None, **make) if bias else None
-        self.gemm = gemm
+        self.gemm, self.adapter = gemm, None  # model/lora.py puts one there
         self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
 
-    def forward(self, x: Tensor, remake=None) -> Tensor:
+    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None) -> Tensor:
+        """keys: dropout counters of the rows of x, for an adapter."""
+        if self.adapter is not None:
+            return self.adapter(x, self.layer, remake, keys)
         return linear(x, self.layer, remake)
 
     @property
@@ -174,12 +177,12 @@ class RowParallelLinear(nn.Module):
         axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
         self.weight = parameter((out_features, in_features), shard=Shard(1, axis, (in_features,)), std=std, **make)
         self.bias = parameter((out_features,), shard=None, std=None, **make) if bias else None
-        self.gemm = gemm
+        self.gemm, self.adapter = gemm, None
         self.traffic = Traffic(layout.by, after="scatter" if layout.sequence_parallel else "reduce")
 
-    def forward(self, x: Tensor, remake=None, *, add_bias: bool = True) -> Tensor:
+    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None, *, add_bias: bool = True) -> Tensor:
         """add_bias: False leaves the addition to the caller, who has another one to make."""
-        y = linear(x, self.layer, remake)
+        y = linear(x, self.layer, remake) if self.adapter is None else self.adapter(x, self.layer, remake, keys)
         return plus(y, self.bias) if add_bias else y  # once, after the sum
 
     @property

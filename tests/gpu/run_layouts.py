@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
-from layouts import GPT3, LLAMA, config, first_gradients, part_of
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, first_gradients, part_of
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.mesh import Mesh
@@ -27,6 +27,10 @@ BIG = dict(hidden_size=512, ffn_hidden_size=1024, vocab_size=1000, vocab_multipl
            init_std=512**-0.5)
 LAYOUTS = [
     (1, {}), (1, dict(recompute="selective")), (1, dict(recompute="full")), (1, dict(separate=True)),
+    (1, dict(lora=("qkv", "o", "up", "down"))), (2, dict(lora=("qkv", "o", "up", "down"), tp=2)),
+    (2, dict(lora=("q", "v"), tp=2, sequence_parallel=False)), (2, dict(lora=("qkv",), pp=2, recompute="selective")),
+    (2, dict(lora=("qkv", "down"), dropout=0.1)), (4, dict(lora=("qkv", "o", "up", "down"), tp=4)),
+    (4, dict(lora=("v", "down"), tp=2, cp=2, recompute="full")),
     (1, dict(dropout=0.1)), (2, dict(dropout=0.1, tp=2)), (2, dict(dropout=0.1, cp=2, recompute="full")),
     (2, {}), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=False)), (2, dict(tp=2, recompute="full")),
     (2, dict(pp=2)),
@@ -54,12 +58,16 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int)
     layout = dict(layout)
     train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2)
     data = dict(separate_documents=layout.pop("separate", False))
-    model = BIG | dict(hidden_dropout=layout.pop("dropout", 0.0))
-    cfg = config(base, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
+    dropout, targets = layout.pop("dropout", 0.0), layout.pop("lora", None)
+    model, lora = BIG | dict(hidden_dropout=dropout), {}
+    if targets is not None:
+        lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout, alpha=8.0))
+    cfg = config(base, lora, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
     cfg.check(world)
     p = cfg.parallel
     mesh = Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
-    trainer = build(cfg, mesh)
+    with adapters_that_do_something():
+        trainer = build(cfg, mesh)
     data = MockDataset(1000, 512, 24, 1, document_length=120.0)
     gradients, losses, loader = first_gradients(trainer), [], Loader(data, cfg, mesh)
     for step in range(2):
@@ -88,9 +96,9 @@ def main() -> None:
         for size, layout in LAYOUTS:
             if size != world or not all(text in str(layout) for text in sys.argv[1:]):
                 continue
-            single = {key: value for key, value in layout.items() if key in ("separate", "dropout")}
+            single = {key: value for key, value in layout.items() if key in ("separate", "dropout", "lora")}
             kind = str(single)
-            for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel"} else list(FORMATS)[:3]:
+            for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel", "lora"} else list(FORMATS)[:3]:
                 for d in ("fp32", dtype):
                     if (d, kind) not in twins:
                         twins[d, kind] = train(base, d, single, device, 1)

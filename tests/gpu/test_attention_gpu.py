@@ -1,5 +1,6 @@
 """CUDA attention kernels against the masked softmax in float64, whole and in blocks that are merged as in the ring."""
 
+import dataclasses
 import importlib.util
 import sys
 
@@ -122,3 +123,18 @@ def test_attention_of_a_fused_projection_without_a_host_sync(name, documents):
     actual = dict(zip(("out", "dq", "dk", "dv"), (out.unflatten(2, (-1, d)), *grads)))
     for key, value in actual.items():
         assert_close_rel(value.permute(1, 2, 0, 3), expected[key], TOLERANCE[torch.bfloat16], key)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_all_documents_in_one_call(samples, head_dim):
+    """Against a call for each: the same kernel, so no more than rounding, and the same rounding for most."""
+    rng, s = np.random.default_rng(0), 1024
+    documents = tuple((0, *sorted(rng.choice(np.arange(1, s), 9, replace=False).tolist()), s) for _ in range(samples))
+    qkv = torch.randn(s, samples, 12, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dout, results = torch.randn(s, samples, 8, head_dim, dtype=torch.bfloat16, device="cuda"), []
+    for backend in FLASH_CUDA, dataclasses.replace(FLASH_CUDA, packed=None):
+        y = attention(*qkv.split((8, 2, 2), 2), axis=Axis.single(), style="ring", backend=backend, documents=documents)
+        results.append([y, *torch.autograd.grad(y, [qkv], dout)])
+    for packed, apart in zip(*results):
+        assert_close_rel(packed, apart, TOLERANCE[torch.bfloat16])

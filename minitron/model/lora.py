@@ -1,0 +1,178 @@
+"""LoRA: trained low-rank adapters beside frozen weights (Hu et al. 2021).
+
+Problem: to train all of a model takes 16 bytes a weight, of which 14 are gradient and optimizer. The idea: leave W as
+it is and learn a difference of low rank r, B A; B starts at zero, so training starts from the model itself.
+
+    y = x W^T + alpha/r (dropout(x) A^T) B^T           x [m, k], W [n, k], A [r, k], B [n, r]
+
+W has no gradient, so of its three products the weight gradient goes, a third of the work, and with it the activation
+that it would have read. What A and B add is r wide: it costs passes over x, y and their gradients, not arithmetic.
+
+An adapter sits on a linear layer as the GEMM seam knows it, in any number format, and shards with it. What travels is
+u = x A^T, r numbers a token, in the same way as x or y would: so a gathered x is never needed a second time.
+
+    column-parallel   A whole, B by rows:     u of this rank's tokens -> gather -> u B^T    backward: reduce-scatter
+    row-parallel      A by columns, B whole:  partial sums of u -> reduce-scatter -> u B^T  backward: gather
+
+Without sequence parallelism the reduce-scatters are all-reduces, and there is nothing to gather.
+
+The gradient of the whole factor is a sum over this rank's rows of the sequence, as a norm's is, and is summed with them
+(optim/grads.py). A fused weight has one adapter for all its outputs (`qkv`), or several for parts of them (`q`, `v`):
+these read x in one product, their A stacked, and each adds to its own rows of y.
+
+    blocks.0.attention.qkv.adapter.a [2 r, h], .b.q [n d, r], .b.v [g d, r]     for targets q and v
+
+Left out: adapters of the embedding and the head, dropping the bf16 copy of weights that FP8 products read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
+from minitron.config import Config, ModelConfig
+from minitron.model.gpt import GPT
+from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear, Shard, parameter
+from minitron.precision import Layer, Traffic, rows
+from minitron.rng import drop_by_name
+
+FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
+
+
+class Span(NamedTuple):
+    """Rows of a weight that an adapter adds to: from `start` on, `chunks` that are split over tp one by one."""
+
+    start: int
+    chunks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(self.chunks)
+
+
+def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Span]]:
+    """Linear layer of a block -> target -> its rows, in the order in which A stacks them. All layers are keys."""
+    q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
+    gated = m.family == "llama"
+    layers = {
+        "attention.qkv": {"qkv": Span(0, (q, kv, kv)),
+                          "q": Span(0, (q,)), "k": Span(q, (kv,)), "v": Span(q + kv, (kv,))},
+        "attention.out": {"o": Span(0, (h,))},
+        "mlp.up": {"gate": Span(0, (f,)), "up": Span(f, (f,))} if gated else {"up": Span(0, (f,))},
+        "mlp.down": {"down": Span(0, (h,))}}
+    return {layer: {t: span for t, span in spans.items() if t in targets} for layer, spans in layers.items()}
+
+
+def attach(model: GPT, cfg: Config) -> None:
+    """Freeze the chunk's weights and give its layers the adapters that cfg.lora names."""
+    model.requires_grad_(False)
+    model.drops = model.drops or cfg.lora.dropout > 0
+    for gemm in model.formats.gemms:
+        gemm.freeze()
+    for layer, block in model.blocks.items():
+        for site, (name, spans) in enumerate(adapted(cfg.model, cfg.lora.targets).items(), FIRST_SITE):
+            if spans:
+                linear = block.get_submodule(name)
+                linear.adapter = Adapter(linear, spans, cfg, model.layout, (int(layer), site))
+                for part, param in linear.adapter.named_parameters():
+                    param.global_name = f"blocks.{layer}.{name}.adapter.{part}"
+
+
+class Adapter(nn.Module):
+    """Stands for a linear layer's product: x -> x W^T + bias + what its adapters add, communication included.
+
+    a [targets * rank, k] and, by target, b [rows, rank]; `place` (layer, site) names its dropout.
+    """
+
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, spans: dict[str, Span], cfg: Config,
+                 layout: Layout, place: tuple[int, int]):
+        super().__init__()
+        axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
+        rank, by_rows = cfg.lora.rank, linear.weight.shard.dim == 0
+        k = linear.weight.shape[1] * (1 if by_rows else axis.size)
+        # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
+        self.a = parameter((len(spans) * rank, k), shard=None if by_rows else Shard(1, axis, (k,)),
+                           std=(3 * k) ** -0.5, **make)
+        self.b = nn.ParameterDict()
+        for target, span in spans.items():  # one by one: from a dict it would take them in the order of the alphabet
+            self.b[target] = parameter((span.size, rank), shard=Shard(0, axis, span.chunks) if by_rows else None,
+                                       std=None, **make)
+        split = axis.size if by_rows else 1
+        # (rows of y, columns of u) that a target's B stands between, on this rank
+        self.places = [(slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
+                       for i, span in enumerate(spans.values())]
+        self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
+        self.ops, self.accumulate = layout.ops, layout.gemm.accumulate
+        self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
+
+    def forward(self, x: Tensor, layer: Layer, remake: Callable[[], Tensor] | None, keys: Tensor | None) -> Tensor:
+        """x [s', b, k]; keys [s', b]: dropout counters, None in evaluation. remake: as of `precision.linear`."""
+        return _Adapted.apply(x, self, layer, remake, keys, torch.is_grad_enabled(), self.a, *self.b.values())
+
+    def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """x as the adapter reads it: the same in the forward and the backward pass. Its own adjoint."""
+        if keys is None or not self.dropout:
+            return x
+        return drop_by_name(x, self.dropout, keys, self.place, self.ops.drop_elements, self.first_channel)
+
+    def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
+        """alpha/r x weight, in one product."""
+        return x.new_empty(x.shape[0], weight.shape[1]).addmm_(x, weight, beta=0, alpha=self.scale)
+
+
+class _Adapted(torch.autograd.Function):
+    """Keeps x, unless it is remade, and u. The layer's own product runs while u, or its gradient, travels."""
+
+    @staticmethod
+    def forward(ctx, x, adapter, layer, remake, keys, training, a, *b):
+        arriving = _move(adapter.scaled(rows(adapter.drop(x, keys)), a.t()), layer.traffic)
+        y = layer.forward(layer.quantize(rows(x), columns=False, record=training))
+        u = arriving()
+        for (outputs, columns), factor in zip(adapter.places, b, strict=True):
+            y[:, outputs].addmm_(u[:, columns], factor.t())
+        ctx.save_for_backward(u, None if remake is not None else x)
+        ctx.parts = adapter, layer, remake, keys
+        return y.unflatten(0, (-1, *x.shape[1:-1]))
+
+    @staticmethod
+    def backward(ctx, dy):
+        (adapter, layer, remake, keys), (u, x) = ctx.parts, ctx.saved_tensors
+        batch, dy, factors = dy.shape[1:-1], rows(dy), list(adapter.b.values())
+        du = torch.empty_like(u)
+        for (outputs, columns), factor in zip(adapter.places, factors):
+            du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
+        arriving, dx = _move(du, layer.traffic.adjoint()), None
+        if ctx.needs_input_grad[0]:
+            dx, _ = layer.backward(layer.quantize_grad(dy, columns=False), None, need_dx=True)
+        db = [adapter.accumulate(factor, dy[:, outputs], u[:, columns])
+              for (outputs, columns), factor in zip(adapter.places, factors)]
+        du = arriving()
+        da = adapter.accumulate(adapter.a, du, rows(adapter.drop(x if remake is None else remake(), keys)))
+        if dx is not None:
+            if keys is None or not adapter.dropout:
+                dx.addmm_(du, adapter.a)  # no tensor of x's size beside dx
+            else:
+                dx += rows(adapter.drop((du @ adapter.a).unflatten(0, (-1, *batch)), keys))
+            dx = dx.unflatten(0, (-1, *batch))
+        return dx, None, None, None, None, None, da, *db
+
+
+def _move(u: Tensor, traffic: Traffic) -> Callable[[], Tensor]:
+    """Begin to communicate u [m, r] as the layer's own input or output; the function returned waits for the result."""
+    axis, result, handle = traffic.by.axis, u, Done()
+    if traffic.before == "gather":
+        result, handle = gather_start(u, axis)
+    elif traffic.after == "scatter":
+        result, handle = reduce_scatter_start(u, axis)
+    elif traffic.after == "reduce":
+        handle = all_reduce_(u, axis, wait=False)
+
+    def finish() -> Tensor:
+        handle.wait()
+        return result
+
+    return finish
