@@ -12,7 +12,7 @@ Problem: whether a layout fits, and whether this very code path works at 2,048 r
     python -m minitron.pretrain configs/gpt3_175b.yaml --dry-run --world 2048 --ranks first,middle,last
 
 The step is one of the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out: what
-libraries allocate for themselves, time (see minitron/planner.py), and errors that only arise between ranks.
+libraries allocate for themselves, time (see minitron/planner/plan.py), and errors that only arise between ranks.
 """
 
 from __future__ import annotations
