@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -28,9 +28,9 @@ if __name__ == "__main__":
 
 from benchmarks.cases import CASES
 from minitron import cli
+from minitron.config import Config
 from minitron.planner.machine import Device, Fabric, Machine, read_machines
 from minitron.planner.plan import Plan, plan
-from minitron.planner.work import Assume
 
 FOLDER = Path(__file__).resolve().parent
 DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"
@@ -49,7 +49,6 @@ class Row:
     seconds: float
     gib: float | None = None
     fabric: str | None = None
-    assume: Assume = Assume()
     fitted: str = ""
 
 
@@ -73,10 +72,9 @@ def own_rows(path: Path) -> list[Row]:
 def published_rows(path: Path) -> list[Row]:
     data, rows = json.loads(path.read_text(encoding="utf-8")), []
     for table in data["tables"]:
-        assume = Assume(table.get("document_tokens"), table.get("lora", False))
         for i, (gpus, seconds) in enumerate(zip(table["cells"]["gpus"], table["cells"]["step_seconds"])):
             rows.append(Row(table["name"], int(gpus), _arguments(table, table["samples_per_gpu"] * int(gpus)),
-                            table["device"], float(seconds), assume=assume, fitted="" if i else "fabric"))
+                            table["device"], float(seconds), fitted="" if i else "fabric"))
     for entry in data["reports"] + data["single"]:
         batch = entry["global_batch_size"]
         seconds = entry.get("step_seconds") or batch * entry["seq_len"] / float(entry["tokens_per_second"])
@@ -89,11 +87,15 @@ def _arguments(entry: dict, batch: int) -> tuple[str, ...]:
     return (str(FOLDER.parent / entry["config"]), *entry["overrides"], f"train.global_batch_size={batch}")
 
 
+@lru_cache(None)
+def configuration(arguments: tuple[str, ...]) -> Config:
+    return cli.load([str(FOLDER.parent / arg) if arg.startswith("configs/") else arg for arg in arguments])
+
+
 def predict(row: Row, machines: Machines) -> Plan:
     device = machines[0][row.device]
     machine = Machine(device, machines[1][row.fabric or device.fabric])
-    cfg = cli.load([str(FOLDER.parent / arg) if arg.startswith("configs/") else arg for arg in row.arguments])
-    return plan(cfg, row.gpus, machine, row.assume)
+    return plan(configuration(row.arguments), row.gpus, machine)
 
 
 # ---- the fit ---------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def store(machines: Machines, path: Path) -> None:
 
 def markdown(rows: list[Row], machines: Machines) -> str:
     """The method, then a line a row: fitted first, and of each half the largest error."""
-    lines = ["# Predicted against measured", "", _method(rows, machines)]
+    lines = ["# Predicted against measured", "", _method(machines)]
     for title, chosen in (("Held out", [row for row in rows if not row.fitted]),
                           ("Fitted", [row for row in rows if row.fitted])):
         plans = [predict(row, machines) for row in chosen]
@@ -177,22 +179,30 @@ def _error(predicted: float, measured: float) -> str:
 
 
 METHOD = """\
-Written by `python benchmarks/calibration.py`; no figure is typed in. Constants: `benchmarks/devices.json`. Those of
-compute come from kernels measured alone on an H200; the H100's and A100's are scaled by data sheets. Fitted are in_step
-{in_step:g}, on own runs of up to {own} GPUs, and the exposed shares tp {tp:g} and dp {dp:g}, on the smallest scale of
-each table with H100. Everything else is held out, all of A100 and A3 Mega too.
+Written by `python benchmarks/calibration.py`; no figure is typed in. Constants: `benchmarks/devices.json`.
+
+- Measured alone on an H200: products, attention, copies, NVLink. Those of H100 and A100 are scaled by data sheets, and
+  networks between nodes are data sheets' or assumed; each source says which.
+- Fitted: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of up to {own} GPUs, for all
+  devices; the exposed shares tp {tp:g} and dp {dp:g} of communication, on the smallest scale of each table with H100,
+  for all fabrics. Nothing is fitted on memory.
+- Held out: larger scales, own runs of more GPUs, all of A100 and A3 Mega, later versions of the published software.
 
 The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of Megatron's
-kind; own rows are minitron's runs. Left out of the model: stragglers and congestion, which grow with the scale, host
-time, checkpoints, evaluation. Fine-tuning rows take documents of {documents} tokens: what the published runs held is
-not known. Where a row has no measured memory, the predicted one is that of minitron in this layout."""
+kind; own rows are minitron's runs. Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed:
+what the published runs held is not known. Where a row has no measured memory, the predicted one is that of minitron in
+this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own peak and what
+GPUs of a node share.
+
+Left out of the model of time: stragglers and congestion, which grow with the scale, host time, data, checkpoints,
+evaluation, and that power limits slow some kernels more than others; of packed documents, that their kernel is another
+one. Left out of that of memory: padding and fragments, NCCL's buffers and the CUDA context (the room leaves space for
+these), and the start of a run."""
 
 
-def _method(rows: list[Row], machines: Machines) -> str:
+def _method(machines: Machines) -> str:
     device, fabric = next(iter(machines[0].values())), next(iter(machines[1].values()))
-    documents = sorted({row.assume.document_tokens for row in rows if row.assume.document_tokens})
-    return METHOD.format(in_step=device.in_step, own=OWN_FITTED_GPUS, tp=fabric.tp_exposed, dp=fabric.dp_exposed,
-                         documents=", ".join(map(str, documents)) or "no")
+    return METHOD.format(in_step=device.in_step, own=OWN_FITTED_GPUS, tp=fabric.tp_exposed, dp=fabric.dp_exposed)
 
 
 def main(argv: list[str] | None = None) -> int:

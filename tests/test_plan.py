@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import calibration, ceilings
 from benchmarks.cases import CASES
-from minitron import cli
+from minitron import cli, flops
 from minitron.planner.machine import read_machines
 from minitron.planner.plan import plan, room_gib
-from minitron.planner.work import HIDDEN, Assume
+from minitron.planner.work import HIDDEN
 from tools import plan as tool
 from tools import plan_pictures
 
@@ -47,10 +47,14 @@ def test_json_and_table_say_the_same(capsys):
         assert text in table
 
 
-def test_lora_and_documents_are_faster(capsys):
-    seconds = [json.loads(printed(capsys, *DP8, "--json", *extra))["step_seconds"]
-               for extra in ([], ["--document-tokens", "256"], ["--document-tokens", "256", "--lora"])]
-    assert seconds[0] > seconds[1] > 1.3 * seconds[2]
+def test_lora_and_documents_are_faster_and_their_mfu_counts_what_they_do(capsys):
+    documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
+    plain, packed, lora = (json.loads(printed(capsys, *DP8, "--json", *extra))
+                           for extra in ([], documents, [*documents, "finetune.kind=lora"]))
+    assert plain["step_seconds"] > packed["step_seconds"] > 1.3 * lora["step_seconds"]
+    assert plain["memory_gib"] == packed["memory_gib"] > 2 * lora["memory_gib"]
+    work = [job["mfu_percent"] * job["step_seconds"] for job in (plain, packed, lora)]
+    assert work[0] > work[1] == pytest.approx(work[2] / flops.FROZEN)
 
 
 def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
@@ -119,13 +123,13 @@ def test_pictures(capsys, tmp_path):
     assert curve[-1][1] == pytest.approx(curve[0][1])
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--draw .*file cannot be written"):
-        list(plan_pictures.draw(job, Assume(), tmp_path / "file"))
+        list(plan_pictures.draw(job, tmp_path / "file"))
 
 
 def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
     job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
     for in_proportion, worlds in ((True, [8 << i for i in range(10)]), (False, [8, 16, 32, 64])):
-        assert [p.world for p in plan_pictures.scaling(job, Assume(), in_proportion=in_proportion)] == worlds
+        assert [p.world for p in plan_pictures.scaling(job, in_proportion=in_proportion)] == worlds
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
@@ -208,12 +212,13 @@ def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
 def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path):
     """Rows that the formulas themselves make, with constants of their own."""
     like = MACHINES[0]["h200"]
-    copy, unhidden, rates, best, half = 3.1, 0.7, {"bf16": 640.0, "fp8": 1210.0}, 550.0, 1300
+    copy, unhidden, best, half = 3.1, 0.7, 550.0, 1300
+    rates, grads = {"bf16": 640.0, "fp8": 1210.0}, {"bf16": 0.7, "fp8": 0.9}
     made = replace(like, copy_tb_s=copy, unhidden=unhidden)
     rows = [(f"GEMM {kind} {grad}, x", str(list(shape)),
-             ceilings._predicted(made, kind, rate, grad == "weight_grad", list(shape)), "TFLOP/s")
-            for shapes in ceilings.GEMMS.values() for shape in shapes for kind, rate in rates.items()
-            for grad in ceilings.KINDS]
+             ceilings._predicted(made, kind, grad == "weight_grad", rate, list(shape)), "TFLOP/s")
+            for shapes in ceilings.GEMMS.values() for shape in shapes for kind in rates for grad in ceilings.KINDS
+            for rate in [rates[kind] * (grads[kind] if grad == "weight_grad" else 1)]]
     rows += [("attention (cudnn), x", f"s {s}", best * s / (s + half), "TFLOP/s") for s in (2048, 4096, 16384)]
     rows += [("copy", "1024 MiB", copy, "TB/s"), ("all-gather, 4 ranks", "64 MiB", 111.0, "GB/s")]
     path = tmp_path / "here.json"
@@ -222,7 +227,7 @@ def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path)
     devices, fabrics = read_machines(path)
     here = devices["here"]
     assert (here.copy_tb_s, here.unhidden, here.memory_gib, here.fabric) == (copy, unhidden, 140.0, "here")
-    assert here.gemm_tflops == pytest.approx(rates, rel=1e-3)
+    assert here.gemm_tflops == pytest.approx(rates, rel=1e-3) and here.weight_grad == pytest.approx(grads, rel=1e-3)
     assert (here.attention_tflops, here.half_keys) == pytest.approx((best, half), rel=1e-3)
     assert (here.in_step, fabrics["here"].nvlink_gb_s) == (like.in_step, 111.0)
     assert set(devices) == {*MACHINES[0], "here"}

@@ -26,7 +26,7 @@ from minitron.config import Config
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import Plan, plan, room_gib
 from tools.plan_search import Found, changes, remedy, search
-from minitron.planner.work import HIDDEN, Assume
+from minitron.planner.work import HIDDEN
 from tools.command import Parser, run
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
@@ -38,22 +38,22 @@ MEANINGS = {
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    cfg, machine, assume = cli.load(o.config), chosen(o), Assume(o.document_tokens, o.lora)
+    cfg, machine = cli.load(o.config), chosen(o)
     cfg.check(o.world)
-    job = plan(cfg, o.world, machine, assume)
+    job = plan(cfg, o.world, machine)
     if o.search:
-        found = search(cfg, o.world, machine, assume, o.count)
+        found = search(cfg, o.world, machine, o.count)
         if not found.best:
-            raise ValueError(remedy(job, assume))
+            raise ValueError(remedy(job))
         print(json.dumps(search_record(found, job, o.tokens)) if o.json else ranking(found, job))
         return
     print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
     if o.draw is not None:
         from tools import plan_pictures  # needs matplotlib
-        for path in plan_pictures.draw(job, assume, o.draw):
+        for path in plan_pictures.draw(job, o.draw):
             print(path, file=sys.stderr)
     if not job.fits:
-        raise ValueError(remedy(job, assume))
+        raise ValueError(remedy(job))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -65,8 +65,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--fabric", help="of the same table (default: the device's usual one)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
-    add("--document-tokens", type=_positive, help="mean length of documents, if they are kept apart")
-    add("--lora", action="store_true", help="LoRA on q, k, v: all other weights are frozen")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
