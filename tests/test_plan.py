@@ -70,6 +70,18 @@ def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
     assert f"{record['others_that_fit']} other layouts fit; the next one takes " in text
 
 
+def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
+    """From one that cannot be for this world, and from one that has no room."""
+    argv = [CONFIG, "train.global_batch_size=48", "parallel.tp=4", "--world", "6", "--device", "h100", "--search"]
+    tool.main([*argv, "--count", "1"])
+    out, err = capsys.readouterr()
+    assert "the given layout cannot be: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
+    assert out.startswith("given: tp 1, pp 1, vp 1, cp 1, dp 6,") and "does not fit" in out.splitlines()[0]
+    assert "% slower, but it fits (" in out or "% faster (" in out
+    record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
+    assert record["given"]["fits"] is False and record["best"][0]["fits"] is True
+
+
 def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
     best = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "1"))["changes"][0]
     keys = [f"{key}={value}" for key, value in best.items()]
@@ -87,10 +99,13 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--world", "0", "--device", "h100"], "argument --world: 0 is less than 1"),
+    (["--world", "0", "--device", "h100"], "argument --world: 0 is no whole number of 1 or more"),
     (["--world", "8", "--device", "v100"], "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb"),
     (["--world", "8", "--device", "h100", "--fabric", "x"], "fabric x is not in .*; use --fabric ndr400, a3-mega, "),
-    (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is not positive and finite"),
+    (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
+    (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
+    (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
+    (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is no multiple of"),
     (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search out"),
     (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
     (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),

@@ -314,7 +314,7 @@ def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
     text = remedy(job)
     assert f"{job.memory_gib:.1f} GiB do not fit into the {memory_gib:.1f} GiB that H100 leaves" in text
     part, size = job.memory.most_common(1)[0]
-    assert f"the largest part are {part}, {size / 2**30:.1f} GiB" in text
+    assert f"the largest part is {part}, {size / 2**30:.1f} GiB" in text
     cfg, gpus = followed(arguments, text)
     assert gpus is None and plan(cfg, 8, machine).fits
     changed = len(changes(job.cfg, cfg))

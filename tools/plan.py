@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
@@ -39,6 +40,8 @@ MEANINGS = {
 def main(argv: list[str]) -> None:
     o = parse(argv)
     cfg, machine = cli.load(o.config), chosen(o)
+    if o.search:
+        cfg = searchable(cfg, o.world)
     cfg.check(o.world)
     job = plan(cfg, o.world, machine)
     if o.search:
@@ -76,15 +79,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
     return value
 
 
 def _positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of 1 or more")
     return int(text)
 
 
@@ -145,6 +151,21 @@ def table(job: Plan, tokens: float) -> str:
 # ---- a search --------------------------------------------------------------------------------------------------------
 
 
+def searchable(cfg: Config, world: int) -> Config:
+    """The configuration, with the plainest layout in the place of one that breaks a rule for this world."""
+    try:
+        cfg.check(world)
+    except ValueError as error:
+        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
+        cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
+        try:
+            cfg.check(world)
+        except ValueError:
+            raise error from None
+        print(f"the given layout cannot be: {error}", file=sys.stderr)
+    return cfg
+
+
 def search_record(found: Found, job: Plan, tokens: float) -> dict:
     return {"given": record(job, tokens), "best": [record(best, tokens) for best in found.best],
             "changes": [changes(job.cfg, best.cfg) for best in found.best], "others_that_fit": len(found.others),
@@ -175,7 +196,7 @@ def difference(given: Plan, best: Plan) -> str:
     gains = {part: best.seconds[part] - given.seconds[part] for part in MEANINGS}
     told = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
     share = 100 * (given.step_seconds / best.step_seconds - 1)
-    return f"{keys}: {share:.1f} % faster ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+    return f"{keys}: {abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
 
 
 if __name__ == "__main__":

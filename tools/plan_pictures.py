@@ -113,15 +113,16 @@ def curves(proportional: list[Plan], fixed: list[Plan]):
     first = proportional[0]
     worlds = [p.world for p in proportional]
     linear = [first.tokens_per_second * world / first.world for world in worlds]
-    axes.plot(worlds, linear, color="#b0b7c0", ls="--", label="linear")
+    axes.plot(worlds, linear, color="#b0b7c0", lw=5, alpha=0.5, label="linear")
     for plans, color, label, above in ((proportional, "#2a6fbb", "batch in proportion", 8),
                                        (fixed, "#e07b39", "batch as given", -14)):
         axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", color=color, label=label)
         for p in plans:
-            if p.mfu_percent is not None:
+            if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
                 axes.annotate(f"{p.mfu_percent:.1f} %", (p.world, p.tokens_per_second), xytext=(0, above), fontsize=8,
                               ha="center", textcoords="offset points", color=color)
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s", title="Scaling, with MFU")
+    axes.margins(0.08, 0.1)
     axes.set_xticks(worlds, worlds)
     axes.minorticks_off()
     axes.legend(frameon=False)

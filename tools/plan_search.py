@@ -115,7 +115,7 @@ def remedy(job: Plan) -> str:
     cfg, machine, room = job.cfg, job.machine, room_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
     problem = (f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
-               f"pipeline rank {job.fullest}; the largest part are {part}, {size / 2**30:.1f} GiB")
+               f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB")
     for world in (job.world << i for i in range(8)):
         if nearest := _nearest(cfg, world, machine):
             keys = [f"{key}={value}" for key, value in changes(cfg, nearest).items()]
