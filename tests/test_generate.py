@@ -134,7 +134,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
         ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
         ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
-        ([tmp_path / "nothing", *good], "nothing is no folder; name a Hugging Face folder or a minitron checkpoint"),
+        ([tmp_path / "nothing", *good], "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint"),
         ([folder], "the following arguments are required: --prompt"),
     ]:
         with pytest.raises(ValueError) as caught:
