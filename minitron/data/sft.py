@@ -204,5 +204,6 @@ def _rows(path: str) -> Iterator[tuple[int, object]]:
                 try:
                     yield number, json.loads(line.rstrip())
                 except (ValueError, RecursionError) as error:
-                    why = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+                    parsed = isinstance(error, json.JSONDecodeError)    # else too deep, or not UTF-8
+                    why = f"{error.msg} at character {error.pos + 1}" if parsed else error
                     raise ValueError(f"{path}: line {number} is not JSON ({why}); correct it") from error
