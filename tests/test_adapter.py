@@ -168,9 +168,14 @@ def test_adapters_go_on_in_any_layout(ranks, bases, tmp_path):
     assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("world, parallel", [(1, {}), (2, dict(tp=2))])
-def test_the_same_layout_goes_on_bit_for_bit(ranks, bases, tmp_path, world, parallel):
+FP8 = dict(dtype="bf16", fp8="delayed", fp8_backend="torch")
+
+
+@pytest.mark.parametrize("world, parallel, precision", [(1, {}, {}), (2, dict(tp=2), {}), (1, {}, FP8)], ids=str)
+def test_the_same_layout_goes_on_bit_for_bit(ranks, bases, tmp_path, world, parallel, precision):
     cfg = in_layout(tuning(bases("llama"), targets=("q", "v", "o"), dropout=0.2), **parallel)
+    cfg = dataclasses.replace(cfg, precision=dataclasses.replace(cfg.precision, **precision))
+    cfg.check(world)
     first = ranks(world, leg, saving(cfg, tmp_path), 2)
     then = ranks(world, leg, saving(cfg, tmp_path), 4)
     assert [a + b for a, b in zip(first, then)] == ranks(world, whole, cfg, 4)

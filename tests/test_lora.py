@@ -133,10 +133,12 @@ def steps_of(trainer: Trainer, count: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
-def test_a_fresh_adapter_changes_nothing(base):
+@pytest.mark.parametrize("fp8", ["none", "delayed", "current"])
+@pytest.mark.parametrize("base, targets", [(LLAMA, ALL), (GPT3, ("qkv", "o", "up", "down"))], ids=["llama", "gpt"])
+def test_a_fresh_adapter_changes_nothing(base, targets, fp8):
     """B = 0: not one bit of the loss. The MLP's operation is three there, of the same kernels."""
-    cfg, tuned = config(base, {"model": {"num_layers": 4}}), config(base, lora("qkv", "o", "up", "down"))
+    precision = {"precision": {"dtype": "bf16", "fp8": fp8, "fp8_backend": "torch"}} if fp8 != "none" else {}
+    cfg, tuned = config(base, {"model": {"num_layers": 4}}, precision), config(base, lora(*targets), precision)
     plain, tuned = build(cfg, mesh_of(cfg)), build(tuned, mesh_of(cfg))
     loader = Loader(dataset_of(cfg), cfg, plain.mesh)
     batches = loader.step(0, 0)
