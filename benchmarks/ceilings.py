@@ -7,6 +7,10 @@ No step of a trainer is faster than the sum of its parts here. `--json` prints o
 FILE` also appends them as records. Attention counts the pairs that a causal mask leaves, forward and backward (two
 products and five); copies count bytes read and bytes written; collectives the bus: (ranks - 1) / ranks of the
 gathered bytes per second.
+
+`--device-file FILE` writes the table of `benchmarks/devices.json` with this machine in it, as device and fabric `here`:
+`python tools/plan.py ... --device here --devices FILE`. What no kernel alone tells (in_step, the shares exposed, the
+network between nodes) it takes from the device of that table that is most like it.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -29,6 +36,7 @@ from benchmarks.floor import AttentionCall, Product, seconds
 from minitron import attention
 from minitron.collectives import gather_start, reduce_scatter_start
 from minitron.mesh import Axis, Mesh
+from minitron.planner.machine import Device, Fabric, Machine, read_machines
 
 # [m, n, k] of the linear layers of one block and the head, per rank.
 GEMMS = {
@@ -41,6 +49,7 @@ ATTENTION = {"32/8 heads of 128": [AttentionCall(1, 32, 8, 128, s, s, True) for 
              "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True)]}
 COPY_BYTES, NCCL_BYTES = 2**30, (2**26, 2**29)  # NCCL: of the gathered tensor
 KINDS = ("forward", "input_grad", "weight_grad")
+DEVICES = record.ROOT / "benchmarks" / "devices.json"
 Row = tuple[str, str, float, str]  # what, size, figure, unit
 
 
@@ -78,6 +87,7 @@ def collective_rows(num_bytes: int, axis: Axis, device: torch.device) -> Iterato
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
+    parser.add_argument("--device-file", type=Path, metavar="FILE", help="write a table of devices for tools/plan.py")
     record.add_options(parser, results=None)
     args = parser.parse_args(argv)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -98,6 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         dist.destroy_process_group()
     if rank == 0:
         show(rows, args)
+        if args.device_file:
+            write_device(rows, torch.cuda.get_device_properties(device), args.device_file)
 
 
 def show(rows: list[Row], args: argparse.Namespace) -> None:
@@ -106,6 +118,62 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
         if args.results:
             record.append(args, "ceiling", entry)
         print(json.dumps(entry) if args.json else f"{what:55} {size:22} {figure:9.2f} {unit}")
+
+
+# ---- constants of the planner ----------------------------------------------------------------------------------------
+
+
+def write_device(rows: list[Row], properties, path: Path) -> None:
+    """The table of devices with this machine as `here`. properties: of the GPU, as torch.cuda has them."""
+    devices, fabrics = read_machines(DEVICES)
+    like = next((name for name, one in devices.items() if one.gpu in properties.name), next(iter(devices)))
+    gpu = re.sub("^NVIDIA ", "", properties.name)
+    here = replace(devices[like], gpu=gpu, fabric="here", memory_gib=round(properties.total_memory / 2**30, 2),
+                   processors=properties.multi_processor_count, **constants(rows, devices[like]),
+                   source=f"benchmarks/ceilings.py on {gpu}; in_step, pointwise and gap_seconds are those of {like}")
+    fabric, bus = fabrics[devices[like].fabric], [row[2] for row in rows if row[3] == "GB/s"]
+    if bus:
+        fabric = replace(fabric, nvlink_gb_s=round(statistics.median(bus), 1))
+    fabric = replace(fabric, source=f"benchmarks/ceilings.py inside of the node; the rest as {devices[like].fabric}")
+    tables = [{name: asdict(one) for name, one in (table | {"here": mine}).items()}
+              for table, mine in ((devices, here), (fabrics, fabric))]
+    path.write_text(json.dumps(dict(zip(("devices", "fabrics"), tables)), indent=1) + "\n", encoding="utf-8")
+
+
+def constants(rows: list[Row], like: Device) -> dict:
+    """What the planner's formulas need to reproduce these rows best, in its own names."""
+    found = {"copy_tb_s": round(next(figure for what, _, figure, _ in rows if what == "copy"), 2)}
+    products = [(what.split()[1], "weight_grad" in what, json.loads(size), rate)
+                for what, size, rate, _ in rows if what.startswith("GEMM")]
+    # Rates and the unhidden share of memory traffic depend on each other: of all shares the one with the least spread.
+    trials = []
+    for unhidden in (step / 10 for step in range(16)):
+        device, spread = replace(like, copy_tb_s=found["copy_tb_s"], unhidden=unhidden), 0.0
+        rates = {kind: statistics.median(_rate(device, *row) for row in products if row[0] == kind)
+                 for kind in sorted({row[0] for row in products})}
+        for kind, weight_grad, shape, rate in products:
+            spread += (_predicted(device, kind, rates[kind], weight_grad, shape) / rate - 1) ** 2
+        trials.append((spread, unhidden, {kind: round(rate, 1) for kind, rate in rates.items()}))
+    _, found["unhidden"], found["gemm_tflops"] = min(trials, key=lambda trial: trial[:2])
+    # 1 / rate = 1 / best + (half_keys / best) / keys is a straight line in 1 / keys.
+    points = [(1 / int(size.split()[1]), 1 / figure) for what, size, figure, _ in rows if what.startswith("attention")]
+    slope, offset = statistics.linear_regression(*zip(*points))
+    return found | {"attention_tflops": round(1 / offset, 1), "half_keys": round(max(0.0, slope / offset))}
+
+
+def _predicted(device: Device, kind: str, rate: float, weight_grad: bool, shape: list[int]) -> float:
+    """TFLOP/s of a product alone, by the planner's formula."""
+    m, n, k = shape
+    alone = replace(device, gemm_tflops={kind: rate}, in_step=1.0, gap_seconds=0.0)
+    machine = Machine(alone, Fabric(1, 1, 0, 1, 0, 0, 0, ""))
+    return 2 * m * n * k / machine.product(m, n, k, fp8=kind == "fp8", weight_grad=weight_grad) / 1e12
+
+
+def _rate(device: Device, kind: str, weight_grad: bool, shape: list[int], measured: float) -> float:
+    """The constant with which the formula gives what was measured: its time is a part over the rate, and a rest."""
+    whole, half = (1 / _predicted(device, kind, rate, weight_grad, shape) for rate in (1.0, 2.0))
+    part = 2 * (whole - half)
+    return part / max(1 / measured - (whole - part), part / 1e4)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ import torch
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
 
+from minitron.meta import hidden
+
 aten = torch.ops.aten
 
 
@@ -70,6 +72,9 @@ def choose(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: 
         name = fitting[0] if fitting else "reference"
     elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
         raise ValueError(f"model.attention={name} {obstacle}")
+    if device.type == "meta" and name != "reference":
+        packed = (_shapes_packed_forward, _shapes_packed_backward) if name == "flash" else None
+        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward), packed)
     if name == "flash":
         return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
     if name == "flash-attn":
@@ -87,14 +92,14 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
         return f"cannot apply model.attention_dropout={dropout}; use model.attention=reference or auto"
     if name == "flash" and device.type == "cpu":
         return None
-    if device.type != "cuda":
+    if device.type not in ("cuda", "meta"):  # a dry run takes a GPU's
         return f"does not run on the device type {device.type!r}; use model.attention=auto"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 or fp16 on CUDA, not {dtype}; use model.attention=auto or another precision.dtype"
     if head_dim % 8 or head_dim > 256:
         return f"needs a head dimension that is a multiple of 8 up to 256, not {head_dim}; use model.attention=auto"
     torch_can_use = {"cudnn": cuda_backends.can_use_cudnn_attention, "flash": cuda_backends.can_use_flash_attention}
-    if name in torch_can_use:
+    if name in torch_can_use and device.type == "cuda":
         # torch knows which GPU, library version and determinism setting takes which head dimension
         probe = torch.empty(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
         if not torch_can_use[name](cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, True, False)):
@@ -143,6 +148,28 @@ def _reference_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropou
     ds = p * (dp - (dout32 * out32).sum(-1, keepdim=True)) * scale
     dk = (ds.transpose(-1, -2) @ q32).sum(2)
     return (ds @ k32).flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# ---- any kernel, in a dry run ---------------------------------------------------------------------------------------
+
+
+def _shapes_forward(q, k, v, **options):
+    """Results lie in memory as q does, as those of the GPUs' kernels."""
+    out, lse, saved = _reference_forward(q, k, v, **options)
+    return torch.empty_like(q).copy_(out), lse, saved
+
+
+def _shapes_backward(dout, q, k, v, *saved, **options):
+    grads = _reference_backward(dout, q, k, v, *saved, **options)
+    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads))
+
+
+def _shapes_packed_forward(q, k, v, bounds, longest, scale):
+    return torch.empty_like(q), [q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)]  # lse
+
+
+def _shapes_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+    return tuple(map(torch.empty_like, (q, k, v)))
 
 
 # ---- torch's own kernels --------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from omegaconf.errors import GrammarParseError
 from minitron.config import Config
 
 QUIET_SECONDS = 3.0
-USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--help]"
+DRY_RUN = "--dry-run --world N [--ranks first,middle,last] [--json]"
+USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--help]"
 
 
 def configure(description: str, argv: list[str] | None = None) -> Config:
@@ -294,6 +295,8 @@ def _shown(value: Any) -> str:
 def help_text(description: str) -> str:
     """Every key by section: its default, what it means, its type and its range."""
     lines = [description.strip().split("\n\n")[0], "", f"usage: {USAGE}", "",
+             f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
+             "memory, its communication, its errors; ranks by number too.", "",
              "Later files win over earlier ones, and overrides over files. Every key, with its default:"]
     meanings = {f.name: f.metadata["help"] for f in fields(Config)}
     section = None

@@ -49,8 +49,8 @@ class Pending:
         self.kind, self.axis, self.num_bytes, self.works, self.tensors = kind, axis, num_bytes, works, tensors
 
     def is_completed(self) -> bool:
-        """Whether all of it has happened; waits for nothing."""
-        return all(work.is_completed() for work in self.works)
+        """Whether all of it has happened; waits for nothing. On the meta device there is nothing to happen."""
+        return all(x.is_meta for x in self.tensors) or all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
         """The first time; later calls find nothing to wait for, as a gloo work would wait for another message."""
@@ -64,6 +64,7 @@ class Pending:
 def _start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = True, **options) -> Done | Pending:
     """call(*tensors) over `axis`, finished or under way. The last tensor is what this rank puts in."""
     num_bytes = tensors[-1].nbytes
+    axis.activity.record(kind, axis, tensors[-1], axis.ranks)
     axis.activity.enter(kind, axis, num_bytes)
     work = call(*tensors, group=axis.group, async_op=not wait, **options)
     axis.activity.leave()
@@ -100,8 +101,11 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True
 
 def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
     """Post messages together without waiting: (rank along the axis, contiguous tensor) of each."""
-    ops = [dist.P2POp(direction, x, axis.ranks[peer], group=axis.group)
-           for direction, messages in ((dist.isend, sends), (dist.irecv, recvs)) for peer, x in messages]
+    ops = []
+    for kind, direction, messages in (("send", dist.isend, sends), ("recv", dist.irecv, recvs)):
+        for peer, x in messages:
+            axis.activity.record(kind, axis, x, (axis.ranks[peer],))
+            ops.append(dist.P2POp(direction, x, axis.ranks[peer], group=axis.group))
     tensors = [op.tensor for op in ops]
     num_bytes = sum(x.nbytes for x in tensors)
     axis.activity.enter("exchange", axis, num_bytes)  # posting waits for nobody, but fails if a peer has died

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minitron import fp8_torch
+from minitron import fp8_torch, meta
 from minitron.collectives import all_reduce_
 from minitron.config import PrecisionConfig
 from minitron.fp8_torch import KINDS, Operand, limit
@@ -56,6 +56,8 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
     """
     library = fp8_torch
     if precision.fp8_backend == "te":
+        if device.type == "meta":
+            return _te_twin(precision.fp8 == "block")
         if device.type != "cuda":
             raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
                              "precision.fp8_backend=torch or precision.fp8=none")
@@ -64,10 +66,18 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
             raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
                              "transformer-engine[pytorch], or use precision.fp8_backend=torch") from error
-    elif precision.fp8 == "block" and device.type == "cuda":
+    elif precision.fp8 == "block" and device.type != "cpu":
         raise ValueError("precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
                          "precision.fp8_backend=te, or precision.fp8=delayed or current")
     return library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
+
+
+def _te_twin(block: bool) -> fp8_torch.TensorScaling:
+    """For dry runs: allocates what Transformer Engine would."""
+    twin = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
+    for name in ("cast", "multiply", "multiply_into")[not block:]:
+        setattr(twin, name, meta.hidden(getattr(twin, name)))
+    return twin
 
 
 class DelayedScaling:

@@ -16,6 +16,7 @@ Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-AI 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,10 @@ class Operand(NamedTuple):
 
 
 class TensorScaling:
-    """One scale for a whole tensor."""
+    """One scale for a whole tensor. ops: the casts."""
+
+    def __init__(self, ops: ModuleType = plain):
+        self.ops = ops
 
     def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
              columns: bool) -> Payload:
@@ -56,21 +60,23 @@ class TensorScaling:
         """
         kind, both = KINDS[role], columns and shared.size == 1
         if scale is None:
-            top = x.abs().amax().float().view(1)
+            top = self.ops.largest(x)
             if amax is not None:
                 torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
             scale, amax = limit(kind) / top.clamp(min=1e-12), None
-        values, inverse, transposed = plain.cast(x, scale, amax, kind, both)
+        values, inverse, transposed = self.ops.cast(x, scale, amax, kind, both)
         return Payload(values, inverse, *((transposed, inverse) if both else (None, None)))
 
     def transpose(self, values: Tensor) -> Tensor:
         """A contiguous transpose of cast values."""
-        return plain.transpose(values)
+        return self.ops.transpose(values)
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
                  out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """a b^T + bias in `dtype`; in `out` if it is given. fast: the tensor cores may add up in less than float32."""
+        if out is not None and out.is_meta:  # where _scaled_mm takes no out=
+            return out.copy_(self.multiply(a, b, dtype, fast=fast, bias=bias))
         return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype,
                                 use_fast_accum=fast, out=out)
 

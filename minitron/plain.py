@@ -110,10 +110,15 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, colum
     columns False: None in their place. amax [1], unless None, is raised to the largest magnitude of x.
     """
     if amax is not None:
-        torch.maximum(amax, x.abs().amax().float().view(1), out=amax)
+        torch.maximum(amax, largest(x), out=amax)
     limit = torch.finfo(kind).max  # a float8 conversion does not saturate by itself
     rows = (x.float() * scale).clamp(-limit, limit).to(kind)
     return rows, scale.reciprocal(), transpose(rows) if columns else None
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude of x: [1] float32."""
+    return x.abs().amax().float().view(1)
 
 
 def transpose(x: Tensor) -> Tensor:

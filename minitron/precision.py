@@ -58,7 +58,7 @@ def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
     main, dy = weight.main_grad, dy.t()
     beta, weight.grad_stale = (0 if weight.grad_stale else 1), False  # beta 0 reads nothing, not even a NaN
-    if dy.dtype == torch.float32 or not dy.is_cuda:
+    if dy.dtype == torch.float32 or dy.is_cpu:
         main.addmm_(dy.float(), x.float(), beta=beta)
     elif beta:
         torch.ops.aten.addmm.dtype_out(main, dy, x, torch.float32, out=main)

@@ -6,12 +6,13 @@ Without torchrun this is a world of one process; without a configuration it trai
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from minitron import cli, profiling
+from minitron import cli, dryrun, profiling
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, check_data, find, restore
 from minitron.config import Config
@@ -30,11 +31,14 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
     rank, world, local_rank, ranks_here = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
+        options, argv = dryrun.split(sys.argv[1:] if argv is None else argv)
         cfg = cli.configure(description, argv)
         if finetune != (cfg.finetune.kind is not None):
             raise ValueError(f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
                              f"{'pretrain' if finetune else 'finetune'}; start that, or set finetune.kind="
                              f"{'sft or lora' if finetune else 'null'}")
+        if options is not None:
+            return dryrun.command(cfg, options)
         device, name, capability = choose_device(local_rank, ranks_here)
         cfg.check(world, capability)
         if cfg.train.deterministic:

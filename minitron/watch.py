@@ -70,6 +70,9 @@ class Activity:
     def enter(self, kind: str, axis: Axis, num_bytes: int) -> None:
         self.collective, self.since = (kind, axis, num_bytes), monotonic()
 
+    def record(self, kind: str, axis: Axis, x: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        """x enters a collective of these ranks, or is a message to or from one. A dry run keeps a list."""
+
     def leave(self) -> None:
         self.collective, self.since = None, monotonic()
 

@@ -12,6 +12,7 @@ import minitron
 # closes no cycle; only what `if TYPE_CHECKING` guards may, since it never runs.
 LAYERS = [
     ("pretrain", "finetune"),
+    ("dryrun",),
     ("train",),
     ("meter",),
     ("checkpoint",),
@@ -21,7 +22,8 @@ LAYERS = [
     ("model",),
     ("parallel",),
     ("attention", "precision", "fp8", "fp8_te", "fp8_torch", "fused_apex"),
-    ("fused", "plain"),
+    ("memory",),
+    ("fused", "meta", "plain"),
     ("overlap",),
     ("collectives",),
     ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines"),

@@ -1,9 +1,11 @@
 """tools/training_metrics.py: the documented command and output, every published cell, every log that it reads."""
 
+import json
 import re
 import subprocess
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -13,67 +15,15 @@ from tools import training_metrics as tool
 
 # ---- the published tables: every cell is what the tool's functions make of the step time --------------------------
 
-GPT3, LLAMA70, TUNING = (2048, 2, 2.2e15), (8192, 2, 3.94e15), (4096, 4, 1.84e14)  # tokens, samples per GPU, flops
-BF16, FP8 = 989, 1979
-SFT, LORA = 1, tool.LORA_SHARE
-# (who, peak, share): GPUs, seconds per step, tokens per second, MFU in percent, days for 1T tokens. * is an error of
-# the document, which the tool's --help names.
-PUBLISHED = {
-    ("GPT-3 175B bf16", GPT3, BF16, SFT): """
-        128 256 512 1024 2048
-        8.91 8.95 9.09 9.01 9.02
-        58843 117159 230710 465517 930001
-        49.93 49.71 48.94 49.38 49.32
-        197 99 50 25 12""",
-    ("GPT-3 175B FP8", GPT3, FP8, SFT): """
-        128 256 512 1024 2048
-        5.92 5.96 6.44 6.72 6.24
-        88562 175936 325645 624152 1344328
-        37.56 37.30 34.52 33.09 35.63
-        131 66 36 19 9""",
-    ("Llama 3.1 70B bf16", LLAMA70, BF16, SFT): """
-        64 128 256 512 1024 2048
-        14.72 14.73 14.8 14.89 14.92 14.98
-        71235 142373 283399 563372 1124478 2248957*
-        54.10 54.06 53.81 53.48 53.38 53.38*
-        162.48 81.29 40.84 20.54 10.29 5.15*""",
-    ("Llama 3.1 70B FP8", LLAMA70, FP8, SFT): """
-        64 128 256 512 1024 2048
-        11.01 10.93 11.16 11.18 11.28 11.39
-        95239 191871 375834 750323 1487342 2945955
-        36.17 36.43 35.68 35.62 35.30 34.96
-        121.53 60.32 30.80 15.43 7.78 3.93""",
-    ("Llama 3 8B SFT bf16", TUNING, BF16, SFT): """
-        8 16 32
-        1.32 1.32 1.33
-        99296 198593 397184*
-        56.38 56.38 55.95
-        116* 58 29""",
-    ("Llama 3 8B SFT FP8", TUNING, FP8, SFT): """
-        8 16 32
-        0.95 0.96 0.96
-        137970 273066 546133
-        39.16 38.7 38.7
-        84 42 21""",
-    ("Llama 3 8B LoRA bf16", TUNING, BF16, LORA): """
-        8 16 32
-        0.92 0.924 0.92
-        142469 284939* 569878
-        53.9 53.7 53.9
-        81 40.5* 20""",
-    ("Llama 3 8B LoRA FP8", TUNING, FP8, LORA): """
-        8 16 32
-        0.68 0.68 0.69
-        192752 385505 771011*
-        36.4* 36.4* 35.9
-        60 30 15""",
-}
-# Of the figures published later the one with both: those of the 8B and 70B models have no step time, FP8 no percentage.
-LATER = [("GPT-3 175B bf16", GPT3, BF16, "8.309", "53.5")]
+# benchmarks/published.json; in a cell * marks an error of the document, which the tool's --help names.
+DATA = json.loads((Path(__file__).parents[1] / "benchmarks" / "published.json").read_text())
+PUBLISHED = {table["name"]: table for table in DATA["tables"]}
+BY_NAME = {entry["name"]: entry for entry in DATA["reports"] + DATA["single"]}
 
 
 def columns(table):
-    return zip(*(row.split() for row in table.split("\n")[1:]))
+    """(GPUs, seconds per step, tokens per second, MFU in percent, days for 1T tokens) of each scale, as printed."""
+    return zip(*table["cells"].values(), strict=True)
 
 
 def reproduces(published: str, computed: float) -> bool:
@@ -82,23 +32,25 @@ def reproduces(published: str, computed: float) -> bool:
     return abs(float(published) - computed) <= max(0.5 * 10**-decimals, 1e-3 * abs(computed))
 
 
-@pytest.mark.parametrize("key", PUBLISHED, ids=lambda key: key[0])
-def test_every_published_cell(key):
-    _, (seq_len, samples, count), peak, share = key
-    for gpus, seconds, *cells in columns(PUBLISHED[key]):
-        batch, seconds = samples * int(gpus), float(seconds)
-        rate = tool.tokens_per_second(seq_len, batch, seconds)
-        computed = (rate, 100 * tool.mfu(batch, count * share, seconds, int(gpus), peak),
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_cell(name):
+    table = PUBLISHED[name]
+    count = table["model_flops"] * (tool.LORA_SHARE if table.get("lora") else 1)
+    for gpus, seconds, *cells in columns(table):
+        batch, seconds = table["samples_per_gpu"] * int(gpus), float(seconds)
+        rate = tool.tokens_per_second(table["seq_len"], batch, seconds)
+        computed = (rate, 100 * tool.mfu(batch, count, seconds, int(gpus), table["peak_tflops"]),
                     tool.days_to_train(1e12, rate))
         for cell, value in zip(cells, computed, strict=True):
             assert reproduces(cell.rstrip("*"), value) != cell.endswith("*"), (gpus, cell, value)
 
 
 def test_other_published_figures():
-    for _, (_, samples, count), peak, seconds, percent in LATER:
-        assert reproduces(percent, 100 * tool.mfu(128 * samples, count, float(seconds), 128, peak))
-    for rate, seconds in (("60777.68", "329.07"), ("36055.39", "554.70")):  # JUWELS Booster
-        assert reproduces(seconds, tool.report_seconds(float(rate)))
+    later = BY_NAME["GPT-3 175B bf16, 25.02"]  # the only one with both
+    seconds, gpus = float(later["step_seconds"]), later["gpus"]
+    assert reproduces(later["mfu_percent"], 100 * tool.mfu(later["global_batch_size"], 2.2e15, seconds, gpus, 989))
+    for report in DATA["reports"]:
+        assert reproduces(report["report_seconds"], tool.report_seconds(float(report["tokens_per_second"])))
     assert reproduces("92712", tool.tokens_per_second(8192, 128, 11.31))  # the examples between the tables
     assert reproduces("124.84", tool.days_to_train(1e12, tool.tokens_per_second(8192, 128, 11.31)))
     assert reproduces("35.21", 100 * tool.mfu(128, 3.94e15, 11.31, 64, 1979))
@@ -121,7 +73,7 @@ def test_the_documents_errors_are_explained_by_what_help_says():
     says("2,239,949", rate(8192, 4096, 14.98))
     says("53.19", 100 * tool.mfu(4096, 3.94e15, 14.98, 2048, 989))
     says("5.17", tool.days_to_train(1e12, rate(8192, 4096, 14.98)))
-    fp8 = [percent for *_, percent, _ in columns(PUBLISHED["Llama 3.1 70B FP8", LLAMA70, FP8, SFT])]
+    fp8 = [percent for *_, percent, _ in columns(PUBLISHED["Llama 3.1 70B FP8"])]
     assert f"FP8 has no MFU: {' '.join(fp8)} %" in notes
     shape = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8,
                         vocab_size=128256).shape
@@ -134,7 +86,7 @@ def test_the_documents_errors_are_explained_by_what_help_says():
     says("394,202", rate(4096, 128, 1.33))
     says("283,706", rate(4096, 64, 0.924))
     says("40.8", tool.days_to_train(1e12, rate(4096, 64, 0.924)))
-    says("36.46", 100 * tool.mfu(32, LORA * 1.84e14, 0.68, 8, 1979))
+    says("36.46", 100 * tool.mfu(32, tool.LORA_SHARE * 1.84e14, 0.68, 8, 1979))
     says("759,838", rate(4096, 128, 0.69))
     assert 3168 == 99 * 32 and 3168 % 64
     says("0.70", tool.mfu(2048, 2.2e15, 25.39738855, 256, 989))

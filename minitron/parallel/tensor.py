@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron import collectives, plain
+from minitron import collectives, meta, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
@@ -93,16 +93,16 @@ def parameter(shape: tuple[int, ...], *, shard: Shard | None, std: float | None,
 
 
 def choose_ops(device: torch.device) -> ModuleType:
-    """The pointwise kernels of a device: minitron.fused on CUDA, minitron.plain elsewhere."""
+    """The pointwise kernels of a device: minitron.fused on CUDA, minitron.meta in a dry run, else minitron.plain."""
     if device.type != "cuda":
-        return plain
+        return meta if device.type == "meta" else plain
     from minitron import fused
     return fused
 
 
 def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:
     """minitron.fused_apex if train.kernels asks for it. Raises ValueError if it cannot run here."""
-    if kernels != "apex":
+    if kernels != "apex" or device.type == "meta":
         return None
     if device.type != "cuda":
         raise ValueError(f"train.kernels=apex runs on CUDA devices, not on {device.type}; use train.kernels=auto")

@@ -107,7 +107,7 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     Source: Narayanan et al. 2021, PipeDream-Flush.
     """
     _check_sizes(pp, 1, num_microbatches)
-    return _training(pp, 1, num_microbatches, [pp - rank - 1 for rank in range(pp)])
+    return _training(pp, 1, num_microbatches)
 
 
 def interleaved(pp: int, vp: int, num_microbatches: int) -> Schedule:
@@ -124,8 +124,22 @@ def interleaved(pp: int, vp: int, num_microbatches: int) -> Schedule:
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters".
     """
     _check_sizes(pp, vp, num_microbatches)
+    return _training(pp, vp, num_microbatches)
+
+
+def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forward | Backward]:
+    """What a rank of `make` computes: its actions without the Exchanges.
+
+    Some forwards to warm up, then forward and backward in turn, then the backwards that are left.
+    """
+    order = _order(pp, vp, num_microbatches)
     group = max(_groups(pp, num_microbatches))
-    return _training(pp, vp, num_microbatches, [(vp - 1) * group + 2 * (pp - rank - 1) for rank in range(pp)])
+    warmup = pp - rank - 1 if vp == 1 else (vp - 1) * group + 2 * (pp - rank - 1)
+    warmup = min(warmup, len(order))
+    forwards = [Forward(mb, chunk) for mb, chunk in order]
+    backwards = [Backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1) for mb, chunk in order]
+    steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
+    return forwards[:warmup] + steady + backwards[len(order) - warmup :]
 
 
 def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
@@ -160,17 +174,9 @@ def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
     return order
 
 
-def _training(pp: int, vp: int, m: int, warmups: list[int]) -> Schedule:
-    """Rank r: warmups[r] forwards, then forward and backward in turn, then the backwards that are left."""
-    order = _order(pp, vp, m)
-    forwards = [Forward(mb, chunk) for mb, chunk in order]
-    backwards = [Backward(mb, vp - 1 - chunk, last=mb == m - 1) for mb, chunk in order]
-    operations = []
-    for warmup in warmups:
-        warmup = min(warmup, len(order))
-        steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
-        operations.append(forwards[:warmup] + steady + backwards[len(order) - warmup :])
-    return Schedule(pp, vp, m, _with_exchanges(pp, vp, m, operations))
+def _training(pp: int, vp: int, m: int) -> Schedule:
+    ranks = [operations(pp, vp, m, rank) for rank in range(pp)]
+    return Schedule(pp, vp, m, _with_exchanges(pp, vp, m, ranks))
 
 
 def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:

@@ -26,7 +26,7 @@ TRAIN = dict(seq_len=256, micro_batch_size=4, global_batch_size=8, steps=8)
 TARGETS = [("qkv",), ("q", "v"), ("qkv", "o", "gate", "up", "down")]
 
 
-def run(targets, steps=6, *, recompute="none", dropout=0.0, **precision):
+def run(targets, steps=6, *, lr=1e-2, recompute="none", dropout=0.0, **precision):
     """(losses, first gradients, peak bytes above what the trainer itself takes) of LoRA, or of all weights."""
     lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout)) if targets else {}
     cfg = config(LLAMA, lora, dict(model=MODEL, train=TRAIN | dict(recompute=recompute),
@@ -37,7 +37,7 @@ def run(targets, steps=6, *, recompute="none", dropout=0.0, **precision):
     gradients, loader = first_gradients(trainer), Loader(dataset_of(cfg), cfg, trainer.mesh)
     losses = []
     for step in range(steps):
-        losses.append(trainer.step(loader.step(step * 8, step), 1e-2).read()["loss"])
+        losses.append(trainer.step(loader.step(step * 8, step), lr).read()["loss"])
         if step == 1:  # after compilers and workspaces
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
@@ -64,12 +64,13 @@ def test_fp8_follows_bf16(recipe, targets, monkeypatch):
     original = scaling.cast
     monkeypatch.setattr(scaling, "cast", lambda self, x, role, *rest: (
         casts.append(role), original(self, x, role, *rest))[1])
-    reference, ours = run(targets)[0], run(targets, fp8=recipe)[0]
+    # A rate at which bf16 itself stays within 1e-4 of float32. Each product rounds by 4 %, over 2048 tokens.
+    reference, ours = run(targets, lr=1e-3)[0], run(targets, lr=1e-3, fp8=recipe)[0]
     assert casts.count("weight") == 4 * 4
-    # rounding noise of 4 % in each product, averaged over 2048 tokens
     assert ((ours - reference).abs() < 0.01 * reference).all()
     if recipe != "block":
-        assert ((run(targets, fp8=recipe, fp8_backend="torch")[0] - reference).abs() < 0.01 * reference).all()
+        others = run(targets, lr=1e-3, fp8=recipe, fp8_backend="torch")[0]
+        assert ((others - reference).abs() < 0.01 * reference).all()
 
 
 def test_it_keeps_less_than_training_everything():

@@ -1,0 +1,134 @@
+"""What a GPU and the network between GPUs need for one operation: seconds of a product, of attention, of a message.
+
+Problem: a data sheet's peak says little about a product of [2048, 9216] by [9216, 3072]. The idea: few constants a
+device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
+
+    product      operations / (rate * share of the last wave that is full) + bytes / copy rate * `unhidden`
+    attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
+                 between 64, 128 and 256 cost what the next of these does
+    pointwise    bytes read and written / (copy rate * `pointwise`)
+    collective   bytes * (P - 1) / P / bus + latency of the hops; the bus is the slowest link that the ring crosses
+
+    A weight gradient [n, k] += dy^T x also reads and writes 8 n k bytes of float32, 2e-12 n k seconds at 4 TB/s; with
+    m = 2048 rows its 4096 n k operations take 6e-12 n k at 700 TFLOP/s. That is why short sequences train slower.
+
+In a step kernels run a little slower than alone, by heat, gaps and messages beside them: `in_step` is that share.
+Where ranks of a ring share a node, each brings its own network card: k ranks a node have k times a card's rate.
+`benchmarks/devices.json` holds the constants with their sources. Left out: congestion, stragglers, host time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from math import ceil
+from pathlib import Path
+
+from minitron import flops
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of GPU. Rates are those of kernels alone; `source` says where they are from."""
+
+    gpu: str                    # as CUDA names it: H100
+    fabric: str                 # the network that it usually has
+    memory_gib: float           # that CUDA reports
+    reserved_gib: float         # of it outside of torch's allocator: context, NCCL
+    processors: int             # streaming multiprocessors
+    gemm_tflops: dict[str, float]  # bf16, fp8: of a product with full waves and no memory traffic
+    unhidden: float             # share of a product's memory traffic that its arithmetic does not hide
+    attention_tflops: float     # forward and backward, of the pairs under the mask, for endless sequences
+    half_keys: float            # keys at which attention reaches half of that
+    copy_tb_s: float            # bytes read plus bytes written
+    pointwise: float            # share of it that fused pointwise kernels reach
+    in_step: float              # rate of kernels in a step over that alone
+    gap_seconds: float          # between two kernels
+    source: str
+
+    def peak_tflops(self, fp8: bool) -> float | None:
+        """Of the data sheet; None if it is not known."""
+        return flops.peak_tflops(self.gpu, fp8)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """How GPUs are joined. Rates in GB/s of one GPU in one direction, as NCCL's bus bandwidth counts."""
+
+    gpus_per_node: int
+    nvlink_gb_s: float
+    nvlink_seconds: float       # latency of a step of a ring
+    network_gb_s: float         # of the card that one GPU has
+    network_seconds: float
+    tp_exposed: float           # share of tensor-parallel traffic that overlap does not hide
+    dp_exposed: float           # of gradients and parameters
+    source: str
+
+
+def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
+    """Devices and fabrics by name. Raises ValueError if the file has other keys than these."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return tuple({name: kind(**values) for name, values in content[section].items()}
+                     for kind, section in ((Device, "devices"), (Fabric, "fabrics")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = ", ".join(f.name for f in fields(Device))
+        raise ValueError(f"{path} is no table of devices ({error}); it needs `devices` with {names}, and `fabrics`; "
+                         "benchmarks/devices.json is one") from None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device in a fabric: seconds of operations on it."""
+
+    device: Device
+    fabric: Fabric
+
+    TILE = (256, 128)  # of the output, that one multiprocessor makes at a time
+
+    def product(self, m: int, n: int, k: int, *, fp8: bool, weight_grad: bool = False) -> float:
+        """y [m, n] = x [m, k] W [k, n], or the float32 gradient [n, k] += dy [n, m] x [m, k] of its weight."""
+        rows, columns = (n, k) if weight_grad else (m, n)
+        d, item = self.device, 1 if fp8 else 2
+        tiles = min((ceil(rows / a) * ceil(columns / b) for a, b in (self.TILE, self.TILE[::-1])))
+        waves = ceil(tiles / d.processors)
+        arithmetic = waves * d.processors / tiles * 2 * m * n * k / (d.gemm_tflops["fp8" if fp8 else "bf16"] * 1e12)
+        traffic = item * m * k + 8 * n * k + item * m * n if weight_grad else item * (m * k + n * k) + 2 * m * n
+        return (arithmetic + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step + d.gap_seconds
+
+    def attention(self, operations: float, keys: float, head_dim: int) -> float:
+        """`operations` of a kernel's call over `keys` positions, under the mask."""
+        d = self.device
+        rate = d.attention_tflops * keys / (keys + d.half_keys) * head_dim / next(
+            (size for size in (64, 128, 256) if size >= head_dim), head_dim) * 1e12
+        return operations / rate / d.in_step + d.gap_seconds
+
+    def moved(self, num_bytes: float, kernels: int = 1) -> float:
+        """Pointwise kernels that read and write so many bytes together."""
+        d = self.device
+        return num_bytes / (d.copy_tb_s * 1e12 * d.pointwise) + kernels * d.gap_seconds
+
+    def copied(self, num_bytes: float) -> float:
+        """One long pass over memory, such as the optimizer's."""
+        return num_bytes / (self.device.copy_tb_s * 1e12)
+
+    def inside(self, ranks: int, stride: int) -> bool:
+        """Whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
+        return ranks * stride <= self.fabric.gpus_per_node
+
+    def collective(self, num_bytes: float, ranks: int, stride: int) -> float:
+        """All-gather or reduce-scatter of `num_bytes`, counted whole."""
+        f = self.fabric
+        if ranks == 1:
+            return 0.0
+        together = min(ranks, max(1, f.gpus_per_node // stride))  # ranks of the ring in a node, each with its card
+        nodes = ceil(ranks / together)
+        bus = f.nvlink_gb_s if nodes == 1 else min(f.nvlink_gb_s, together * f.network_gb_s)
+        latency = (ranks - nodes) * f.nvlink_seconds + (nodes - 1) * f.network_seconds
+        return num_bytes * (ranks - 1) / ranks / (bus * 1e9) + latency
+
+    def message(self, num_bytes: float, ranks: int, stride: int) -> float:
+        """From a rank to the next one of the axis."""
+        f, near = self.fabric, self.inside(ranks, stride)
+        rate, latency = (f.nvlink_gb_s, f.nvlink_seconds) if near else (f.network_gb_s, f.network_seconds)
+        return num_bytes / (rate * 1e9) + latency if ranks > 1 else 0.0

@@ -1,0 +1,167 @@
+"""Bytes that a rank holds at the peak of a step, by what they are for.
+
+Four things last: parameters (2 bytes each in bf16), their gradients (4), masters and moments (12, over dp x cp) and FP8
+casts of the blocks' weights (2). Activations come and go with the schedule: a chunk's forward leaves what its backward
+needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in bf16:
+
+    2 h / tp   the sums before both norms                               x 2
+    2 h / tp   both norms' results, inputs of products                  x 2       FP8: casts, 1 byte    selective: none
+    2 w / tp   q, k, v (w wide), 2 n d / tp the attention's output                FP8: and a cast of that
+    2 f / tp   the MLP's inner values (gated: 4 f), 2 f / tp its activation       FP8: casts, 1 byte    selective: none
+
+Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. `full` leaves one of the sums, and all of this for
+the one block that is in its backward. The last stage's logits become their own gradient. `working` is what an operation
+needs beside what was saved: gradients inside of a block, gathered inputs.
+
+The formulas repeat what precision.py, gated.py, fused.py, context.py and grads.py do; tests hold them against what the
+trainer allocates. Left out: the padding of buckets, fragments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from minitron.config import Config
+from minitron.pipeline.schedule import Forward, operations, stage_layers
+
+WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
+PIECE_BYTES = 64 << 20  # of gradients that travel (minitron/optim/sums.py)
+RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
+PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
+
+
+class Memory:
+    """Bytes on the ranks of a layout over `world` ranks.
+
+    gpus_per_node: ranks of one node read each other's memory. frozen: weights have neither gradients nor states (LoRA).
+    """
+
+    def __init__(self, cfg: Config, world: int, *, gpus_per_node: int, frozen: bool = False):
+        m, p, t = cfg.model, cfg.parallel, cfg.train
+        self.cfg, self.gpus_per_node, self.frozen = cfg, gpus_per_node, frozen
+        self.llama, self.tp = m.family == "llama", p.tp
+        self.size = 4 if cfg.precision.dtype == "fp32" else 2
+        self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
+        self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
+        self.tokens = t.seq_len * t.micro_batch_size // p.cp
+        self.rows = self.tokens // p.tp if p.sequence_parallel else self.tokens  # between the products
+
+    def peak(self) -> tuple[int, Counter]:
+        """The pipeline rank that needs most, and its bytes by part."""
+        ranks = [(rank, self.of(rank)) for rank in range(self.cfg.parallel.pp)]
+        return max(ranks, key=lambda pair: pair[1].total())
+
+    def of(self, rank: int) -> Counter:
+        """Bytes of a pipeline rank by part."""
+        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages()))))
+
+    def lasting(self) -> int:
+        """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
+        return max(sum(self._lasting(rank)) for rank in range(self.cfg.parallel.pp))
+
+    # ---- what lasts
+
+    def _lasting(self, rank: int) -> tuple[int, int, int, int]:
+        """Of parameters, gradients, optimizer and FP8 weights."""
+        stages = range(rank, len(self.layers), self.cfg.parallel.pp)
+        count = sum(map(self.parameters, stages))
+        trained = 0 if self.frozen else count
+        states = 2 if self.size == 4 else 3  # in float32 the parameter is its own master
+        cast = 2 * self.block_matrices * sum(len(self.fp8_layers(stage)) for stage in stages)
+        return self.size * count, 4 * trained, 4 * states * trained // self.shards, cast
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of a block's four matrices on this rank."""
+        m = self.cfg.model
+        attention = m.hidden_size * m.head_dim * 2 * (m.num_heads + m.kv_heads)
+        return (attention + (3 if self.llama else 2) * m.hidden_size * m.ffn_hidden_size) // self.tp
+
+    def parameters(self, stage: int) -> int:
+        """Elements on a rank of this stage."""
+        m, h = self.cfg.model, self.cfg.model.hidden_size
+        vectors = 2 * h
+        if not self.llama:  # biases of norms, of rows, of columns
+            vectors += 4 * h + (m.head_dim * (m.num_heads + 2 * m.kv_heads) + m.ffn_hidden_size) // self.tp
+        count, table = len(self.layers[stage]) * (self.block_matrices + vectors), m.padded_vocab_size * h // self.tp
+        if stage == 0:
+            count += table + (m.max_positions * h if m.positions == "learned" else 0)
+        if stage == len(self.layers) - 1:
+            count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else table)
+        return count
+
+    def fp8_layers(self, stage: int) -> list[int]:
+        kept, count = self.cfg.precision.fp8_bf16_layers, self.cfg.model.num_layers
+        return [i for i in self.layers[stage] if self.cfg.precision.fp8 != "none" and kept <= i < count - kept]
+
+    # ---- what a microbatch leaves
+
+    def saved(self, stage: int) -> int:
+        """Bytes that a forward of the stage leaves for its backward."""
+        fp8, recompute = len(self.fp8_layers(stage)), self.cfg.train.recompute
+        saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
+        if stage == len(self.layers) - 1:  # the final norm's sum and result
+            saved += self.logits + 2 * self.cfg.model.hidden_size * self.size * self.rows
+        return saved
+
+    def _block(self, recompute: str, fp8: bool) -> int:
+        m, p, size = self.cfg.model, self.cfg.parallel, self.size
+        h, f, kept = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 else self.size
+        nd, kv = m.num_heads * m.head_dim // self.tp, m.kv_heads * m.head_dim // self.tp
+        if recompute == "full":
+            return h * size * self.rows
+        rows = 2 * (h * size + (4 if self.llama else 8))
+        whole = 2 * (nd + kv) * size + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * size
+        if fp8:
+            whole += nd
+        elif p.cp > 1 and p.cp_style == "ulysses":
+            whole += nd * size  # before and after it is traded
+        if recompute == "none":
+            rows, whole = rows + 2 * h * kept, whole + f * kept
+        return rows * self.rows + whole * self.tokens
+
+    @property
+    def logits(self) -> int:
+        return self.tokens * self.cfg.model.padded_vocab_size // self.tp * self.size
+
+    def _working(self, stage: int) -> int:
+        """The most that a backward of this stage needs beside what was saved."""
+        m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
+        h, f = m.hidden_size, m.ffn_hidden_size // self.tp
+        gathered = h * self.size * self.tokens if self.tp > 1 else 0
+        block = 2 * h * self.size * self.rows + 2 * gathered + (3 if self.llama else 2) * f * self.size * self.tokens
+        if t.recompute == "full":
+            block += self._block("none", bool(self.fp8_layers(stage)))
+        if m.attention_dropout or self.size == 4 or m.attention == "reference":  # it makes whole matrices of scores
+            side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
+            block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
+        if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
+            block = max(h * self.size * (2 * self.rows) + gathered, block - self.logits)
+        return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
+
+    def _messages(self) -> int:
+        """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
+        p, row = self.cfg.parallel, self.cfg.model.hidden_size * self.size
+        held = RECEIVED * row * self.rows if p.pp > 1 else 0
+        if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
+            held += 2 * row * (self.rows + self.tokens)
+        if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp and not self.frozen:
+            held += 2 * (self.shards - 1) * PIECE_BYTES
+        return held
+
+    def _walk(self, rank: int) -> tuple[int, int]:
+        """(what is saved, what is worked with) at the peak of the rank's operations."""
+        p = self.cfg.parallel
+        stages = range(rank, len(self.layers), p.pp)
+        working, saved = [self._working(stage) for stage in stages], [self.saved(stage) for stage in stages]
+        live, peak, some = 0, (0, 0), self.microbatches
+        if some % p.pp == 0:
+            some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
+        for op in operations(p.pp, p.vp, some, rank):
+            if type(op) is Forward:
+                live += saved[op.chunk]
+                peak = max(peak, (live, 0), key=sum)
+            else:
+                peak = max(peak, (live, working[op.chunk]), key=sum)
+                live -= saved[op.chunk]
+        return peak

@@ -1,0 +1,216 @@
+"""Seconds of one microbatch in one pipeline stage, forward and backward, by what they are spent on.
+
+The idea: a stage is a list of products, attention calls, passes over memory and messages at this rank's *local* sizes,
+and `minitron.planner.machine` knows the seconds of each. Per block and token (h hidden, f ffn, w = (n + 2 g) d the
+width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
+
+    products      4 forward: h -> w, n d -> h, h -> f (gated: 2 f), f -> h; each again for dx and for dW
+    attention     2 products of the pairs under the mask forward, 5 backward
+    passes        2 norms with their residual sums (read 2, write 2; backward 3 and 1) on s_, rotary positions, the
+                  activation, FP8 casts
+    tp messages   forward gather, scatter, gather, scatter; backward the same, and the two inputs gathered again
+    cp messages   keys and values around the ring, twice, and their gradients
+
+Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
+first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
+stand alone (minitron/overlap.py, Separate), without overlap all do. `full` recomputation repeats the forward inside the
+backward, `selective` its norms and activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from minitron.config import Config
+from minitron.planner.machine import Machine
+
+Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
+HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
+
+
+@dataclass(frozen=True)
+class Assume:
+    """What a configuration does not say.
+
+    document_tokens: the mean length of documents that are kept apart; None: one fills a sample. frozen: LoRA on q, k,
+    v, and all other weights without a gradient.
+    """
+
+    document_tokens: float | None = None
+    frozen: bool = False
+
+
+def total(parts: Parts) -> float:
+    """Seconds that pass: what is hidden is not counted."""
+    return sum(seconds for part, seconds in parts.items() if part not in HIDDEN)
+
+
+class Work:
+    """The work of one microbatch on one rank of the layout `cfg.parallel`."""
+
+    def __init__(self, cfg: Config, machine: Machine, assume: Assume = Assume()):
+        m, p, t = cfg.model, cfg.parallel, cfg.train
+        self.cfg, self.machine, self.assume, self.model = cfg, machine, assume, m
+        self.tokens = t.seq_len * t.micro_batch_size // p.cp
+        self.slice = self.tokens // p.tp if p.sequence_parallel else self.tokens  # rows between the products
+        self.item = 4 if cfg.precision.dtype == "fp32" else 2
+        self.near = machine.inside(p.tp, 1)
+        self.block = lru_cache(2)(self._block)
+
+    def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
+        """(forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
+        forward, backward = Parts(), Parts()
+        kept, count = self.cfg.precision.fp8_bf16_layers, self.model.num_layers
+        for layer in layers:
+            fp8 = self.cfg.precision.fp8 != "none" and kept <= layer < count - kept
+            for whole, part in zip((forward, backward), self.block(fp8)):
+                whole.update(part)
+        for wanted, make in ((first, self.embedding), (last, self.head)):
+            if wanted:
+                for whole, part in zip((forward, backward), make()):
+                    whole.update(part)
+        return forward, backward
+
+    # ---- a block
+
+    def _block(self, fp8: bool) -> tuple[Parts, Parts]:
+        m, p = self.model, self.cfg.parallel
+        h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
+        w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
+        # n, k and what is communicated beside the product
+        layers = ((w, h, "gather"), (h, nd, "scatter"), (inner, h, "gather"), (h, f, "scatter"))
+        forward, backward = Parts(), Parts()
+        for n, k, beside in layers:
+            self._linear(n, k, beside, fp8, forward, backward)
+        if self.assume.frozen:  # the adapter of q, k, v: x A, then its product added; three such passes backward
+            thin = self.machine.moved(self.tokens * (w + h) * self.item, 2)
+            forward["pointwise"] += thin
+            backward["pointwise"] += 2 * thin
+        self._attention(forward, backward)
+        passes = self._passes(fp8, nd, w, f, inner)
+        for whole, (moved, kernels) in zip((forward, backward), passes):
+            whole["pointwise"] += self.machine.moved(moved, kernels)
+        recompute = self.cfg.train.recompute
+        if recompute == "full":
+            backward.update(forward)
+        elif recompute == "selective":  # two norms and the activation once more
+            again = self.slice * h * 2 * self.item * 2 + self.tokens * (inner + f) * self.item
+            backward["pointwise"] += self.machine.moved(again, 3)
+        return forward, backward
+
+    def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
+        """Three products, of a frozen weight two, and the messages beside them."""
+        product, t, frozen = self.machine.product, self.tokens, self.assume.frozen
+        y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
+        dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True)
+        forward["gemm"] += y
+        backward["gemm"] += dx + dw
+        width = k if beside == "gather" else n  # h: what crosses ranks is hidden-sized
+        cast = 1 if fp8 else self.item
+        split = self.cfg.parallel.sequence_parallel
+        if beside == "gather":
+            if split:
+                self._tp(forward, cast * width, y, pieces=True)
+                if not frozen:
+                    self._tp(backward, cast * width, dx)    # x is gathered again beside dx
+            self._tp(backward, self.item * width, dw)       # dx is scattered, or reduced, beside dW
+        else:
+            self._tp(forward, self.item * width, y, pieces=True)
+            if split:
+                self._tp(backward, cast * width, dx, pieces=True)
+
+    def _tp(self, parts: Parts, bytes_per_token: int, beside: float, *, pieces: bool = False) -> None:
+        """A message over tp next to a product of `beside` seconds, of which it needs pieces if it depends on it."""
+        p, exposed_share = self.cfg.parallel, self.machine.fabric.tp_exposed
+        seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
+        if not p.sequence_parallel:
+            seconds *= 2  # an all-reduce
+        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else beside * (1 - pieces / p.tp)
+        hidden = min(seconds, can_hide) * (1 - exposed_share)
+        parts["tp_hidden"] += hidden
+        parts["tp_exposed"] += seconds - hidden
+
+    def _attention(self, forward: Parts, backward: Parts) -> None:
+        m, p, t = self.model, self.cfg.parallel, self.cfg.train
+        keys = min(t.seq_len, self.assume.document_tokens or t.seq_len)
+        share = m.num_heads * m.head_dim // p.tp
+        pairs = t.micro_batch_size * t.seq_len * keys / 2 / p.cp
+        ring = p.cp > 1 and p.cp_style != "ulysses"
+        length = keys / p.cp if ring else keys  # of a kernel's call
+        one_way = 2 * share * pairs * 2
+        attend, back = (self.machine.attention(x * one_way, length, m.head_dim) for x in (1, 2.5))
+        forward["attention"] += attend
+        backward["attention"] += back
+        if m.attention_dropout:  # the reference backend writes every score, in float32, and passes over them
+            scores = 4 * share // m.head_dim * t.micro_batch_size * t.seq_len**2
+            forward["attention"] += self.machine.moved(12 * scores, 6)
+            backward["attention"] += self.machine.moved(20 * scores, 10)
+        if p.cp == 1:
+            return
+        size, kv = self.item, 2 * m.kv_heads * m.head_dim // p.tp
+        if p.cp_style == "ulysses":
+            moved = self.machine.collective(self.tokens * p.cp * (2 * share + kv) * size / p.cp, p.cp, p.tp)
+            forward["cp_exposed"] += moved
+            backward["cp_exposed"] += moved
+            return
+        hop = self.machine.message(self.tokens * kv * size, p.cp, p.tp)
+        sums = hop * (2 if p.cp > 2 else 1)  # float32 beyond two terms
+        for parts, kernels, steps in ((forward, attend, [hop] * (p.cp - 1)),
+                                      (backward, back, [hop + sums] * (p.cp - 1))):
+            hidden = sum(min(step, kernels / p.cp) for step in steps)
+            parts["cp_hidden"] += hidden
+            parts["cp_exposed"] += sum(steps) - hidden
+        backward["cp_exposed"] += sums  # the last hop brings the gradients home
+        merged = (p.cp - 1) * self.tokens * share * 3 * size
+        for parts in (forward, backward):
+            parts["pointwise"] += self.machine.moved(merged, p.cp - 1)
+
+    def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[tuple[float, int], tuple[float, int]]:
+        """(bytes, kernels) of the forward and of the backward: see minitron/fused.py for what each kernel moves."""
+        m, p, size = self.model, self.cfg.parallel, self.item
+        h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
+        forward = backward = 2 * 4 * h * size * rows
+        if m.positions == "rope":
+            forward += 2 * (w - (w - nd) // 2) * size * t
+        backward += 2 * w * size * t  # gradients of q, k, v side by side
+        if not (fp8 and llama):
+            forward, backward = forward + (inner + f) * size * t, backward + (f + 2 * inner) * size * t
+        if not llama:
+            backward += (w + f) * size * t + 2 * h * size * rows  # bias gradients
+        if m.hidden_dropout:
+            forward, backward = forward + 2 * 5 * h * size * rows, backward + 2 * 2 * h * size * rows
+        if p.tp > 1 and self.near and p.overlap_tp:  # a scatter ends in a sum of tp pieces
+            forward, backward = (x + 2 * h * size * (t + rows) for x in (forward, backward))
+        kernels = (3 + llama, 4 + llama) if llama else (3, 8)
+        if not fp8:
+            return (forward, kernels[0]), (backward, kernels[1])
+        cast = size + 2  # read, rows and columns written; what is gathered gets its columns afterwards
+        forward += cast * (2 * h * rows + nd * t)
+        backward += cast * (2 * h * rows + w * t) + (4 * 2 * h * t if p.tp > 1 else 0)
+        if llama:
+            forward, backward = forward + (inner * size + 2 * f) * t, backward + ((f + inner) * size + 2 * inner) * t
+        else:
+            forward, backward = forward + cast * f * t, backward + cast * inner * t
+        return (forward, kernels[0] + 4), (backward, kernels[1] + 6)
+
+    # ---- the ends
+
+    def embedding(self) -> tuple[Parts, Parts]:
+        m, size = self.model, self.item
+        forward, backward = Parts(), Parts()
+        forward["pointwise"] = self.machine.moved(3 * m.hidden_size * size * self.tokens, 3)
+        backward["pointwise"] = self.machine.moved(5 * m.hidden_size * 4 * self.tokens, 3)
+        for parts in (forward, backward):
+            parts["tp_exposed"] = self.machine.collective(m.hidden_size * size * self.tokens, self.cfg.parallel.tp, 1)
+        return forward, backward
+
+    def head(self) -> tuple[Parts, Parts]:
+        """The final norm, the product with the vocabulary and the loss; never in FP8."""
+        m, v, size = self.model, self.model.padded_vocab_size // self.cfg.parallel.tp, self.item
+        forward, backward = Parts(), Parts()
+        self._linear(v, m.hidden_size, "gather", False, forward, backward)
+        forward["pointwise"] += self.machine.moved((4 * m.hidden_size * self.slice + v * self.tokens) * size, 6)
+        backward["pointwise"] += self.machine.moved((4 * m.hidden_size * self.slice + 2 * v * self.tokens) * size, 4)
+        return forward, backward

@@ -1,0 +1,228 @@
+"""tools/plan.py and its pictures; the planner's constants and how far its predictions are off."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import calibration, ceilings
+from benchmarks.cases import CASES
+from minitron import cli
+from minitron.planner.machine import read_machines
+from minitron.planner.plan import plan, room_gib
+from minitron.planner.work import HIDDEN, Assume
+from tools import plan as tool
+from tools import plan_pictures
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = str(ROOT / "configs" / "llama3_8b.yaml")
+DP8 = [CONFIG, "train.global_batch_size=32", "parallel.tp=2", "--world", "8", "--device", "h100"]
+
+
+def printed(capsys, *argv):
+    tool.main(list(argv))
+    return capsys.readouterr().out
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_json_and_table_say_the_same(capsys):
+    record, table = json.loads(printed(capsys, *DP8, "--json", "--tokens", "2e12")), printed(capsys, *DP8)
+    job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
+    assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
+    assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
+    assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
+    assert record["step_seconds"] == pytest.approx(
+        sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN))
+    assert record["days"] == pytest.approx(2e12 / (32 * 8192 / record["step_seconds"]) / 86400)
+    assert record["layout"] == {"tp": 2, "pp": 1, "vp": 1, "cp": 1, "dp": 4, "micro_batch_size": 1, "recompute": "none"}
+    for text in (f"{record['memory_gib']:.2f} GiB", "fits", f"{record['step_seconds']:.3f} s",
+                 f"{record['mfu_percent']:.2f} %", f"{record['seconds']['gemm']:.3f} s",
+                 f"and {record['seconds']['tp_hidden']:.3f} s hidden"):
+        assert text in table
+
+
+def test_lora_and_documents_are_faster(capsys):
+    seconds = [json.loads(printed(capsys, *DP8, "--json", *extra))["step_seconds"]
+               for extra in ([], ["--document-tokens", "256"], ["--document-tokens", "256", "--lora"])]
+    assert seconds[0] > seconds[1] > 1.3 * seconds[2]
+
+
+def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
+    record = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "3"))
+    text = printed(capsys, *DP8, "--search", "--count", "3")
+    steps = [best["step_seconds"] for best in record["best"]]
+    assert steps == sorted(steps) and steps[0] < record["given"]["step_seconds"]
+    for key, value in record["changes"][0].items():
+        assert f"{key}={value}" in text
+    for reason, count in record["reasons"].items():
+        assert f"{count:6} layouts: {reason}" in text
+    assert f"{100 * (record['given']['step_seconds'] / steps[0] - 1):.1f} % faster" in text
+    assert f"{record['others_that_fit']} other layouts fit; the next one takes " in text
+
+
+def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
+    best = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "1"))["changes"][0]
+    keys = [f"{key}={value}" for key, value in best.items()]
+    text = printed(capsys, *DP8[:3], *keys, *DP8[3:], "--search", "--count", "1")
+    assert "the given layout is the fastest that fits" in text
+
+
+def test_a_job_that_does_not_fit_is_one_line_and_status_1():
+    command = [sys.executable, tool.__file__, CONFIG, "train.global_batch_size=16", "--world", "4", "--device", "h100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "does not fit" in done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "; use " in done.stderr
+    change = done.stderr.strip().split("; use ")[1].split()
+    assert subprocess.run([*command, *change], capture_output=True, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--world", "0", "--device", "h100"], "argument --world: 0 is less than 1"),
+    (["--world", "8", "--device", "v100"], "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb"),
+    (["--world", "8", "--device", "h100", "--fabric", "x"], "fabric x is not in .*; use --fabric ndr400, a3-mega, "),
+    (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is not positive and finite"),
+    (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search out"),
+    (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
+    (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),
+])
+def test_mistakes(argv, message):
+    with pytest.raises(ValueError, match=message):
+        tool.main([CONFIG, "train.global_batch_size=48", *argv])
+
+
+def test_a_search_that_finds_nothing_names_the_nearest_change():
+    with pytest.raises(ValueError, match="GiB do not fit into .* GPUs"):
+        tool.main([str(ROOT / "configs" / "llama31_70b.yaml"), "parallel.tp=1", "parallel.pp=1", "parallel.vp=1",
+                   "parallel.cp=1", "train.global_batch_size=64", "--world", "4", "--device", "a100", "--search"])
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures(capsys, tmp_path):
+    argv = [*DP8[:2], "parallel.pp=2", "parallel.vp=2", "--world", "8", "--device", "h200"]
+    tool.main([*argv, "--draw", str(tmp_path / "plan")])
+    names = [Path(line).name for line in capsys.readouterr().err.split()]
+    assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png"]
+    assert all((tmp_path / "plan" / name).stat().st_size > 1000 for name in names)
+    job = plan(cli.load(argv[:4]), 8, tool.chosen(tool.parse(argv)))
+    # A box for each forward and backward of 8 microbatches through 4 stages.
+    assert (tmp_path / "plan" / "timeline.svg").read_text().count("<title>") == 2 * 8 * 4
+    curve = plan_pictures.memory_curve(job)
+    assert max(gib for _, gib in curve) == pytest.approx(job.memory_gib - job.memory["working"] / 2**30)
+    assert curve[-1][1] == pytest.approx(curve[0][1])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--draw .*file cannot be written"):
+        list(plan_pictures.draw(job, Assume(), tmp_path / "file"))
+
+
+def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
+    job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
+    for in_proportion, worlds in ((True, [8 << i for i in range(10)]), (False, [8, 16, 32, 64])):
+        assert [p.world for p in plan_pictures.scaling(job, Assume(), in_proportion=in_proportion)] == worlds
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+MACHINES = read_machines(calibration.DEVICES)
+
+
+def test_every_published_step_time_is_met_within_15_percent():
+    rows = calibration.published_rows(calibration.PUBLISHED)
+    worst = {row: calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in rows}
+    assert {row.name: f"{error:+.3f}" for row, error in worst.items() if abs(error) > 0.15} == {}
+    assert not any(row.fitted for row in rows if row.device.startswith("a100"))
+    for name in {row.name for row in rows if row.fitted}:
+        scales = [row.gpus for row in rows if row.name == name]
+        assert [row.gpus for row in rows if row.name == name and row.fitted] == [min(scales)]
+
+
+def test_own_runs_are_met_within_10_percent_and_their_memory_within_5():
+    rows = calibration.own_rows(calibration.RESULTS)
+    assert rows
+    for row in rows:
+        job = calibration.predict(row, MACHINES)
+        assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
+        assert job.memory_gib == pytest.approx(row.gib, rel=0.05), row.name
+        assert bool(row.fitted) == (CASES[row.name.rsplit("-", 1)[0]].gpus <= calibration.OWN_FITTED_GPUS)
+
+
+def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, monkeypatch):
+    few = [row for row in calibration.published_rows(calibration.PUBLISHED) if "SFT bf16" in row.name]
+    monkeypatch.setattr(calibration, "published_rows", lambda path: few)
+    path = tmp_path / "results.jsonl"
+    path.write_text(calibration.RESULTS.read_text())
+    assert calibration.main(["--results", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "calibration.md").read_text()
+    held, fitted = text.split("## Fitted")
+    for row in few + calibration.own_rows(path):
+        job = calibration.predict(row, MACHINES)
+        line = (f"| {row.name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
+                f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |")
+        assert line in (fitted if row.fitted else held)
+    worst = max((calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few[1:]), key=abs)
+    assert f"Published step times: largest error {100 * worst:+.1f} %" in held
+    monkeypatch.setattr(calibration, "DEVICES", tmp_path / "devices.json")
+    (tmp_path / "devices.json").write_text(tool.DEVICES.read_text())
+    path.write_text("")
+    assert calibration.main(["--fit", "--results", str(path)]) == 1
+    assert "error: there is no row to fit the constants of a device on" in capsys.readouterr().out
+
+
+def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
+    record = next(json.loads(line) for line in calibration.RESULTS.read_text().splitlines() if "ours_gib" in line)
+    path = tmp_path / "results.jsonl"
+    records = [{**record, "ours_gib": gib} for gib in (1.0, 2.0)]
+    records += [{**record, "gpu": None}, {**record, "case": "forgotten-bf16"}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert [row.gib for row in calibration.own_rows(path)] == [2.0]
+    assert calibration.own_rows(tmp_path / "none.jsonl") == []
+    with pytest.raises(ValueError, match="no row to fit the constants of a device on; run benchmarks/compare.py"):
+        calibration.fit([], MACHINES)
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
+    """Rows that the model itself predicts, with constants on the grid."""
+    cases = [("2gpu-70b-4layers-tp2", "device"), ("70b-tp4", "fabric"), ("8b-s4096-dp4", "fabric")]
+    made = calibration._with(calibration._with(MACHINES, 0, {"in_step": 0.915}), 1,
+                             {"tp_exposed": 0.25, "dp_exposed": 0.1})
+    rows = [calibration.Row(name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind)
+            for name, kind in cases]
+    rows = [replace(row, seconds=calibration.predict(row, made).step_seconds) for row in rows]
+    found = calibration.fit(rows, MACHINES)
+    path = tmp_path / "devices.json"
+    path.write_text(calibration.DEVICES.read_text())
+    calibration.store(found, path)
+    for devices, fabrics in (found, read_machines(path)):
+        assert {one.in_step for one in devices.values()} == {0.915}
+        assert {(one.tp_exposed, one.dp_exposed) for one in fabrics.values()} == {(0.25, 0.1)}
+
+
+def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path):
+    """Rows that the formulas themselves make, with constants of their own."""
+    like = MACHINES[0]["h200"]
+    copy, unhidden, rates, best, half = 3.1, 0.7, {"bf16": 640.0, "fp8": 1210.0}, 550.0, 1300
+    made = replace(like, copy_tb_s=copy, unhidden=unhidden)
+    rows = [(f"GEMM {kind} {grad}, x", str(list(shape)),
+             ceilings._predicted(made, kind, rate, grad == "weight_grad", list(shape)), "TFLOP/s")
+            for shapes in ceilings.GEMMS.values() for shape in shapes for kind, rate in rates.items()
+            for grad in ceilings.KINDS]
+    rows += [("attention (cudnn), x", f"s {s}", best * s / (s + half), "TFLOP/s") for s in (2048, 4096, 16384)]
+    rows += [("copy", "1024 MiB", copy, "TB/s"), ("all-gather, 4 ranks", "64 MiB", 111.0, "GB/s")]
+    path = tmp_path / "here.json"
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, multi_processor_count=132)
+    ceilings.write_device(rows, gpu, path)
+    devices, fabrics = read_machines(path)
+    here = devices["here"]
+    assert (here.copy_tb_s, here.unhidden, here.memory_gib, here.fabric) == (copy, unhidden, 140.0, "here")
+    assert here.gemm_tflops == pytest.approx(rates, rel=1e-3)
+    assert (here.attention_tflops, here.half_keys) == pytest.approx((best, half), rel=1e-3)
+    assert (here.in_step, fabrics["here"].nvlink_gb_s) == (like.in_step, 111.0)
+    assert set(devices) == {*MACHINES[0], "here"}

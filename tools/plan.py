@@ -1,0 +1,184 @@
+"""Will a job fit, and how fast will it be? Memory and time by part, pictures, and the fastest layout, on a laptop.
+
+    python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100
+    python tools/plan.py configs/llama31_70b.yaml train.seq_len=4096 --world 64 --device h100 --json
+    python tools/plan.py configs/gpt3_175b.yaml precision.fp8=delayed --world 2048 --device h100 --search
+    python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --draw plan/
+
+--search ranks all layouts that fit, for the same global batch, and counts why the others do not. A job that does not
+fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics: benchmarks/devices.json;
+`benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far predictions are from
+measurements: benchmarks/results/calibration.md. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
+
+from minitron import cli
+from minitron.config import Config
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import Plan, plan, room_gib
+from tools.plan_search import Found, changes, remedy, search
+from minitron.planner.work import HIDDEN, Assume
+from tools.command import Parser, run
+
+DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
+MEANINGS = {
+    "gemm": "matrix products", "attention": "attention", "pointwise": "norms, activations, casts, gaps",
+    "tp_exposed": "tensor parallel", "cp_exposed": "context parallel", "pp_exposed": "between stages",
+    "dp_exposed": "gradients and parameters", "bubble": "waiting for other stages", "optimizer": "optimizer"}
+
+
+def main(argv: list[str]) -> None:
+    o = parse(argv)
+    cfg, machine, assume = cli.load(o.config), chosen(o), Assume(o.document_tokens, o.lora)
+    cfg.check(o.world)
+    job = plan(cfg, o.world, machine, assume)
+    if o.search:
+        found = search(cfg, o.world, machine, assume, o.count)
+        if not found.best:
+            raise ValueError(remedy(job, assume))
+        print(json.dumps(search_record(found, job, o.tokens)) if o.json else ranking(found, job))
+        return
+    print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
+    if o.draw is not None:
+        from tools import plan_pictures  # needs matplotlib
+        for path in plan_pictures.draw(job, assume, o.draw):
+            print(path, file=sys.stderr)
+    if not job.fits:
+        raise ValueError(remedy(job, assume))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("config", nargs="+", metavar="CONFIG", help="YAML files and section.key=value, as the trainer takes them")
+    add("--world", type=_positive_int, required=True, help="GPUs in all")
+    add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
+    add("--fabric", help="of the same table (default: the device's usual one)")
+    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
+    add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
+    add("--document-tokens", type=_positive, help="mean length of documents, if they are kept apart")
+    add("--lora", action="store_true", help="LoRA on q, k, v: all other weights are frozen")
+    add("--json", action="store_true", help="print one object instead of a table")
+    add("--search", action="store_true", help="rank all layouts")
+    add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
+    add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling")
+    o = parser.parse_intermixed_args(argv)
+    if o.search and o.draw is not None:
+        raise ValueError("--draw shows one plan; leave --search out, and give the layout that it found")
+    return o
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
+def chosen(o: argparse.Namespace) -> Machine:
+    devices, fabrics = read_machines(o.devices)
+    if o.device not in devices:
+        raise ValueError(f"--device {o.device} is not in {o.devices}; use {', '.join(devices)}")
+    name = o.fabric or devices[o.device].fabric
+    if name not in fabrics:
+        raise ValueError(f"fabric {name} is not in {o.devices}; use --fabric {', '.join(fabrics)}")
+    return Machine(devices[o.device], fabrics[name])
+
+
+# ---- one plan --------------------------------------------------------------------------------------------------------
+
+
+def record(job: Plan, tokens: float) -> dict:
+    """What --json prints: seconds and GiB, of a rank; the layout as the configuration's keys."""
+    p, t = job.cfg.parallel, job.cfg.train
+    return {"step_seconds": job.step_seconds, "mfu_percent": job.mfu_percent, "memory_gib": job.memory_gib,
+            "room_gib": room_gib(job.machine), "fits": job.fits, "tokens_per_second": job.tokens_per_second,
+            "days": tokens / job.tokens_per_second / 86400, "world": job.world, "gpu": job.machine.device.gpu,
+            "layout": {"tp": p.tp, "pp": p.pp, "vp": p.vp, "cp": p.cp, "dp": job.cfg.dp(job.world),
+                       "micro_batch_size": t.micro_batch_size, "recompute": t.recompute},
+            "microbatches": job.cfg.num_microbatches(job.cfg.dp(job.world)),
+            "seconds": {part: job.seconds[part] for part in (*MEANINGS, *HIDDEN)},
+            "memory": {part: size / 2**30 for part, size in job.memory.items()}, "fullest_pipeline_rank": job.fullest}
+
+
+def layout(cfg: Config, world: int) -> str:
+    p, t = cfg.parallel, cfg.train
+    return (f"tp {p.tp}, pp {p.pp}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
+            f"microbatches of {t.micro_batch_size}, recompute {t.recompute}")
+
+
+def mfu(job: Plan) -> str:
+    return "unknown" if job.mfu_percent is None else f"{job.mfu_percent:.2f} %"
+
+
+def table(job: Plan, tokens: float) -> str:
+    total, seconds = job.memory.total(), job.step_seconds
+    lines = [f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}", "",
+             f"memory {job.memory_gib:8.2f} GiB of {room_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
+             f"{'fits' if job.fits else 'does not fit'}"]
+    lines += [f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %"
+              for part, size in job.memory.items() if size]
+    lines += ["", f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "
+              f"{tokens / job.tokens_per_second / 86400:,.1f} days for {tokens:g} tokens"]
+    for part, meaning in MEANINGS.items():
+        hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
+        beside = f"   and {hidden:.3f} s hidden" if hidden > 5e-4 else ""
+        if job.seconds[part] > 5e-4 or beside:
+            lines.append(f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
+                         f"{meaning}{beside}")
+    return "\n".join(lines)
+
+
+# ---- a search --------------------------------------------------------------------------------------------------------
+
+
+def search_record(found: Found, job: Plan, tokens: float) -> dict:
+    return {"given": record(job, tokens), "best": [record(best, tokens) for best in found.best],
+            "changes": [changes(job.cfg, best.cfg) for best in found.best], "others_that_fit": len(found.others),
+            "reasons": found.reasons}
+
+
+def ranking(found: Found, job: Plan) -> str:
+    """The best layouts, what the first would change, and what became of the others."""
+    given = f"{job.step_seconds:.3f} s, MFU {mfu(job)}, {job.memory_gib:.1f} GiB"
+    lines = [f"given: {layout(job.cfg, job.world)}: {given}{'' if job.fits else ', does not fit'}", "",
+             f"{'step s':>8} {'MFU':>8} {'GiB':>6}  layout"]
+    lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}"
+              for p in found.best]
+    lines += ["", difference(job, found.best[0])]
+    if found.others:
+        cfg, seconds = found.others[0]
+        lines.append(f"{len(found.others)} other layouts fit; the next one takes {seconds:.3f} s or more: "
+                     f"{layout(cfg, job.world)}")
+    lines += [f"{count:6} layouts: {reason}" for reason, count in found.reasons.most_common()]
+    return "\n".join(lines)
+
+
+def difference(given: Plan, best: Plan) -> str:
+    """One line: the keys that differ, and the parts of the step that this makes longer or shorter."""
+    keys = " ".join(f"{key}={value}" for key, value in changes(given.cfg, best.cfg).items())
+    if not keys:
+        return "the given layout is the fastest that fits"
+    gains = {part: best.seconds[part] - given.seconds[part] for part in MEANINGS}
+    told = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
+    share = 100 * (given.step_seconds / best.step_seconds - 1)
+    return f"{keys}: {share:.1f} % faster ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+
+
+if __name__ == "__main__":
+    run(main)
