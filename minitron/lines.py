@@ -122,7 +122,7 @@ def nemo_pipe(line: Line) -> str:
                "reduced_train_loss": line.loss, "train_step_timing in s": line.seconds,
                "consumed_samples": last.consumed_samples, "val_loss": line.val_loss}
     return " | ".join([f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}", *(
-        f"{name}: {int(x) if x == int(x) else format(x, '.4')}" for name, x in figures.items() if x is not None)])
+        f"{name}: {int(x) if float(x).is_integer() else format(x, '.4')}" for name, x in figures.items() if x is not None)])
 
 
 FORMATS: dict[str, Callable[[Line], str]] = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar,

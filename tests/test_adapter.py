@@ -20,7 +20,7 @@ from test_lora import ALL
 
 from minitron import cli, finetune, pretrain
 from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import fingerprint, open_weights
+from minitron.checkpoint.adapter import Merged, fingerprint, open_weights
 from minitron.checkpoint.format import CheckpointError
 from minitron.config import Config
 from minitron.testing import assert_close_rel
@@ -94,6 +94,17 @@ def test_merged_and_peft_equal_the_trained_adapter(bases, tmp_path, name, target
     assert_close_rel(logits_of(again, batch), ours, 1e-5)
 
 
+def test_peft_finds_no_more_modules_than_were_trained(bases, tmp_path, recwarn):
+    """GPT-2 calls two layers of a block c_proj."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    leg(saving(tuning(bases("gpt2"), targets=("o",)), tmp_path / "run"), 1)
+    convert("export", tmp_path / "run", tmp_path / "adapter", "--adapter")
+    tuned = peft.PeftModel.from_pretrained(loaded(bases("gpt2")), tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sum(".lora_" in name for name, _ in tuned.named_parameters()) == len(saved)
+    assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
+
+
 def test_all_weights_from_hugging_face_and_back(ranks, bases, tmp_path):
     """SFT in two layouts, one going on where the other ended, starts from the folder's logits and moves them."""
     cfg = saving(tuning(bases("llama"), "sft"), tmp_path / "run")
@@ -123,6 +134,17 @@ def test_the_fingerprint_is_of_values(bases, tmp_path):
     assert fingerprint(hf.Reader(tmp_path)) != mark
 
 
+def test_the_fingerprint_of_merged_weights_is_of_both_parts(bases, tmp_path, monkeypatch):
+    """Their sum is not bit-equal on every machine."""
+    marks = []
+    for steps in (1, 2):
+        leg(saving(tuning(bases("llama")), tmp_path / "run"), steps)
+        marks.append(fingerprint(open_weights(str(tmp_path / "run"))))
+    monkeypatch.setattr(Merged, "read", lambda *_: pytest.fail("a sum was read"))
+    assert fingerprint(open_weights(str(tmp_path / "run"))) == marks[1]
+    assert len({*marks, fingerprint(hf.Reader(bases("llama")))}) == 3
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
@@ -146,9 +168,14 @@ def test_adapters_go_on_in_any_layout(ranks, bases, tmp_path):
     assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("world, parallel", [(1, {}), (2, dict(tp=2))])
-def test_the_same_layout_goes_on_bit_for_bit(ranks, bases, tmp_path, world, parallel):
+FP8 = dict(dtype="bf16", fp8="delayed", fp8_backend="torch")
+
+
+@pytest.mark.parametrize("world, parallel, precision", [(1, {}, {}), (2, dict(tp=2), {}), (1, {}, FP8)], ids=str)
+def test_the_same_layout_goes_on_bit_for_bit(ranks, bases, tmp_path, world, parallel, precision):
     cfg = in_layout(tuning(bases("llama"), targets=("q", "v", "o"), dropout=0.2), **parallel)
+    cfg = dataclasses.replace(cfg, precision=dataclasses.replace(cfg.precision, **precision))
+    cfg.check(world)
     first = ranks(world, leg, saving(cfg, tmp_path), 2)
     then = ranks(world, leg, saving(cfg, tmp_path), 4)
     assert [a + b for a, b in zip(first, then)] == ranks(world, whole, cfg, 4)
@@ -176,6 +203,8 @@ def test_an_adapter_belongs_to_its_base(bases, tmp_path):
     wanted = "step_00000001 holds an adapter of another model: its weights had the fingerprint "
     assert wanted in start_error(moved)
     assert wanted in error_of(convert, "export", tmp_path / "run", tmp_path / "out", "--base", other)
+    assert f"the base of the adapter in {tmp_path / 'run' / 'step_00000001'}: {tmp_path / 'gone'} holds no weights" in (
+        error_of(convert, "export", tmp_path / "run", tmp_path / "out", "--base", tmp_path / "gone"))
     assert not (tmp_path / "out").exists()
     for keys, line in (({"rank": 2}, "lora.rank was 4 and is 2"), ({"alpha": 1.0}, "lora.alpha was 8.0 and is 1.0"),
                        ({"targets": ("q",)}, "lora.targets was ['qkv'] and is ['q']")):
@@ -192,8 +221,10 @@ def test_a_base_of_another_shape(bases, tmp_path):
         assert f"config.json is of another model: model.{key} was" in error and f"and is {value}" in error
     none = dataclasses.replace(cfg, finetune=dataclasses.replace(cfg.finetune, base=None))
     assert "finetune.kind=lora has no weights to start from; set finetune.base to" in start_error(none)
-    nowhere = dataclasses.replace(cfg, finetune=dataclasses.replace(cfg.finetune, base=str(tmp_path / "nowhere")))
-    assert "nowhere is no folder; name a Hugging Face folder or a minitron checkpoint" in start_error(nowhere)
+    for folder in (tmp_path / "nowhere", tmp_path):
+        nowhere = dataclasses.replace(cfg, finetune=dataclasses.replace(cfg.finetune, base=str(folder)))
+        line = f"finetune.base={folder} holds no weights; name a Hugging Face folder or a minitron checkpoint"
+        assert start_error(nowhere) == line
 
 
 def test_exports_that_cannot_be(bases, tmp_path):

@@ -7,15 +7,15 @@ import pytest
 import torch
 import transformers
 from layouts import GPT3, LLAMA, config
-from test_pretrain import pretrain
+from test_pretrain import TINY, pretrain
 from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
 
-from minitron import attention
+from minitron import attention, finetune
 from minitron.mesh import Mesh
 from minitron.model.gpt import GPT
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
-from tools import generate
+from tools import convert_hf, generate
 
 PROMPT = [7, 3, 80, 3, 11]
 GREEDY = partial(generate.choose, vocab_size=90, temperature=0.0, top_p=1.0, generator=None)
@@ -117,6 +117,28 @@ def test_a_tuned_model_gives_the_answers_it_was_taught(tuned, capsys):
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_adapters_answer_with_the_weights_that_they_were_trained_beside(tuned, tmp_path, capsys):
+    """As the model does that they are merged into; also where its base has moved."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "one?", "completion": " no."}) + "\n")
+    base = (tuned / "run").rename(tuned / "before")
+    try:
+        finetune.main([*TINY, "data.source=sft", f"data.paths=[{tmp_path}/data.jsonl]", "data.separate_documents=true",
+                       "data.split=1", "data.tokenizer=bytes", f"data.cache_dir={tmp_path}/cache", "train.steps=60",
+                       f"checkpoint.dir={tmp_path}/lora", f"finetune.base={base}", "finetune.kind=lora",
+                       "lora.targets=[q,v,o,down]", "optimizer.lr=3e-2", "log.every=60"])
+    finally:
+        base.rename(tuned / "run")
+    with pytest.raises(ValueError, match=rf"the base of the adapter in .*: {base} holds no weights"):
+        run(tmp_path / "lora", "--prompt", "one?")
+    convert_hf.main(["export", f"{tmp_path}/lora", f"{tmp_path}/merged", "--base", f"{tuned}/run"])
+    capsys.readouterr()
+    answers = []
+    for argv in ([tmp_path / "lora", "--base", tuned / "run"], [tmp_path / "merged", "--tokenizer", "bytes"]):
+        run(*argv, "--prompt", "one?", "xyz", "--max-tokens", 12, "--cpu")
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and answers[0].startswith("one? no.\n")
+
+
 def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # noqa: F811
     folder, good = hugging_face[0], ["--tokenizer", "bytes", "--prompt", "a"]
     other = tmp_path / "mock"
@@ -134,7 +156,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
         ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
         ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
-        ([tmp_path / "nothing", *good], "nothing is no folder; name a Hugging Face folder or a minitron checkpoint"),
+        ([tmp_path / "nothing", *good], "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint"),
         ([folder], "the following arguments are required: --prompt"),
     ]:
         with pytest.raises(ValueError) as caught:

@@ -93,6 +93,7 @@ def test_nemo_s_lines_are_the_published_ones():
     assert forms.nemo_bar(replace(last, val_loss=6.25)) == BAR[:-1] + ", val_loss=6.250]"
     lost = replace(last, its=(replace(last.last, skipped=1.0, loss=math.nan),))
     assert "reduced_train_loss" not in forms.nemo_bar(lost) + forms.nemo_pipe(lost)
+    assert forms.nemo_pipe(replace(last, val_loss=math.nan)).endswith(" | val_loss: nan")
     half = replace(line_of(60, 100, 2.0, 20.0), done=10)  # resumed after step 50: 40 to go, 2 s each
     assert forms.nemo_bar(half).startswith("Epoch 0: :  60%|██████    | 60/100 [00:20<01:20, ")
 

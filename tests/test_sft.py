@@ -274,7 +274,7 @@ def turns(*roles, content="x"):
 
 
 @pytest.mark.parametrize("bad, message", [
-    ('{"prompt": "a"', r"is not JSON \(.*\); correct it"),
+    ('{"prompt": "a"', r"is not JSON \(Expecting ',' delimiter at character 15\); correct it"),
     ("nonsense", "is not JSON"),
     ("[" * 100_000, "is not JSON"),
     ("3", "has none of the keys prompt, completion and messages; give prompt and completion, or messages"),

@@ -58,6 +58,7 @@ def main(argv: list[str]) -> None:
     add("--seed", type=int, default=0, help="of the draws for each prompt (%(default)s)")
     add("--dtype", choices=DTYPES, help="number format (that of training, or of the Hugging Face files)")
     add("--cpu", action="store_true", help="not on the GPU, if there is one")
+    add("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
     add("--tokenizer", metavar="SPEC", help="as data.tokenizer; needed where the model's folder does not say it")
     add("--cache-dir", default=DataConfig.cache_dir, metavar="DIR", help="where the corpus is kept (%(default)s)")
     o = parser.parse_args(argv)
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--{name}={value} is out of range; --max-tokens is at least 1, --temperature at least 0, "
                              "--top-p above 0 and at most 1")
     device = torch.device("cuda" if torch.cuda.is_available() and not o.cpu else "cpu")
-    model, tokenizer, cfg = load_model(o.model, device, o.dtype, o.tokenizer, o.cache_dir)
+    model, tokenizer, cfg = load_model(o.model, device, o.dtype, o.tokenizer, o.cache_dir, o.base)
     stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")}
     for text in o.prompt:
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
@@ -151,10 +152,11 @@ def cached(model: GPT) -> Iterator[None]:
 
 
 def load_model(path: str, device: torch.device, dtype: str | None = None, tokenizer: str | None = None,
-               cache_dir: str = DataConfig.cache_dir) -> tuple[GPT, Tokenizer, Config]:
+               cache_dir: str = DataConfig.cache_dir, base: str | None = None) -> tuple[GPT, Tokenizer, Config]:
     """The whole model in evaluation mode, its tokenizer, and the configuration it was built with.
 
-    dtype, tokenizer: other than the folder says.  Raises ValueError for what cannot be read, or does not match.
+    dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
+    does not match.
     """
     folder = Path(path).expanduser()
     if (folder / "config.json").exists():
@@ -162,7 +164,7 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
         stored = reduce(torch.promote_types, {reader.dtype(name, "param") for name in reader.names()})
         cfg = Config(model=reader.model, precision=PrecisionConfig(next(n for n, d in DTYPES.items() if d == stored)))
     else:
-        reader = open_weights(path)
+        reader = open_weights(path, base)
         reader.verify()
         sections = {name: reader.config[name] for name in ("model", "data")}
         cfg = cli.from_tree(sections | {"precision": {"dtype": reader.config["precision"]["dtype"]}}, str(reader.index))

@@ -31,21 +31,23 @@ from torch import Tensor
 
 from minitron import cli
 from minitron.checkpoint import hf
-from minitron.checkpoint.format import CheckpointError, Reader
+from minitron.checkpoint.format import CheckpointError, Reader, newest
 from minitron.config import Config, ModelConfig
 from minitron.model.lora import adapted
 
-def open_weights(path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple) -> Weights:
+
+def open_weights(path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple,
+                 key: str = "") -> Weights:
     """The model in a folder, with the read interface of `format.Reader`.
 
     base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
-    vocabulary is padded. Raises CheckpointError.
+    vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; name a Hugging Face folder or a minitron checkpoint")
     if (folder / "config.json").exists():
         return hf.Reader(folder, vocab_multiple)
+    if not (folder / "index.json").exists() and newest(folder) is None:
+        raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
     reader = Reader(folder)
     if reader.config.get("finetune", {}).get("kind") != "lora":
         return reader
@@ -53,7 +55,8 @@ def open_weights(path: str, base: str | None = None, vocab_multiple: int = Model
     base = base or base_of(cfg)
     if base is None:
         raise CheckpointError(f"{reader.path} holds an adapter and does not say of which weights; name their folder")
-    return Merged(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple))
+    key = f"the base of the adapter in {reader.path}: "
+    return Merged(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key))
 
 
 def base_of(cfg: Config) -> str | None:
@@ -77,6 +80,9 @@ def best_kind(reader: Weights, name: str) -> str | None:
 def fingerprint(reader: Weights) -> str:
     """16 hex digits that identify the values of a model."""
     digest = hashlib.sha256()
+    if isinstance(reader, Merged):  # not of sums, whose last bit differs from machine to machine
+        digest.update(reader.mark.encode())
+        reader = reader.adapter
     for name in sorted(reader.names()):
         if kind := best_kind(reader, name):
             shape = reader.shape(name)
@@ -105,7 +111,8 @@ class Merged:
     """An adapter's checkpoint and its base as one model. Raises CheckpointError if they do not belong together."""
 
     def __init__(self, adapter: Reader, cfg: Config, base: Weights):
-        check_base(adapter, base, fingerprint(base))
+        self.mark = fingerprint(base)
+        check_base(adapter, base, self.mark)
         self.adapter, self.base, self.cfg = adapter, base, cfg
         self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
         self.config, self.state = adapter.config, adapter.state
@@ -150,11 +157,12 @@ class Merged:
     def peft(self) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
         """adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
         pairs = list(self._modules())
-        lora = self.cfg.lora
+        lora, gpt = self.cfg.lora, self.cfg.model.family == "gpt"
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(self.base.path),
                     "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
-                    "target_modules": sorted({module.rsplit(".", 1)[1] for module, *_ in pairs}),
-                    "fan_in_fan_out": self.cfg.model.family == "gpt", "inference_mode": True}
+                    # GPT-2 has a c_proj in attention and another one in the MLP
+                    "target_modules": sorted({".".join(module.split(".")[-2 if gpt else -1:]) for module, *_ in pairs}),
+                    "fan_in_fan_out": gpt, "inference_mode": True}
         tensors = ((f"base_model.model.{module}.lora_{side}.weight", tensor.contiguous())
                    for module, name, part, rows in pairs
                    for side, tensor in zip("AB", self.factors(name, part, rows, scaled=False)))

@@ -172,7 +172,8 @@ def _open_base(cfg: Config) -> Weights:
     if path is None:
         raise CheckpointError(f"finetune.kind={cfg.finetune.kind} has no weights to start from; set finetune.base to a "
                               "Hugging Face folder or a minitron checkpoint")
-    reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple)
+    key = "checkpoint.load=" if cfg.finetune.base is None else "finetune.base="
+    reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple, key=key)
     _check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
     return reader
 

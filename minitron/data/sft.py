@@ -202,6 +202,8 @@ def _rows(path: str) -> Iterator[tuple[int, object]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
+                    yield number, json.loads(line.rstrip())
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path}: line {number} is not JSON ({error}); correct it") from error
+                    parsed = isinstance(error, json.JSONDecodeError)    # else too deep, or not UTF-8
+                    why = f"{error.msg} at character {error.pos + 1}" if parsed else error
+                    raise ValueError(f"{path}: line {number} is not JSON ({why}); correct it") from error

@@ -65,8 +65,8 @@ class CopiedSums(Sums):
         axis.activity.leave()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
         self._signals = torch.cuda.Stream(priority=-1)  # as minitron/overlap.py's
-        self._stages = [torch.empty(axis.size - 1, PIECE_BYTES // 4, dtype=torch.float32, device=device)
-                        for _ in range(2)]
+        self._piece = min(PIECE_BYTES // 4, numel // axis.size)
+        self._stages = [torch.empty(axis.size - 1, self._piece, dtype=torch.float32, device=device) for _ in range(2)]
         self._free: list = [Done(), Done()]  # when what was in a stage has been added
 
     @property
@@ -84,7 +84,7 @@ class CopiedSums(Sums):
         with torch.cuda.stream(self._signals):
             self._memory.barrier(channel=0)
         self._copies.wait_stream(self._signals)
-        for piece in own.split(PIECE_BYTES // 4):
+        for piece in own.split(self._piece):
             self._add(piece, piece.storage_offset())
         return self._free[0]
 
