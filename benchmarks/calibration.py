@@ -1,8 +1,8 @@
 """How far the planner's predictions are from measurements: `python benchmarks/calibration.py [--fit]`.
 
 Two kinds of rows: minitron's own runs, memory and step time, from the records of kind "compare" in results.jsonl (of
-each case the newest); and what NVIDIA, Google and Jülich published, from published.json. Writes results/calibration.md,
-a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone tells, and
+each case the newest); and what NVIDIA, Google and Jülich published, from published.json. Writes calibration.md beside
+the results, a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone tells, and
 writes them to devices.json:
 
     in_step                  on own runs of one and two GPUs
@@ -210,16 +210,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true", help="first fit the constants, and write them to devices.json")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     args = parser.parse_args(argv)
-    rows, machines = own_rows(args.results) + published_rows(PUBLISHED), read_machines(DEVICES)
     try:
+        rows, machines = own_rows(args.results) + published_rows(PUBLISHED), read_machines(DEVICES)
         if args.fit:
             machines = fit(rows, machines)
             store(machines, DEVICES)
         text = markdown(rows, machines)
-    except ValueError as error:
-        print(f"error: {error}")
+        args.results.with_name("calibration.md").write_text(text, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    args.results.with_name("calibration.md").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
 

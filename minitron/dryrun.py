@@ -252,6 +252,7 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
         counts = [total.get(name, (0, 0)) for total in totals]
         yield row(name, (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
     yield row("seconds for this", (f"{r.seconds:.1f}" for r in reports))
+    yield "of collectives: how many, and the bytes that this rank puts in"
     yield f"replaced: {'; '.join(reports[0].replaced)}"
     yield "left out: workspaces of libraries, NCCL's and shared buffers, the CUDA context, fragmentation"
 

@@ -294,7 +294,7 @@ def test_the_table(capsys):
     text = capsys.readouterr().out
     assert "one step on 4 ranks: tp 1 pp 2 vp 1 cp 1 dp 2, 2 microbatches of 4" in text
     assert "rank 0 (pp 0)" in text and "rank 2 (pp 1)" in text and "rank 3 (pp 1)" in text
-    for word in ("peak memory", "parameters", "first reached in", "pp send", "replaced: Triton", "left out: "):
+    for word in ("peak memory", "parameters", "first reached in", "pp send", "of collectives: ", "replaced: Triton", "left out: "):
         assert word in text
     assert max(map(len, text.splitlines())) <= 120
 

@@ -192,7 +192,9 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
     (tmp_path / "devices.json").write_text(tool.DEVICES.read_text())
     path.write_text("")
     assert calibration.main(["--fit", "--results", str(path)]) == 1
-    assert "error: there is no row to fit the constants of a device on" in capsys.readouterr().out
+    assert "error: there is no row to fit the constants of a device on" in capsys.readouterr().err
+    assert calibration.main(["--results", str(tmp_path / "none" / "results.jsonl")]) == 1
+    assert "error: [Errno 2] No such file" in capsys.readouterr().err
 
 
 def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
