@@ -40,7 +40,10 @@ STEPS = {"in_step": 0.005, "tp_exposed": 0.05, "dp_exposed": 0.05}  # of the sea
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. fitted: which constants of `--fit` it decides, "device" or "fabric"; "": none."""
+    """A measurement. fitted: which constants of `--fit` it decides, "device" or "fabric"; "": none.
+
+    products: seconds of the first rank's matrix products, timed alone.
+    """
 
     name: str
     gpus: int
@@ -48,6 +51,7 @@ class Row:
     device: str
     seconds: float
     gib: float | None = None
+    products: float | None = None
     fabric: str | None = None
     fitted: str = ""
 
@@ -64,7 +68,7 @@ def own_rows(path: Path) -> list[Row]:
         if record["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", record["gpu"] or "")):
             found[record["case"]] = Row(
                 record["case"], case.gpus, tuple(case.arguments(record["fp8"])), gpu[0].lower(),
-                record["ours"]["step_seconds"], record["ours_gib"],
+                record["ours"]["step_seconds"], record["ours_gib"], record["ours"].get("floor_gemm_seconds"),
                 fitted="device" if case.gpus <= OWN_FITTED_GPUS else "")
     return list(found.values())
 
@@ -171,7 +175,19 @@ def markdown(rows: list[Row], machines: Machines) -> str:
             if errors:
                 lines += ["", f"{what.capitalize()}: largest error {100 * max(errors, key=abs):+.1f} %, mean of the "
                           f"magnitudes {100 * sum(map(abs, errors)) / len(errors):.1f} %, {len(errors)} rows."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + products_alone(rows, machines)) + "\n"
+
+
+def products_alone(rows: list[Row], machines: Machines) -> list[str]:
+    """A table of the own runs in which every rank has the whole depth, and so the same products."""
+    lines = ["", "## Products alone", "", "The matrix products of a step, one by one and nothing beside them: what the "
+             "constants of products are worth.", "", "| run | predicted s | measured s | error |", "|---|---|---|---|"]
+    for row in rows:
+        if row.products and configuration(row.arguments).parallel.pp == 1:
+            job = predict(row, machines)
+            alone = job.seconds["gemm"] * job.machine.device.in_step
+            lines.append(f"| {row.name} | {alone:.3f} | {row.products:.3f} | {_error(alone, row.products)} |")
+    return lines
 
 
 def _error(predicted: float, measured: float) -> str:

@@ -142,7 +142,7 @@ def table(job: Plan, tokens: float) -> str:
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
         beside = f"   and {hidden:.3f} s hidden" if hidden > 5e-4 else ""
-        if job.seconds[part] > 5e-4 or beside:
+        if job.seconds[part] > 5e-4 * seconds or beside:
             lines.append(f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
                          f"{meaning}{beside}")
     return "\n".join(lines)
