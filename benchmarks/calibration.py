@@ -36,6 +36,7 @@ FOLDER = Path(__file__).resolve().parent
 DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"
 OWN_FITTED_GPUS = 2
 STEPS = {"in_step": 0.005, "tp_exposed": 0.05, "dp_exposed": 0.05}  # of the search, and its grid
+ROUNDS = 10  # each kind of row has its own error to make small, so that the two could chase each other
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,19 @@ def predict(row: Row, machines: Machines) -> Plan:
 
 
 def fit(rows: list[Row], machines: Machines) -> Machines:
-    """The machines with the constants of STEPS that suit the fitted rows best: devices and fabrics in turn."""
-    before = machines
-    for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("tp_exposed", "dp_exposed"))):
-        deciding = [row for row in rows if row.fitted == kind]
-        if not deciding:
-            raise ValueError(f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py first")
-        values = {name: getattr(next(iter(machines[section].values())), name) for name in names}
-        machines = _with(machines, section, descend(partial(_squares, deciding, machines, section), values))
-    return machines if machines == before else fit(rows, machines)
+    """The machines with the constants of STEPS that suit the fitted rows best: devices and fabrics in turn, until
+    neither moves, or ROUNDS times."""
+    for _ in range(ROUNDS):
+        before = machines
+        for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("tp_exposed", "dp_exposed"))):
+            deciding = [row for row in rows if row.fitted == kind]
+            if not deciding:
+                raise ValueError(f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py first")
+            values = {name: getattr(next(iter(machines[section].values())), name) for name in names}
+            machines = _with(machines, section, descend(partial(_squares, deciding, machines, section), values))
+        if machines == before:
+            break
+    return machines
 
 
 def _squares(rows: list[Row], machines: Machines, section: int, values: dict[str, float]) -> float:
