@@ -2,8 +2,8 @@
 
 Two kinds of rows: minitron's own runs, memory and step time, from the records of kind "compare" in results.jsonl (of
 each case the newest); and what NVIDIA, Google and Jülich published, from published.json. Writes calibration.md beside
-the results, a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone tells, and
-writes them to devices.json:
+the results, a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone
+tells, and writes them to devices.json:
 
     in_step                  on own runs of one and two GPUs
     tp_exposed, dp_exposed   on the smallest scale of every table with H100
@@ -98,6 +98,8 @@ def configuration(arguments: tuple[str, ...]) -> Config:
 
 
 def predict(row: Row, machines: Machines) -> Plan:
+    if row.device not in machines[0]:
+        raise ValueError(f"{row.name} ran on {row.device}, of which {DEVICES.name} knows nothing; add its constants")
     device = machines[0][row.device]
     machine = Machine(device, machines[1][row.fabric or device.fabric])
     return plan(configuration(row.arguments), row.gpus, machine)
@@ -114,7 +116,8 @@ def fit(rows: list[Row], machines: Machines) -> Machines:
         for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("tp_exposed", "dp_exposed"))):
             deciding = [row for row in rows if row.fitted == kind]
             if not deciding:
-                raise ValueError(f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py first")
+                raise ValueError(f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py "
+                                 "first")
             values = {name: getattr(next(iter(machines[section].values())), name) for name in names}
             machines = _with(machines, section, descend(partial(_squares, deciding, machines, section), values))
         if machines == before:

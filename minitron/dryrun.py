@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -208,6 +209,7 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     world = options.world
     cfg.check(world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this without a traceback
     print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
 
 

@@ -208,6 +208,8 @@ def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
     assert [row.gib for row in calibration.own_rows(path)] == [2.0]
     assert calibration.own_rows(tmp_path / "none.jsonl") == []
+    with pytest.raises(ValueError, match="2gpu.* ran on b200, of which devices.json knows nothing; add its constants"):
+        calibration.predict(replace(calibration.own_rows(path)[0], device="b200"), MACHINES)
     with pytest.raises(ValueError, match="no row to fit the constants of a device on; run benchmarks/compare.py"):
         calibration.fit([], MACHINES)
 

@@ -30,7 +30,8 @@ H100 = Machine(DEVICES["h100"], FABRICS["ndr400"])
 # A GPU whose seconds are operations / 1e12, bytes / 1e12 and messages / 1e9, without any loss.
 IDEAL = Machine(
     Device("H100", "", memory_gib=80, reserved_gib=0, processors=1, gemm_tflops={"bf16": 1, "fp8": 1}, unhidden=0,
-           weight_grad={"bf16": 1, "fp8": 1}, attention_tflops=1, half_keys=0, copy_tb_s=1, pointwise=1, in_step=1, gap_seconds=0, source=""),
+           weight_grad={"bf16": 1, "fp8": 1}, attention_tflops=1, half_keys=0, copy_tb_s=1, pointwise=1, in_step=1,
+           gap_seconds=0, source=""),
     Fabric(gpus_per_node=8, nvlink_gb_s=1, nvlink_seconds=0, network_gb_s=1, network_seconds=0, tp_exposed=1,
            dp_exposed=1, source=""))
 SMALL = ["model.num_layers=8", "model.hidden_size=1024", "model.ffn_hidden_size=4096", "model.num_heads=8",
@@ -177,6 +178,10 @@ def test_a_node_shares_memory():
     cfg = cli.load([*SMALL, "parallel.tp=2"])
     far, near = (Memory(cfg, 4, gpus_per_node=n).of(0) for n in (1, 8))
     assert near["messages"] > far["messages"] == 0
+    for tuned in ([], ["finetune.kind=lora"]):  # gradients wait in two stages, no larger than what one of 2 ranks owns
+        alone, beside = (Memory(cli.load([*SMALL, *tuned, f"parallel.overlap_grads={overlap}"]), 2,
+                                gpus_per_node=8).of(0) for overlap in ("false", "true"))
+        assert beside["messages"] - alone["messages"] == 2 * min(64 << 20, beside["gradients"] // 2)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7)])

@@ -196,7 +196,8 @@ def difference(given: Plan, best: Plan) -> str:
     gains = {part: best.seconds[part] - given.seconds[part] for part in MEANINGS}
     told = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
     share = 100 * (given.step_seconds / best.step_seconds - 1)
-    return f"{keys}: {abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+    verdict = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'}"
+    return f"{keys}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ from minitron.config import Config
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
-PIECE_BYTES = 64 << 20  # of gradients that travel (minitron/optim/sums.py)
+PIECE_BYTES = 64 << 20  # at most, of gradients that travel (minitron/optim/sums.py)
 LAYERS = ("qkv", "out", "up", "down")  # a block's products
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
 PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
 
 
 class Adapter(NamedTuple):
-    """LoRA beside one of LAYERS: how many targets it has, the inputs it reads and the outputs it adds to, whole sizes."""
+    """LoRA beside one of LAYERS: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
 
     layer: str
     rank: int
@@ -65,7 +65,7 @@ def adapters(cfg: Config) -> dict[str, Adapter]:
 
 
 class Memory:
-    """Bytes on the ranks of a layout over `world` ranks; those of a node of `gpus_per_node` read each other's memory."""
+    """Bytes on the ranks of a layout over `world` ranks; in a node of `gpus_per_node` they read each other's memory."""
 
     def __init__(self, cfg: Config, world: int, *, gpus_per_node: int):
         m, p, t = cfg.model, cfg.parallel, cfg.train
@@ -85,7 +85,7 @@ class Memory:
 
     def of(self, rank: int) -> Counter:
         """Bytes of a pipeline rank by part."""
-        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages()))))
+        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages(rank)))))
 
     def lasting(self) -> int:
         """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
@@ -176,14 +176,14 @@ class Memory:
             block = max(h * self.size * (2 * self.rows) + gathered, block - self.logits)
         return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
 
-    def _messages(self) -> int:
+    def _messages(self, rank: int) -> int:
         """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * self.size
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
         if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
-            held += 2 * (self.shards - 1) * PIECE_BYTES
+            held += 2 * (self.shards - 1) * min(PIECE_BYTES, self._lasting(rank)[1] // self.shards)
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:

@@ -133,8 +133,8 @@ class Step:
         """Norm, AdamW, and the FP8 casts of weights that are new."""
         stages = range(rank, len(self.memory.layers), self.cfg.parallel.pp)
         moved = STATE_BYTES * sum(map(self.memory.trained, stages)) / self.memory.shards
-        cast = 0 if self.memory.frozen else 4 * self.memory.block_matrices * sum(len(self.memory.fp8_layers(stage)) for stage in stages)
-        return self.machine.copied(moved + cast)
+        cast = 4 * self.memory.block_matrices * sum(len(self.memory.fp8_layers(stage)) for stage in stages)
+        return self.machine.copied(moved + (0 if self.memory.frozen else cast))
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""

@@ -200,7 +200,8 @@ class Work:
         forward += cast * (2 * h * rows + nd * t)
         backward += cast * (2 * h * rows + w * t) + (4 * 2 * h * t if p.tp > 1 and not self.frozen else 0)
         if llama:
-            forward, backward = forward + (inner * size + written * f) * t, backward + ((f + inner) * size + written * inner) * t
+            forward += (inner * size + written * f) * t
+            backward += ((f + inner) * size + written * inner) * t
         else:
             forward, backward = forward + cast * f * t, backward + cast * inner * t
         return (forward, kernels[0] + 4), (backward, kernels[1] + 6)
@@ -211,11 +212,10 @@ class Work:
         m, size = self.model, self.item
         forward, backward = Parts(), Parts()
         forward["pointwise"] = self.machine.moved(3 * m.hidden_size * size * self.tokens, 3)
-        if not self.frozen:
-            backward["pointwise"] = self.machine.moved(5 * m.hidden_size * 4 * self.tokens, 3)
-        for parts in (forward, backward)[:1 if self.frozen else 2]:
+        backward["pointwise"] = self.machine.moved(5 * m.hidden_size * 4 * self.tokens, 3)
+        for parts in (forward, backward):
             parts["tp_exposed"] = self.machine.collective(m.hidden_size * size * self.tokens, self.cfg.parallel.tp, 1)
-        return forward, backward
+        return forward, Parts() if self.frozen else backward
 
     def head(self) -> tuple[Parts, Parts]:
         """The final norm, the product with the vocabulary and the loss; never in FP8."""
