@@ -38,14 +38,15 @@ def main(argv: list[str] | None = None) -> dict:
     record.add_options(parser)
     args = parser.parse_intermixed_args(argv)
     device, capability = measure.choose_device()
-    backend, curves = "te" if capability else "torch", {}
-    for fp8 in ("none", *args.recipes):
-        with cli.user_errors():
+    backend, configs = "te" if capability else "torch", {}
+    with cli.user_errors():
+        for fp8 in (*args.recipes, "none"):  # bf16 last: Transformer Engine cannot load behind torch's own cuDNN
             keys = [] if fp8 == "none" else [f"precision.fp8={fp8}", f"precision.fp8_backend={backend}"]
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
             cfg.check(1, capability)
             choose_kernels(cfg, device)
-        curves["bf16" if fp8 == "none" else fp8] = losses(cfg, device)
+            configs["bf16" if fp8 == "none" else fp8] = cfg
+    curves = {name: losses(configs[name], device) for name in ("bf16", *args.recipes)}
     result = {"steps": cfg.train.steps, "backend": backend, "curves": {k: means(v) for k, v in curves.items()}}
     result["last"] = {k: v[-1] / result["curves"]["bf16"][-1] - 1 for k, v in result["curves"].items() if k != "bf16"}
     print(table(result["curves"]))

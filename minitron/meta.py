@@ -102,6 +102,12 @@ softmax_gradient_ = hidden(plain.softmax_gradient_)
 drop_elements = hidden(plain.drop_elements)
 
 
+@hidden
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out += a b, of which a GPU makes no float32 copies."""
+    return out.addmm_(a.float(), b.float())
+
+
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:
     """Views of qkv, as the kernel's are: it turns q and k in place."""
     return qkv.split(sizes, 2)

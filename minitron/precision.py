@@ -29,6 +29,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
+from minitron import meta
 from minitron.collectives import Done, all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
@@ -58,7 +59,9 @@ def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
     main, dy = weight.main_grad, dy.t()
     beta, weight.grad_stale = (0 if weight.grad_stale else 1), False  # beta 0 reads nothing, not even a NaN
-    if dy.dtype == torch.float32 or dy.is_cpu:
+    if dy.is_meta:
+        meta.add_product(main, dy, x)
+    elif dy.dtype == torch.float32 or dy.is_cpu:
         main.addmm_(dy.float(), x.float(), beta=beta)
     elif beta:
         torch.ops.aten.addmm.dtype_out(main, dy, x, torch.float32, out=main)

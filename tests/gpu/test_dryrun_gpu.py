@@ -1,10 +1,14 @@
 """The dry run's memory against a real GPU's: the peak of one step, as torch's allocator counts it."""
 
 import gc
+from importlib.util import find_spec
 
 import pytest
 import torch
 from layouts import config
+
+if torch.cuda.is_available() and find_spec("transformer_engine"):  # before torch's cuDNN: minitron.fp8.choose_backend
+    import transformer_engine.pytorch  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
