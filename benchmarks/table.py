@@ -30,9 +30,12 @@ def markdown(entries: list[dict]) -> str:
     lines = ["| case | minitron MFU | peer MFU | ratio | minitron GiB | peer GiB | peer |",
              "|---|---|---|---|---|---|---|"]
     for e in entries:
-        ours, peer = (f"{e[k]:.1f} %" if e[k] is not None else "unknown" for k in ("ours_mfu", "peer_mfu"))
+        ours, peer = (_percent(e[f"{who}_mfu"], e.get(f"{who}_mfu_weights")) for who in ("ours", "peer"))
+        name = e["peer"] if e["fp8"] == "none" or e["peer"] == "megatron" else f"{e['peer']}, in bf16"
         lines.append(f"| {e['case']} | {ours} | {peer} | {e['ratio']:.3f} | {e['ours_gib']:.1f} | {e['peer_gib']:.1f} "
-                     f"| {e['peer']} |")
+                     f"| {name} |")
+    if any("ours_mfu_weights" in e for e in entries):
+        lines += ["", "In parentheses: without attention scores, as the documents of fine-tuning count."]
     origins = {}
     for e in entries:
         versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if version)
@@ -40,6 +43,11 @@ def markdown(entries: list[dict]) -> str:
         commit = (e["commit"] or "unknown")[:10]
         origins[f"{e['gpu'] or 'CPU'}{power}; {versions}; {e['time'][:10]}, commit {commit}"] = None
     return "\n".join([*lines, "", *origins]) + "\n"
+
+
+def _percent(mfu: float | None, without_scores: float | None) -> str:
+    shown = "unknown" if mfu is None else f"{mfu:.1f} %"
+    return shown if without_scores is None else f"{shown} ({without_scores:.1f})"
 
 
 def draw(entries: list[dict], path: Path) -> None:

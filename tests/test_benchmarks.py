@@ -229,13 +229,16 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     assert table.main(["--results", str(args.results)]) == 1
     assert "has no record of kind compare; run benchmarks/compare.py first" in capsys.readouterr().out
     figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0,
-               "peer": "megatron"}
+               "peer": "megatron", "fp8": "none"}
     record.append(args, "host", {"what": "x"})
     for case, ours in (("a", 61.0), ("b", None), ("a", 66.0)):
         record.append(args, "compare", figures | {"case": case, "ours_mfu": ours})
+    tuned = {"case": "c", "peer": "huggingface", "fp8": "delayed", "ours_mfu_weights": 65.0, "peer_mfu_weights": 59.0}
+    record.append(args, "compare", figures | tuned)
     assert table.main(["--results", str(args.results)]) == 0
     text = (tmp_path / "compare.md").read_text()
     assert "| a | 66.0 % | 60.0 % | 1.100 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text and "61.0" not in text
+    assert "| c | 66.0 % (65.0) | 60.0 % (59.0) | 1.100 | 100.0 | 110.0 | huggingface, in bf16 |" in text
     assert f"torch {torch.__version__}" in text
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
