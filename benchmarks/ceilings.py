@@ -148,30 +148,32 @@ def constants(rows: list[Row], like: Device) -> dict:
     # Rates and the unhidden share of memory traffic depend on each other: of all shares the one with the least spread.
     trials = []
     for unhidden in (step / 10 for step in range(16)):
-        device, spread = replace(like, copy_tb_s=found["copy_tb_s"], unhidden=unhidden), 0.0
-        rates = {kind: statistics.median(_rate(device, *row) for row in products if row[0] == kind)
-                 for kind in sorted({row[0] for row in products})}
-        for kind, weight_grad, shape, rate in products:
-            spread += (_predicted(device, kind, rates[kind], weight_grad, shape) / rate - 1) ** 2
-        trials.append((spread, unhidden, {kind: round(rate, 1) for kind, rate in rates.items()}))
-    _, found["unhidden"], found["gemm_tflops"] = min(trials, key=lambda trial: trial[:2])
+        device = replace(like, copy_tb_s=found["copy_tb_s"], unhidden=unhidden)
+        rates = {key: statistics.median(_rate(device, *row) for row in products if row[:2] == key)
+                 for key in sorted({row[:2] for row in products})}  # (kind, weight_grad): TFLOP/s
+        spread = sum((_predicted(device, kind, grad, rates[kind, grad], shape) / measured - 1) ** 2
+                     for kind, grad, shape, measured in products)
+        trials.append((spread, unhidden, rates))
+    _, found["unhidden"], rates = min(trials, key=lambda trial: trial[:2])
+    found["gemm_tflops"] = {kind: round(rate, 1) for (kind, grad), rate in rates.items() if not grad}
+    found["weight_grad"] = {kind: round(rate / rates[kind, False], 3) for (kind, grad), rate in rates.items() if grad}
     # 1 / rate = 1 / best + (half_keys / best) / keys is a straight line in 1 / keys.
     points = [(1 / int(size.split()[1]), 1 / figure) for what, size, figure, _ in rows if what.startswith("attention")]
     slope, offset = statistics.linear_regression(*zip(*points))
     return found | {"attention_tflops": round(1 / offset, 1), "half_keys": round(max(0.0, slope / offset))}
 
 
-def _predicted(device: Device, kind: str, rate: float, weight_grad: bool, shape: list[int]) -> float:
-    """TFLOP/s of a product alone, by the planner's formula."""
+def _predicted(device: Device, kind: str, weight_grad: bool, rate: float, shape: list[int]) -> float:
+    """TFLOP/s of a product alone, by the planner's formula, at this rate of its arithmetic."""
     m, n, k = shape
-    alone = replace(device, gemm_tflops={kind: rate}, in_step=1.0, gap_seconds=0.0)
+    alone = replace(device, gemm_tflops={kind: rate}, weight_grad={kind: 1.0}, in_step=1.0, gap_seconds=0.0)
     machine = Machine(alone, Fabric(1, 1, 0, 1, 0, 0, 0, ""))
     return 2 * m * n * k / machine.product(m, n, k, fp8=kind == "fp8", weight_grad=weight_grad) / 1e12
 
 
 def _rate(device: Device, kind: str, weight_grad: bool, shape: list[int], measured: float) -> float:
-    """The constant with which the formula gives what was measured: its time is a part over the rate, and a rest."""
-    whole, half = (1 / _predicted(device, kind, rate, weight_grad, shape) for rate in (1.0, 2.0))
+    """The rate with which the formula gives what was measured: its time is a part over the rate, and a rest."""
+    whole, half = (1 / _predicted(device, kind, weight_grad, rate, shape) for rate in (1.0, 2.0))
     part = 2 * (whole - half)
     return part / max(1 / measured - (whole - part), part / 1e4)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -208,6 +209,7 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     world = options.world
     cfg.check(world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this without a traceback
     print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
 
 
@@ -252,6 +254,7 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
         counts = [total.get(name, (0, 0)) for total in totals]
         yield row(name, (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
     yield row("seconds for this", (f"{r.seconds:.1f}" for r in reports))
+    yield "of collectives: how many, and the bytes that this rank puts in"
     yield f"replaced: {'; '.join(reports[0].replaced)}"
     yield "left out: workspaces of libraries, NCCL's and shared buffers, the CUDA context, fragmentation"
 

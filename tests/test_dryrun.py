@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -289,12 +290,23 @@ def test_a_rank_of_2048_in_seconds_and_little_memory():
     assert "attention by cudnn: its formulas" in report["replaced"]
 
 
+def test_a_reader_that_has_seen_enough_ends_it_quietly():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "minitron.pretrain", "--dry-run", "--world", "2", "train.global_batch_size=1024",
+               "parallel.pp=2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.read(10)
+        process.stdout.close()  # with more to come than a pipe holds
+        assert process.stderr.read() == b"" and process.wait() == -signal.SIGPIPE
+
+
 def test_the_table(capsys):
     run([str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--world=4", "--dry-run"])
     text = capsys.readouterr().out
     assert "one step on 4 ranks: tp 1 pp 2 vp 1 cp 1 dp 2, 2 microbatches of 4" in text
     assert "rank 0 (pp 0)" in text and "rank 2 (pp 1)" in text and "rank 3 (pp 1)" in text
-    for word in ("peak memory", "parameters", "first reached in", "pp send", "replaced: Triton", "left out: "):
+    for word in ("peak memory", "parameters", "first reached in", "pp send", "of collectives: ", "replaced: Triton",
+                 "left out: "):
         assert word in text
     assert max(map(len, text.splitlines())) <= 120
 

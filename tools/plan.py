@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
@@ -26,7 +27,7 @@ from minitron.config import Config
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import Plan, plan, room_gib
 from tools.plan_search import Found, changes, remedy, search
-from minitron.planner.work import HIDDEN, Assume
+from minitron.planner.work import HIDDEN
 from tools.command import Parser, run
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
@@ -38,22 +39,24 @@ MEANINGS = {
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    cfg, machine, assume = cli.load(o.config), chosen(o), Assume(o.document_tokens, o.lora)
-    cfg.check(o.world)
-    job = plan(cfg, o.world, machine, assume)
+    cfg, machine = cli.load(o.config), chosen(o)
     if o.search:
-        found = search(cfg, o.world, machine, assume, o.count)
+        cfg = searchable(cfg, o.world)
+    cfg.check(o.world)
+    job = plan(cfg, o.world, machine)
+    if o.search:
+        found = search(cfg, o.world, machine, o.count)
         if not found.best:
-            raise ValueError(remedy(job, assume))
+            raise ValueError(remedy(job))
         print(json.dumps(search_record(found, job, o.tokens)) if o.json else ranking(found, job))
         return
     print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
     if o.draw is not None:
         from tools import plan_pictures  # needs matplotlib
-        for path in plan_pictures.draw(job, assume, o.draw):
+        for path in plan_pictures.draw(job, o.draw):
             print(path, file=sys.stderr)
     if not job.fits:
-        raise ValueError(remedy(job, assume))
+        raise ValueError(remedy(job))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -65,8 +68,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--fabric", help="of the same table (default: the device's usual one)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
-    add("--document-tokens", type=_positive, help="mean length of documents, if they are kept apart")
-    add("--lora", action="store_true", help="LoRA on q, k, v: all other weights are frozen")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
@@ -78,15 +79,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
     return value
 
 
 def _positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of 1 or more")
     return int(text)
 
 
@@ -138,13 +142,28 @@ def table(job: Plan, tokens: float) -> str:
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
         beside = f"   and {hidden:.3f} s hidden" if hidden > 5e-4 else ""
-        if job.seconds[part] > 5e-4 or beside:
+        if job.seconds[part] > 5e-4 * seconds or beside:
             lines.append(f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
                          f"{meaning}{beside}")
     return "\n".join(lines)
 
 
 # ---- a search --------------------------------------------------------------------------------------------------------
+
+
+def searchable(cfg: Config, world: int) -> Config:
+    """The configuration, with the plainest layout in the place of one that breaks a rule for this world."""
+    try:
+        cfg.check(world)
+    except ValueError as error:
+        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
+        cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
+        try:
+            cfg.check(world)
+        except ValueError:
+            raise error from None
+        print(f"the given layout cannot be: {error}", file=sys.stderr)
+    return cfg
 
 
 def search_record(found: Found, job: Plan, tokens: float) -> dict:
@@ -177,7 +196,8 @@ def difference(given: Plan, best: Plan) -> str:
     gains = {part: best.seconds[part] - given.seconds[part] for part in MEANINGS}
     told = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
     share = 100 * (given.step_seconds / best.step_seconds - 1)
-    return f"{keys}: {share:.1f} % faster ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+    verdict = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'}"
+    return f"{keys}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
 
 
 if __name__ == "__main__":

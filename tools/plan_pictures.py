@@ -14,7 +14,6 @@ from pathlib import Path
 from minitron.pipeline.draw import draw_svg
 from minitron.pipeline.schedule import Forward
 from minitron.planner.plan import Plan, Step, plan, room_gib
-from minitron.planner.work import Assume
 
 MOST_GPUS = 4096
 COLORS = {"gemm": "#2a6fbb", "attention": "#5aa0dd", "pointwise": "#9cc7ea", "tp_exposed": "#e07b39",
@@ -22,7 +21,7 @@ COLORS = {"gemm": "#2a6fbb", "attention": "#5aa0dd", "pointwise": "#9cc7ea", "tp
           "optimizer": "#6b8f5e"}
 
 
-def draw(job: Plan, assume: Assume, folder: Path) -> Iterator[Path]:
+def draw(job: Plan, folder: Path) -> Iterator[Path]:
     """Write the pictures and yield their paths. Raises ValueError without matplotlib or a folder to write into."""
     try:
         import matplotlib
@@ -34,9 +33,9 @@ def draw(job: Plan, assume: Assume, folder: Path) -> Iterator[Path]:
         path = folder / "timeline.svg"
         path.write_text(draw_svg(job.timeline), encoding="utf-8")
         yield path
-        scaled = scaling(job, assume, in_proportion=True)
+        scaled = scaling(job, in_proportion=True)
         for name, picture in (("memory", memory(job)), ("time", time_bars(scaled)),
-                              ("scaling", curves(scaled, scaling(job, assume, in_proportion=False)))):
+                              ("scaling", curves(scaled, scaling(job, in_proportion=False)))):
             path = folder / f"{name}.png"
             picture.savefig(path, dpi=150, bbox_inches="tight")
             yield path
@@ -57,7 +56,7 @@ def memory_curve(job: Plan) -> list[tuple[float, float]]:
     return curve
 
 
-def scaling(job: Plan, assume: Assume, *, in_proportion: bool) -> list[Plan]:
+def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
     """Plans from the job's number of GPUs up, doubled each time, as long as the rules allow it."""
     plans, world = [], job.world
     while world <= max(MOST_GPUS, job.world):
@@ -67,7 +66,7 @@ def scaling(job: Plan, assume: Assume, *, in_proportion: bool) -> list[Plan]:
             cfg.check(world)
         except ValueError:  # the batch has no sample for every rank
             break
-        plans.append(plan(cfg, world, job.machine, assume))
+        plans.append(plan(cfg, world, job.machine))
         world *= 2
     return plans
 
@@ -114,15 +113,16 @@ def curves(proportional: list[Plan], fixed: list[Plan]):
     first = proportional[0]
     worlds = [p.world for p in proportional]
     linear = [first.tokens_per_second * world / first.world for world in worlds]
-    axes.plot(worlds, linear, color="#b0b7c0", ls="--", label="linear")
+    axes.plot(worlds, linear, color="#b0b7c0", lw=5, alpha=0.5, label="linear")
     for plans, color, label, above in ((proportional, "#2a6fbb", "batch in proportion", 8),
                                        (fixed, "#e07b39", "batch as given", -14)):
         axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", color=color, label=label)
         for p in plans:
-            if p.mfu_percent is not None:
+            if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
                 axes.annotate(f"{p.mfu_percent:.1f} %", (p.world, p.tokens_per_second), xytext=(0, above), fontsize=8,
                               ha="center", textcoords="offset points", color=color)
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s", title="Scaling, with MFU")
+    axes.margins(0.08, 0.1)
     axes.set_xticks(worlds, worlds)
     axes.minorticks_off()
     axes.legend(frameon=False)

@@ -22,7 +22,6 @@ from minitron.config import Config
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, plan, room_gib
-from minitron.planner.work import Assume
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -39,7 +38,7 @@ class Found:
     reasons: Counter
 
 
-def search(cfg: Config, world: int, machine: Machine, assume: Assume = Assume(), count: int = 5) -> Found:
+def search(cfg: Config, world: int, machine: Machine, count: int = 5) -> Found:
     """The `count` fastest layouts of `world` GPUs, and what became of all others."""
     reasons, fitting = Counter(), []
     for layout in layouts(cfg, world, machine):
@@ -48,15 +47,15 @@ def search(cfg: Config, world: int, machine: Machine, assume: Assume = Assume(),
         except ValueError as error:
             reasons[f"breaks a rule of {_subject(error)}"] += 1
             continue
-        lighter = _that_fits(layout, world, machine, assume)
+        lighter = _that_fits(layout, world, machine)
         if isinstance(lighter, str):
             reasons[lighter] += 1
         else:
-            fitting.append((Step(lighter, world, machine, assume).at_least(), len(fitting), lighter))
+            fitting.append((Step(lighter, world, machine).at_least(), len(fitting), lighter))
     heapq.heapify(fitting)
     plans: list[Plan] = []
     while fitting and (len(plans) < count or fitting[0][0] < plans[count - 1].step_seconds):
-        plans.append(plan(heapq.heappop(fitting)[2], world, machine, assume))
+        plans.append(plan(heapq.heappop(fitting)[2], world, machine))
         plans.sort(key=lambda p: p.step_seconds)
     others = [(p.cfg, p.step_seconds) for p in plans[count:]] + [(layout, bound) for bound, _, layout in fitting]
     return Found(plans[:count], sorted(others, key=lambda pair: pair[1]), reasons)
@@ -82,12 +81,12 @@ def _powers(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
 
 
-def _that_fits(layout: Config, world: int, machine: Machine, assume: Assume) -> Config | str:
+def _that_fits(layout: Config, world: int, machine: Machine) -> Config | str:
     """The layout with the least recomputation that fits, or why none does."""
     room = room_gib(machine) * 2**30
     for recompute in RECOMPUTE[RECOMPUTE.index(layout.train.recompute):]:
         layout = replace(layout, train=replace(layout.train, recompute=recompute))
-        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
+        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
         if memory.lasting() > room:
             return "too large: parameters, gradients and optimizer alone"
         if memory.peak()[1].total() <= room:
@@ -111,21 +110,21 @@ def changes(before: Config, after: Config) -> dict[str, object]:
             if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)}
 
 
-def remedy(job: Plan, assume: Assume = Assume()) -> str:
+def remedy(job: Plan) -> str:
     """One line for a plan that does not fit: what does not, and the nearest change that would."""
     cfg, machine, room = job.cfg, job.machine, room_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
     problem = (f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
-               f"pipeline rank {job.fullest}; the largest part are {part}, {size / 2**30:.1f} GiB")
+               f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB")
     for world in (job.world << i for i in range(8)):
-        if nearest := _nearest(cfg, world, machine, assume):
+        if nearest := _nearest(cfg, world, machine):
             keys = [f"{key}={value}" for key, value in changes(cfg, nearest).items()]
             more = [f"{world} GPUs"] if world > job.world else []
             return f"{problem}; use {' '.join(more + keys)}"
     return f"{problem}; no layout of {world} GPUs fits either: use a smaller model, or another device"
 
 
-def _nearest(cfg: Config, world: int, machine: Machine, assume: Assume) -> Config | None:
+def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     """The layout that fits after the fewest changes; the fastest of several."""
     every = (replace(layout, train=replace(layout.train, recompute=recompute))
              for layout in layouts(cfg, world, machine) for recompute in RECOMPUTE)
@@ -137,8 +136,8 @@ def _nearest(cfg: Config, world: int, machine: Machine, assume: Assume) -> Confi
             layout.check(world)
         except ValueError:
             continue
-        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
+        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
         if memory.lasting() <= room and memory.peak()[1].total() <= room:
-            fitting.append((Step(layout, world, machine, assume).at_least(), len(fitting), layout))
+            fitting.append((Step(layout, world, machine).at_least(), len(fitting), layout))
             distance = len(changes(cfg, layout))
     return min(fitting)[2] if fitting else None

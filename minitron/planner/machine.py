@@ -3,7 +3,8 @@
 Problem: a data sheet's peak says little about a product of [2048, 9216] by [9216, 3072]. The idea: few constants a
 device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
 
-    product      operations / (rate * share of the last wave that is full) + bytes / copy rate * `unhidden`
+    product      operations / (rate * share of all waves that is full) + bytes / copy rate * `unhidden`; a weight
+                 gradient's rate is `weight_grad` of that: its operands lie across
     attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
                  between 64, 128 and 256 cost what the next of these does
     pointwise    bytes read and written / (copy rate * `pointwise`)
@@ -37,6 +38,7 @@ class Device:
     reserved_gib: float         # of it outside of torch's allocator: context, NCCL
     processors: int             # streaming multiprocessors
     gemm_tflops: dict[str, float]  # bf16, fp8: of a product with full waves and no memory traffic
+    weight_grad: dict[str, float]  # share of it that weight gradients reach
     unhidden: float             # share of a product's memory traffic that its arithmetic does not hide
     attention_tflops: float     # forward and backward, of the pairs under the mask, for endless sequences
     half_keys: float            # keys at which attention reaches half of that
@@ -92,7 +94,9 @@ class Machine:
         d, item = self.device, 1 if fp8 else 2
         tiles = min((ceil(rows / a) * ceil(columns / b) for a, b in (self.TILE, self.TILE[::-1])))
         waves = ceil(tiles / d.processors)
-        arithmetic = waves * d.processors / tiles * 2 * m * n * k / (d.gemm_tflops["fp8" if fp8 else "bf16"] * 1e12)
+        kind = "fp8" if fp8 else "bf16"
+        rate = d.gemm_tflops[kind] * (d.weight_grad[kind] if weight_grad else 1) * 1e12
+        arithmetic = waves * d.processors / tiles * 2 * m * n * k / rate
         traffic = item * m * k + 8 * n * k + item * m * n if weight_grad else item * (m * k + n * k) + 2 * m * n
         return (arithmetic + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step + d.gap_seconds
 

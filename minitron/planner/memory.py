@@ -13,32 +13,64 @@ Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. `full` lea
 the one block that is in its backward. The last stage's logits become their own gradient. `working` is what an operation
 needs beside what was saved: gradients inside of a block, gathered inputs.
 
+With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
+result, no activation, but where an adapter reads it, and then in bf16.
+
 The formulas repeat what precision.py, gated.py, fused.py, context.py and grads.py do; tests hold them against what the
-trainer allocates. Left out: the padding of buckets, fragments.
+trainer allocates. Left out: the padding of buckets, fragments, and the start of a run, where one whole weight is there
+in float32: with LoRA on few tokens that can be the peak.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from minitron.config import Config
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
-PIECE_BYTES = 64 << 20  # of gradients that travel (minitron/optim/sums.py)
+PIECE_BYTES = 64 << 20  # at most, of gradients that travel (minitron/optim/sums.py)
+LAYERS = ("qkv", "out", "up", "down")  # a block's products
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
 PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
 
 
+class Adapter(NamedTuple):
+    """LoRA beside one of LAYERS: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
+
+    layer: str
+    rank: int
+    targets: int
+    inputs: int
+    outputs: int
+
+    def elements(self, tp: int) -> int:
+        """Of A and B on a rank; the side that the layer itself splits is split."""
+        split = (1, tp) if self.layer in ("qkv", "up") else (tp, 1)
+        return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
+
+
+def adapters(cfg: Config) -> dict[str, Adapter]:
+    """Of every block, by the layer; none without LoRA."""
+    m, lora = cfg.model, cfg.lora
+    h, f, nd, kv = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_dim, m.kv_heads * m.head_dim
+    widths = ((h, {"qkv": nd + 2 * kv, "q": nd, "k": kv, "v": kv}), (nd, {"o": h}), (h, {"gate": f, "up": f}),
+              (f, {"down": h}))
+    found = {}
+    for layer, (inputs, outputs) in zip(LAYERS, widths) if cfg.finetune.kind == "lora" else ():
+        if sizes := [outputs[target] for target in lora.targets if target in outputs]:
+            found[layer] = Adapter(layer, lora.rank, len(sizes), inputs, sum(sizes))
+    return found
+
+
 class Memory:
-    """Bytes on the ranks of a layout over `world` ranks.
+    """Bytes on the ranks of a layout over `world` ranks; in a node of `gpus_per_node` they read each other's memory."""
 
-    gpus_per_node: ranks of one node read each other's memory. frozen: weights have neither gradients nor states (LoRA).
-    """
-
-    def __init__(self, cfg: Config, world: int, *, gpus_per_node: int, frozen: bool = False):
+    def __init__(self, cfg: Config, world: int, *, gpus_per_node: int):
         m, p, t = cfg.model, cfg.parallel, cfg.train
-        self.cfg, self.gpus_per_node, self.frozen = cfg, gpus_per_node, frozen
+        self.cfg, self.gpus_per_node = cfg, gpus_per_node
+        self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.llama, self.tp = m.family == "llama", p.tp
         self.size = 4 if cfg.precision.dtype == "fp32" else 2
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
@@ -53,7 +85,7 @@ class Memory:
 
     def of(self, rank: int) -> Counter:
         """Bytes of a pipeline rank by part."""
-        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages()))))
+        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages(rank)))))
 
     def lasting(self) -> int:
         """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
@@ -65,10 +97,16 @@ class Memory:
         """Of parameters, gradients, optimizer and FP8 weights."""
         stages = range(rank, len(self.layers), self.cfg.parallel.pp)
         count = sum(map(self.parameters, stages))
-        trained = 0 if self.frozen else count
+        trained = sum(map(self.trained, stages))
         states = 2 if self.size == 4 else 3  # in float32 the parameter is its own master
         cast = 2 * self.block_matrices * sum(len(self.fp8_layers(stage)) for stage in stages)
         return self.size * count, 4 * trained, 4 * states * trained // self.shards, cast
+
+    def trained(self, stage: int) -> int:
+        """Elements on a rank of this stage that have gradients: all, or those of adapters."""
+        if not self.frozen:
+            return self.parameters(stage)
+        return len(self.layers[stage]) * sum(adapter.elements(self.tp) for adapter in self.adapters.values())
 
     @property
     def block_matrices(self) -> int:
@@ -88,7 +126,7 @@ class Memory:
             count += table + (m.max_positions * h if m.positions == "learned" else 0)
         if stage == len(self.layers) - 1:
             count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else table)
-        return count
+        return count + (self.trained(stage) if self.frozen else 0)
 
     def fp8_layers(self, stage: int) -> list[int]:
         kept, count = self.cfg.precision.fp8_bf16_layers, self.cfg.model.num_layers
@@ -101,23 +139,22 @@ class Memory:
         fp8, recompute = len(self.fp8_layers(stage)), self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
         if stage == len(self.layers) - 1:  # the final norm's sum and result
-            saved += self.logits + 2 * self.cfg.model.hidden_size * self.size * self.rows
+            saved += self.logits + (1 if self.frozen else 2) * self.cfg.model.hidden_size * self.size * self.rows
         return saved
 
     def _block(self, recompute: str, fp8: bool) -> int:
         m, p, size = self.cfg.model, self.cfg.parallel, self.size
-        h, f, kept = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 else self.size
+        h, f, item = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 and not self.frozen else self.size
         nd, kv = m.num_heads * m.head_dim // self.tp, m.kv_heads * m.head_dim // self.tp
         if recompute == "full":
             return h * size * self.rows
         rows = 2 * (h * size + (4 if self.llama else 8))
         whole = 2 * (nd + kv) * size + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * size
-        if fp8:
-            whole += nd
-        elif p.cp > 1 and p.cp_style == "ulysses":
-            whole += nd * size  # before and after it is traded
-        if recompute == "none":
-            rows, whole = rows + 2 * h * kept, whole + f * kept
+        for layer in self.adapters if self.frozen else LAYERS:
+            if layer == "out":  # it reads the attention's output, which is kept: unless as it was before it was traded
+                whole += nd * item if item < size or (p.cp > 1 and p.cp_style == "ulysses") else 0
+            elif recompute == "none":
+                rows, whole = (rows, whole + f * item) if layer == "down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
     @property
@@ -139,14 +176,14 @@ class Memory:
             block = max(h * self.size * (2 * self.rows) + gathered, block - self.logits)
         return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
 
-    def _messages(self) -> int:
+    def _messages(self, rank: int) -> int:
         """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * self.size
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
-        if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp and not self.frozen:
-            held += 2 * (self.shards - 1) * PIECE_BYTES
+        if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
+            held += 2 * (self.shards - 1) * min(PIECE_BYTES, self._lasting(rank)[1] // self.shards)
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from minitron.pipeline.schedule import Backward, Schedule, make
 from minitron.pipeline.simulate import Timeline, simulate
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.work import Assume, Parts, Work, total
+from minitron.planner.work import Parts, Work, document_tokens, total
 
 BUCKET_BYTES = 256 << 20  # of gradients, as minitron/optim/grads.py closes them
 STATE_BYTES = 34          # that the update reads and writes per element: gradient twice, master, moments, parameter
@@ -52,9 +52,14 @@ class Plan:
 
     @property
     def mfu_percent(self) -> float | None:
-        """Of the dense peak, every attention score counted; None if nobody knows the device's peak."""
+        """Of the dense peak, as logs count it: all scores within documents, 2/3 where weights are frozen.
+
+        None if nobody knows the device's peak.
+        """
         t, peak = self.cfg.train, self.machine.device.peak_tflops(self.cfg.precision.fp8 != "none")
-        operations = flops.full(self.cfg.model.shape, t.seq_len) * t.global_batch_size
+        share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
+        squares = t.seq_len * document_tokens(self.cfg)
+        operations = share * flops.full(self.cfg.model.shape, t.seq_len, squares) * t.global_batch_size
         rate = flops.tflops_per_gpu(operations, self.step_seconds, self.world)
         return 100 * rate / peak if peak else None
 
@@ -71,9 +76,9 @@ def room_gib(machine: Machine) -> float:
     return machine.device.memory_gib - machine.device.reserved_gib
 
 
-def plan(cfg: Config, world: int, machine: Machine, assume: Assume = Assume()) -> Plan:
+def plan(cfg: Config, world: int, machine: Machine) -> Plan:
     """The plan of a configuration that `cfg.check(world)` accepts. Raises ValueError for what the device cannot do."""
-    step = Step(cfg, world, machine, assume)
+    step = Step(cfg, world, machine)
     fullest, memory = step.memory.peak()
     timeline = step.timeline(step.transfer_seconds)
     return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, timeline)
@@ -90,16 +95,16 @@ def checked_schedule(pp: int, vp: int, num_microbatches: int) -> Schedule:
 class Step:
     """The time of a step, in pieces that a search can ask for one by one, the cheap ones first."""
 
-    def __init__(self, cfg: Config, world: int, machine: Machine, assume: Assume = Assume()):
+    def __init__(self, cfg: Config, world: int, machine: Machine):
         p = cfg.parallel
         if cfg.precision.dtype == "fp32" or (cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops):
             key, other = ("dtype", "bf16") if cfg.precision.dtype == "fp32" else ("fp8", "none")
             raise ValueError(f"precision.{key}={getattr(cfg.precision, key)} has no rate in the table of "
                              f"{machine.device.gpu}; use precision.{key}={other}, or another device")
-        self.cfg, self.machine, self.assume = cfg, machine, assume
+        self.cfg, self.machine = cfg, machine
         self.microbatches = cfg.num_microbatches(cfg.dp(world))
-        self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node, frozen=assume.frozen)
-        self.work = work = Work(cfg, machine, assume)
+        self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node)
+        self.work = work = Work(cfg, machine)
         last = len(self.memory.layers) - 1
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
@@ -125,11 +130,11 @@ class Step:
         return simulate(schedule, self.forward, self.backward, transfer_seconds, proven=True)
 
     def update_seconds(self, rank: int) -> float:
-        """Norm, AdamW, and the FP8 casts of new weights."""
+        """Norm, AdamW, and the FP8 casts of weights that are new."""
         stages = range(rank, len(self.memory.layers), self.cfg.parallel.pp)
-        moved = STATE_BYTES * sum(map(self.memory.parameters, stages)) / self.memory.shards
+        moved = STATE_BYTES * sum(map(self.memory.trained, stages)) / self.memory.shards
         cast = 4 * self.memory.block_matrices * sum(len(self.memory.fp8_layers(stage)) for stage in stages)
-        return self.machine.copied((0 if self.assume.frozen else moved) + cast)
+        return self.machine.copied(moved + (0 if self.memory.frozen else cast))
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""
@@ -148,7 +153,7 @@ class Step:
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
         """(exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
-        if self.memory.shards == 1 or self.assume.frozen:
+        if self.memory.shards == 1:
             return 0.0, 0.0
         # chunk -> [start of its first forward, start and end of its last backward]
         moments: list[dict] = [{} for _ in range(self.cfg.parallel.pp)]
@@ -160,7 +165,7 @@ class Step:
 
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
         p = self.cfg.parallel
-        counts = {chunk: self.memory.parameters(chunk * p.pp + rank) for chunk in chunks}
+        counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
         reduce, gather = ({chunk: self.machine.collective(size * count, self.memory.shards, p.tp)
                            for chunk, count in counts.items()} for size in (4, self.work.item))
         both = sum(reduce.values()) + sum(gather.values())

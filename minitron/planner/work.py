@@ -14,32 +14,36 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
 first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
 stand alone (minitron/overlap.py, Separate), without overlap all do. `full` recomputation repeats the forward inside the
-backward, `selective` its norms and activations.
+backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need, and adds
+an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
+
+How long documents are that are kept apart, only data know; here they are what random documents are. Left out: adapters'
+messages, r numbers a token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 
 from minitron.config import Config
 from minitron.planner.machine import Machine
+from minitron.planner.memory import LAYERS, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
 
 
-@dataclass(frozen=True)
-class Assume:
-    """What a configuration does not say.
+def document_tokens(cfg: Config) -> float:
+    """Length of the document that a token is in, on average over tokens: the sum of squared lengths in a sample over s.
 
-    document_tokens: the mean length of documents that are kept apart; None: one fills a sample. frozen: LoRA on q, k,
-    v, and all other weights without a gradient.
+    Of random documents (minitron/data/mock.py): lengths uniform up to `data.document_length`, or geometric with a mean
+    of a quarter sample, cut at the sample's end.
     """
-
-    document_tokens: float | None = None
-    frozen: bool = False
+    s, longest = cfg.train.seq_len, cfg.data.document_length
+    if not cfg.data.separate_documents:
+        return s
+    return 3 / 8 * s if longest is None else min(s, 2 / 3 * longest)
 
 
 def total(parts: Parts) -> float:
@@ -50,9 +54,10 @@ def total(parts: Parts) -> float:
 class Work:
     """The work of one microbatch on one rank of the layout `cfg.parallel`."""
 
-    def __init__(self, cfg: Config, machine: Machine, assume: Assume = Assume()):
+    def __init__(self, cfg: Config, machine: Machine):
         m, p, t = cfg.model, cfg.parallel, cfg.train
-        self.cfg, self.machine, self.assume, self.model = cfg, machine, assume, m
+        self.cfg, self.machine, self.model = cfg, machine, m
+        self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = self.tokens // p.tp if p.sequence_parallel else self.tokens  # rows between the products
         self.item = 4 if cfg.precision.dtype == "fp32" else 2
@@ -84,10 +89,11 @@ class Work:
         forward, backward = Parts(), Parts()
         for n, k, beside in layers:
             self._linear(n, k, beside, fp8, forward, backward)
-        if self.assume.frozen:  # the adapter of q, k, v: x A, then its product added; three such passes backward
-            thin = self.machine.moved(self.tokens * (w + h) * self.item, 2)
-            forward["pointwise"] += thin
-            backward["pointwise"] += 2 * thin
+        for layer, adapter in self.adapters.items():
+            x, y = ((self.slice, self.tokens / p.tp) if layer in ("qkv", "up") else (self.tokens / p.tp, self.slice))
+            x, y, some = x * adapter.inputs * self.item, y * adapter.outputs * self.item, adapter.targets
+            forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
+            backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
         self._attention(forward, backward)
         passes = self._passes(fp8, nd, w, f, inner)
         for whole, (moved, kernels) in zip((forward, backward), passes):
@@ -95,14 +101,16 @@ class Work:
         recompute = self.cfg.train.recompute
         if recompute == "full":
             backward.update(forward)
-        elif recompute == "selective":  # two norms and the activation once more
-            again = self.slice * h * 2 * self.item * 2 + self.tokens * (inner + f) * self.item
-            backward["pointwise"] += self.machine.moved(again, 3)
+        elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
+            norm = 2 * self.slice * h
+            again = {"qkv": norm, "out": 0, "up": norm, "down": self.tokens * (inner + f)}
+            for layer in self.adapters if self.frozen else LAYERS:
+                backward["pointwise"] += self.machine.moved(again[layer] * self.item, layer != "out")
         return forward, backward
 
     def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
         """Three products, of a frozen weight two, and the messages beside them."""
-        product, t, frozen = self.machine.product, self.tokens, self.assume.frozen
+        product, t, frozen = self.machine.product, self.tokens, self.frozen
         y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True)
         forward["gemm"] += y
@@ -134,7 +142,7 @@ class Work:
 
     def _attention(self, forward: Parts, backward: Parts) -> None:
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
-        keys = min(t.seq_len, self.assume.document_tokens or t.seq_len)
+        keys = document_tokens(self.cfg)
         share = m.num_heads * m.head_dim // p.tp
         pairs = t.micro_batch_size * t.seq_len * keys / 2 / p.cp
         ring = p.cp > 1 and p.cp_style != "ulysses"
@@ -177,7 +185,7 @@ class Work:
         backward += 2 * w * size * t  # gradients of q, k, v side by side
         if not (fp8 and llama):
             forward, backward = forward + (inner + f) * size * t, backward + (f + 2 * inner) * size * t
-        if not llama:
+        if not llama and not self.frozen:
             backward += (w + f) * size * t + 2 * h * size * rows  # bias gradients
         if m.hidden_dropout:
             forward, backward = forward + 2 * 5 * h * size * rows, backward + 2 * 2 * h * size * rows
@@ -186,11 +194,14 @@ class Work:
         kernels = (3 + llama, 4 + llama) if llama else (3, 8)
         if not fp8:
             return (forward, kernels[0]), (backward, kernels[1])
-        cast = size + 2  # read, rows and columns written; what is gathered gets its columns afterwards
+        # Read, rows written, and columns for a weight gradient; what is gathered gets its columns afterwards.
+        written = 1 if self.frozen else 2
+        cast = size + written
         forward += cast * (2 * h * rows + nd * t)
-        backward += cast * (2 * h * rows + w * t) + (4 * 2 * h * t if p.tp > 1 else 0)
+        backward += cast * (2 * h * rows + w * t) + (4 * 2 * h * t if p.tp > 1 and not self.frozen else 0)
         if llama:
-            forward, backward = forward + (inner * size + 2 * f) * t, backward + ((f + inner) * size + 2 * inner) * t
+            forward += (inner * size + written * f) * t
+            backward += ((f + inner) * size + written * inner) * t
         else:
             forward, backward = forward + cast * f * t, backward + cast * inner * t
         return (forward, kernels[0] + 4), (backward, kernels[1] + 6)
@@ -204,7 +215,7 @@ class Work:
         backward["pointwise"] = self.machine.moved(5 * m.hidden_size * 4 * self.tokens, 3)
         for parts in (forward, backward):
             parts["tp_exposed"] = self.machine.collective(m.hidden_size * size * self.tokens, self.cfg.parallel.tp, 1)
-        return forward, backward
+        return forward, Parts() if self.frozen else backward
 
     def head(self) -> tuple[Parts, Parts]:
         """The final norm, the product with the vocabulary and the loss; never in FP8."""
