@@ -38,8 +38,7 @@ from torch import Tensor, nn
 
 from minitron.collectives import Done, all_gather_into, all_reduce_
 from minitron.mesh import Axis, Mesh
-from minitron.optim import sums
-from minitron.optim.sums import Sums
+from minitron.optim.sums import Sums, choose_sums
 from minitron.parallel.tensor import choose_ops
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
@@ -224,8 +223,8 @@ class Gradients:
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
-        self.sums = sums.choose(mesh.dp_cp, mesh.device, sum(plan.size for _, plans in planned for plan in plans),
-                                overlap, choose_ops(mesh.device))
+        total = sum(plan.size for _, plans in planned for plan in plans)
+        self.sums = choose_sums(mesh.dp_cp, mesh.device, total, overlap, choose_ops(mesh.device))
         for chunk, (named, plans) in zip(chunks, planned):
             buckets = [Bucket(plan, named, self.sums, overlap) for plan in plans]
             self.chunks.append(buckets)

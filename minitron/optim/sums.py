@@ -113,7 +113,7 @@ class Arrival:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def choose(axis: Axis, device: torch.device, numel: int, overlapped: bool, ops: ModuleType) -> Sums:
+def choose_sums(axis: Axis, device: torch.device, numel: int, overlapped: bool, ops: ModuleType) -> Sums:
     """CopiedSums between GPUs of one node that can read each other's memory. Collective over the axis.
 
     numel: of all buffers together; ops: what has the `sum_parts` to use.
