@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
@@ -129,7 +129,8 @@ def export_adapter(source: str, target: str, dtype: str | None, base: str | None
     (settings, tensors), dtype = reader.peft(), dtype or reader.cfg.precision.dtype
     with new_folder(target) as folder:
         tensors = {name: tensor.to(DTYPES[dtype]).clone() for name, tensor in tensors}
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        whole = save(tensors, metadata={"format": "pt"})  # save_file would let nobody else read it
+        (folder / "adapter_model.safetensors").write_bytes(whole)
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     print(f"{len(tensors) // 2} adapters of iteration {reader.iteration} in {dtype}; to load them:\n"
           f"peft.PeftModel.from_pretrained(model, {target!r})")
