@@ -28,7 +28,7 @@ from minitron.pipeline.schedule import (
     output_of,
     stage_layers,
 )
-from minitron.pipeline.simulate import peak_activations, peak_received, simulate
+from minitron.pipeline.simulate import peak_activations, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).map(
@@ -38,6 +38,21 @@ LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).ma
 
 def operations(schedule, rank):
     return [action for action in schedule.ranks[rank] if type(action) is not Exchange]
+
+
+def peak_received(schedule):
+    """For each rank, the most received tensors that wait at once for the operation that uses them."""
+    peaks = []
+    for rank, actions in enumerate(schedule.ranks):
+        waiting = peak = 0
+        for action in actions:
+            if type(action) is Exchange:
+                waiting += len(action.recvs)
+                peak = max(peak, waiting)
+            elif input_of(action, rank, schedule.pp, schedule.vp) is not None:
+                waiting -= 1
+        peaks.append(peak)
+    return peaks
 
 
 def largest_group(pp, m):

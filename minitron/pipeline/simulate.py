@@ -162,18 +162,3 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
                 peak = max(peak, live)
         peaks.append(peak)
     return tuple(peaks)
-
-
-def peak_received(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most received tensors that wait at once for the operation that uses them."""
-    peaks = []
-    for rank, actions in enumerate(schedule.ranks):
-        waiting = peak = 0
-        for action in actions:
-            if type(action) is Exchange:
-                waiting += len(action.recvs)
-                peak = max(peak, waiting)
-            elif input_of(action, rank, schedule.pp, schedule.vp) is not None:
-                waiting -= 1
-        peaks.append(peak)
-    return tuple(peaks)
