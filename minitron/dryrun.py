@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cli
 from minitron.config import Config
@@ -102,6 +101,7 @@ def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
 @contextmanager
 def fake_world(world: int, rank: int) -> Iterator[None]:
     """The default process group is one of `world` ranks, of which only this one exists."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests': no run should need them
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
     dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # or its end warns that it has none
     try:

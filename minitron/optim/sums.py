@@ -118,6 +118,6 @@ def choose_sums(axis: Axis, device: torch.device, numel: int, overlapped: bool, 
 
     numel: of all buffers together; ops: what has the `sum_parts` to use.
     """
-    if overlapped and overlap.see_each_other(axis, device):
+    if overlapped and numel and overlap.see_each_other(axis, device):  # a stage may train nothing
         return CopiedSums(axis, device, numel, ops.sum_parts)
     return Sums(axis, device)
