@@ -4,6 +4,7 @@ Problem: training is killed at any moment, also inside a save; disks fill up and
 layout; and a checkpoint may come from anywhere, so opening one must not run code. The idea:
 
     runs/a/latest                                   the name of the newest, and a checksum of that name
+    runs/a/owner.7                                  the seventh run to save here: its process, host and start
     runs/a/step_00000020/index.json                 which box of which tensor is in which file; each file's checksum
     runs/a/step_00000020/rank_00003.safetensors     boxes of tensors (boxes.py), written by one rank
     runs/a/step_00000030.tmp-5e0c91d2/              a save under way, or what is left of one that was killed
@@ -14,6 +15,12 @@ layout; and a checkpoint may come from anywhere, so opening one must not run cod
   3. Checksums cover every byte and are made from the memory that was to be written. The index has each file's, and its
      own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of all other damage, at
      6 GB/s a core. It is no protection against forgery.
+  4. One run at a time. There is no lock, which a killed run could not give back: whoever starts takes the directory
+     over, and the run before, should it live, finds that out before it deletes or renames anything.
+
+The second promise is as good as the rename of a folder: atomic on disks, Lustre and NFS, and in a bucket with a
+hierarchical namespace. Where gcsfuse copies a folder file by file, a kill within leaves half of one. `latest` never
+names it (a first save has none to go by), and no checksum or index of it passes: it is an error, or replaced, but seen.
 
 index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
     "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
@@ -31,12 +38,14 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import struct
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -50,6 +59,7 @@ FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("fp16", "F16")}
 DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
 STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
+OWNER = re.compile(r"owner\.(\d+)")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
@@ -57,6 +67,10 @@ BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: one line that names the file."""
+
+
+class TakenOver(CheckpointError):
+    """Another run saves in this directory now."""
 
 
 @contextmanager
@@ -103,12 +117,49 @@ def make_writable(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
 
 
-def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
+def claim(directory: Path) -> int:
+    """Take a directory over: the number of its new owner, for `begin` and `commit`. CheckpointError if saves must fail.
+
+    A name of its own for each owner: mounts of one store may keep the contents of a file for long, but list folders.
+    """
+    make_writable(directory)
+    with disk_errors(directory):
+        before = _owners(directory)
+        number = max(before, default=0) + 1
+        with open(directory / f"owner.{number}", "x", encoding="utf-8") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
+        for path in before.values():
+            path.unlink(missing_ok=True)
+        probe = directory / f"probe.tmp-{secrets.token_hex(4)}"
+        probe.mkdir()
+        (probe / "file").touch()
+        try:
+            _remove(probe)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
+                                  "save has to; use a disk, or a bucket with a hierarchical namespace") from error
+    return number
+
+
+def _owners(directory: Path) -> dict[int, Path]:
+    return {int(match[1]): path for path in directory.glob("owner.*") if (match := OWNER.fullmatch(path.name))}
+
+
+def _check_owner(directory: Path, owner: int | None) -> None:
+    """Raises TakenOver if the directory has another owner. None: nobody's, as that of a tool."""
+    owners = _owners(directory) if owner is not None else {}
+    if (newest := max(owners, default=owner)) != owner:
+        raise TakenOver(f"checkpoint.dir={directory} was taken over by {owners[newest].read_text(errors='replace')}; "
+                        "only one run at a time can save there: end one of them, or give it another")
+
+
+def begin(directory: Path, iteration: int, num_bytes: int, owner: int | None = None) -> Path:
     """A fresh temporary folder for a save; what killed saves left goes. CheckpointError without room for num_bytes."""
     make_writable(directory)
     with disk_errors(directory):
-        for stale in directory.glob("step_*.tmp-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        _check_owner(directory, owner)
+        for stale in directory.glob("*.tmp-*"):
+            _remove(stale)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
@@ -118,9 +169,13 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0) -> None:
-    """Make a filled temporary folder the newest checkpoint. about: the index but files and tensors, which come from
-    the shards (`write_shard`). keep: how many checkpoints up to this iteration stay, 0: all. Raises CheckpointError.
+def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0, after: int = 0,
+           owner: int | None = None) -> None:
+    """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
+
+    about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
+    checkpoints stay, 0: all. after: the iteration of its save before this one, or that it went on from. What lies
+    between the two it has left by going back: they do not count, and go. What lies beyond this one stays for now.
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     files, tensors = {}, {}
@@ -133,6 +188,7 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
     with disk_errors(directory):
         _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
         _sync(temporary)
+        _check_owner(directory, owner)
         replaced = None
         if folder.exists():  # of a run that went back to before it: out of the way, and gone once the new one is there
             replaced = _doomed(folder)
@@ -149,9 +205,11 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
         _sync(directory)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
-        passed = [folder for step, folder in checkpoints(directory).items() if step <= about["iteration"]]
-        for folder in passed[:-keep] if keep else []:
-            _remove(folder)
+        if keep:
+            passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
+            ours = [step for step in passed if step <= after or step == about["iteration"]]
+            for step in passed.keys() - set(ours[-keep:]):
+                _remove(passed[step])
 
 
 def _doomed(folder: Path) -> Path:
@@ -159,9 +217,10 @@ def _doomed(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Rename it first, so that no half of it is ever taken for a checkpoint."""
+    """Rename it first, so that no half of it is ever taken for a checkpoint, or made one by a run that fills it."""
     doomed = _doomed(folder)
-    os.rename(folder, doomed)
+    with suppress(FileNotFoundError):
+        os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
 
 
