@@ -19,7 +19,7 @@ from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
 from minitron.checkpoint.format import CheckpointError, Reader, Writer
 from minitron.checkpoint.load import Start, find, restore
-from minitron.checkpoint.save import Checkpointer, State, copy_beside, host_memory
+from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.config import Config
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader

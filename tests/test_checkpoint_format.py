@@ -248,9 +248,10 @@ def test_a_box_that_is_not_what_the_index_says(tmp_path):
         Reader(tmp_path).read("b.bias", "param", (0,), (7,))
 
 
-@pytest.mark.parametrize("path", ["nothing", "."])
-def test_no_checkpoint_there(tmp_path, path):
-    with pytest.raises(CheckpointError, match="index.json: no such file or directory"):
+@pytest.mark.parametrize("path, why", [("nothing", "no such file or directory"), (".", "no such file or directory"),
+                                       ("x" * 300, "file name too long")])
+def test_no_checkpoint_there(tmp_path, path, why):
+    with pytest.raises(CheckpointError, match=f"(index.json|latest): {why}"):
         Reader(tmp_path / path)
 
 

@@ -1,7 +1,6 @@
 """The two data tools, run as users run them, as scripts; what needs no process of its own is called directly."""
 
 import gzip
-import importlib.util
 import json
 import lzma
 import os
@@ -17,20 +16,11 @@ import zstandard
 
 from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
 from minitron.data.tokenizers import ByteTokenizer, load_tokenizer
+from tools import check_data, preprocess_data
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}  # the tools find their own checkout
 TEXTS = ["hello", "", "caf\u00e9 \U0001f600", "line\nbreak", " ", "x" * 3000] * 3
-
-
-def module(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-preprocess_data, check_data = module("preprocess_data"), module("check_data")
 
 
 def tool(name, *arguments, **changes):

@@ -46,6 +46,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
+from math import prod
 from pathlib import Path
 
 import torch
@@ -53,11 +54,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
+from minitron.precision import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
-# The names of a dtype in the index and in safetensors.
-NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("fp16", "F16")}
-DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index
+STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
 STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
 OWNER = re.compile(r"owner\.(\d+)")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -94,14 +95,15 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 def newest(directory: Path) -> Path | None:
     """The checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
 
-    Raises CheckpointError if `latest` is damaged or what it names is missing.
+    Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
     """
     pointer = directory / "latest"
-    if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
-        return next(reversed(checkpoints(directory).values()), None)
-    _size(pointer)
-    with open(pointer, "rb") as file:
-        text = file.read(256).decode(errors="replace")
+    with disk_errors(pointer):
+        if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
+            return next(reversed(checkpoints(directory).values()), None)
+        _size(pointer)
+        with open(pointer, "rb") as file:
+            text = file.read(256).decode(errors="replace")
     name = text.split(" ")[0]
     if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
@@ -239,15 +241,26 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]
 
     Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
     """
-    header, boxes, end = {}, [], 0
-    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
-        key, begin, end, (dtype, code) = f"{kind}:{name}:{number}", end, end + tensor.nbytes, NAMES[tensor.dtype]
-        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        boxes.append((name, whole, kind, dtype, {"file": path.name, "key": key, "start": start, "shape": tensor.shape}))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    boxes = [(name, whole, kind, NAMES[tensor.dtype],
+              {"file": path.name, "key": f"{kind}:{name}:{number}", "start": start, "shape": tensor.shape})
+             for number, (name, kind, whole, start, tensor) in enumerate(pieces)]
+    begin = header((box["key"], piece.tensor.dtype, box["shape"]) for piece, (*_, box) in zip(pieces, boxes))
     with disk_errors(path):
-        return {path.name: _write(path, [struct.pack("<Q", len(text)), text, *(p.tensor for p in pieces)])}, boxes
+        return {path.name: _write(path, [begin, *(piece.tensor for piece in pieces)])}, boxes
+
+
+def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
+    """What a safetensors file of these (name, dtype, shape) begins with; their data follow in the same order.
+
+    By hand, for the library wants all tensors at once: eight bytes of length, then JSON, filled up so that data align.
+    """
+    entries, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 class Writer(AbstractContextManager):
@@ -381,7 +394,7 @@ class Reader:
                 try:
                     with safe_open(self.path / file, framework="pt") as opened:
                         part = opened.get_slice(key)
-                        if (part.get_dtype(), tuple(part.get_shape())) != (NAMES[result.dtype][1], stored.shape):
+                        if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
                             raise CheckpointError(f"{self.path / file}: {key} is not of the dtype and shape that "
                                                   "index.json says")
                         result[common.within(wanted)] = part[common.within(stored)]

@@ -36,11 +36,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron import cli
-from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import ModelConfig
 from minitron.precision import DTYPES
 
-STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
 
 
@@ -256,6 +256,11 @@ class Reader:
     def dtype(self, name: str, kind: str) -> torch.dtype:
         """The one that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
+
+    @property
+    def precision(self) -> str:
+        """The name in precision.DTYPES of the one that holds all tensors exactly."""
+        return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box [start, start + shape) of a global tensor, in the format of the file."""

@@ -198,7 +198,7 @@ def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     try:
         return path.read_bytes()
