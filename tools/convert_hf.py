@@ -33,9 +33,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron import cli
 from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import Merged, Weights, best_kind, open_weights
+from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, open_weights
 from minitron.checkpoint.boxes import Box
 from minitron.checkpoint.format import Writer, header
 from minitron.config import Config, ModelConfig, PrecisionConfig
@@ -99,8 +98,7 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
     if base is not None and not isinstance(reader, Merged):
         raise ValueError(f"--base={base} is for adapters, and {source} holds a whole model; leave it out")
-    sections = {name: keys for name, keys in reader.config.items() if name in ("model", "precision")}
-    cfg = cli.from_tree(sections, str(reader.index))
+    cfg = config_of(reader)
     dtype = dtype or cfg.precision.dtype
     settings, kinds = hf.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)
 

@@ -15,12 +15,12 @@ layout; and a checkpoint may come from anywhere, so opening one must not run cod
   3. Checksums cover every byte and are made from the memory that was to be written. The index has each file's, and its
      own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of all other damage, at
      6 GB/s a core. It is no protection against forgery.
-  4. One run at a time. There is no lock, which a killed run could not give back: whoever starts takes the directory
-     over, and the run before, should it live, finds that out before it deletes or renames anything.
+  4. No lock, which a killed run could not give back: whoever starts takes the directory over, and the run before, if
+     it lives, finds that out before it deletes or renames anything.
 
-The second promise is as good as the rename of a folder: atomic on disks, Lustre and NFS, and in a bucket with a
-hierarchical namespace. Where gcsfuse copies a folder file by file, a kill within leaves half of one. `latest` never
-names it (a first save has none to go by), and no checksum or index of it passes: it is an error, or replaced, but seen.
+2. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
+others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it; without a `latest`, in a
+first save, it is an error, for index or checksums find it.
 
 index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
     "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
@@ -120,9 +120,9 @@ def make_writable(directory: Path) -> None:
 
 
 def claim(directory: Path) -> int:
-    """Take a directory over: the number of its new owner, for `begin` and `commit`. CheckpointError if saves must fail.
+    """Take a directory over: the new owner's number, for `begin` and `commit`. CheckpointError where saves would fail.
 
-    A name of its own for each owner: mounts of one store may keep the contents of a file for long, but list folders.
+    Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
     """
     make_writable(directory)
     with disk_errors(directory):
@@ -132,8 +132,7 @@ def claim(directory: Path) -> int:
             file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
         for path in before.values():
             path.unlink(missing_ok=True)
-        probe = directory / f"probe.tmp-{secrets.token_hex(4)}"
-        probe.mkdir()
+        (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
         (probe / "file").touch()
         try:
             _remove(probe)
@@ -191,22 +190,13 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
         _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
         _sync(temporary)
         _check_owner(directory, owner)
-        replaced = None
-        if folder.exists():  # of a run that went back to before it: out of the way, and gone once the new one is there
-            replaced = _doomed(folder)
-            os.rename(folder, replaced)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if replaced is not None:
-                os.rename(replaced, folder)
-            raise
+        replaced = _hide(folder)  # if it is there, of a run that went back to before it
+        os.rename(temporary, folder)
         _sync(directory)
         _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
         os.replace(directory / "latest.tmp", directory / "latest")
         _sync(directory)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
         if keep:
             passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
             ours = [step for step in passed if step <= after or step == about["iteration"]]
@@ -214,16 +204,16 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
                 _remove(passed[step])
 
 
-def _doomed(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-
-
 def _remove(folder: Path) -> None:
-    """Rename it first, so that no half of it is ever taken for a checkpoint, or made one by a run that fills it."""
-    doomed = _doomed(folder)
+    shutil.rmtree(_hide(folder), ignore_errors=True)  # the next save tries again
+
+
+def _hide(folder: Path) -> Path:
+    """Rename what is to be removed, so that no half of it is ever taken for a checkpoint, nor committed as one."""
+    hidden = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
-        os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
+        os.rename(folder, hidden)
+    return hidden
 
 
 def _sync(folder: Path) -> None:

@@ -72,7 +72,7 @@ def find(cfg: Config) -> Start:
             raise CheckpointError(f"{error}; {_other(directory)}") from error
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
-            _check_finetune(reader, cfg)
+            _check_keys(reader, "run", _trained(reader.config), _trained(asdict(cfg)), "checkpoint.dir")
             if not {"data", "optimizer_steps"} <= reader.state.keys():
                 raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
                                       f"{reader.path} and another checkpoint.dir")
@@ -214,13 +214,12 @@ def _other(directory: Path, bad: Path | None = None) -> str:
     return "there is no other checkpoint; checkpoint.resume=false begins anew"
 
 
-def _check_finetune(reader: Reader, cfg: Config) -> None:
-    """Raises CheckpointError unless the saved run trained the same parameters."""
-    saved = _trained(reader.config)
-    for key, now in _trained(asdict(cfg)).items():
+def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other: str) -> None:
+    """Raises CheckpointError unless all of our keys were the same in the saved configuration."""
+    for key, now in ours.items():
         if saved.get(key) != now:
-            raise CheckpointError(f"{reader.index} is of another run: {key} was {saved.get(key)} and is {now}; set it "
-                                  "to that, or use another checkpoint.dir")
+            raise CheckpointError(f"{reader.index} is of another {what}: {key} was {saved.get(key)} and is {now}; set "
+                                  f"it to that, or use another {other}")
 
 
 def _trained(config: Mapping) -> dict:
@@ -234,12 +233,10 @@ def _trained(config: Mapping) -> dict:
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
-    ours, saved = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
-                   for m in (asdict(cfg.model), reader.config["model"]))
-    for name in names:
-        if ours[name] != saved[name]:
-            raise CheckpointError(f"{reader.index} is of another model: model.{name} was {saved[name]} and "
-                                  f"is {ours[name]}; set it to that, or use another checkpoint")
+    saved, ours = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
+                   for m in (reader.config["model"], asdict(cfg.model)))
+    saved, ours = ({f"model.{name}": m[name] for name in names} for m in (saved, ours))
+    _check_keys(reader, "model", saved, ours, "checkpoint")
 
 
 def _check_same(steps: list[int]) -> None:

@@ -12,7 +12,6 @@ Left out: private functions, and first lines that end in the middle of a sentenc
 """
 
 import ast
-import hashlib
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minitron.data.cache import build_once
-from minitron.data.corpus import read_sources
+from minitron.data.corpus import fingerprint_of, read_sources
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -32,10 +31,8 @@ def build_docstrings(cache_dir: str | os.PathLike, root: str | os.PathLike | Non
     root: the folder of sources, by default this Python's standard library.  Raises ValueError when there is no source.
     """
     sources = read_sources(root)
-    digest = hashlib.sha256(Path(__file__).read_bytes())        # another form of the pairs is another file
-    for name, content in sources:
-        digest.update(f"{name}\n{len(content)}\n".encode() + content)
-    folder = Path(cache_dir) / f"docstrings-{platform.python_version()}-{digest.hexdigest()[:16]}"
+    fingerprint = fingerprint_of(sources, Path(__file__).read_bytes())  # another form of the pairs is another file
+    folder = Path(cache_dir) / f"docstrings-{platform.python_version()}-{fingerprint}"
     return build_once(folder, lambda folder: _build(folder, sources)) / "docstrings.jsonl"
 
 

@@ -80,6 +80,7 @@ class IndexedDataset:
         self.pointers = np.frombuffer(index, "<i8", num_sequences, after_lengths)
         self.document_indices = np.frombuffer(index, "<i8", num_indices, after_lengths + 8 * num_sequences)
         self._bin = self._map_tokens()
+        self.num_bin_bytes = len(self._bin)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -102,10 +103,6 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
-
-    @property
-    def num_bin_bytes(self) -> int:
-        return len(self._bin)
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Tokens begin .. end - 1 of the whole .bin, whatever their sequence: a view for scans."""
