@@ -41,7 +41,6 @@ import shutil
 import socket
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -113,14 +112,20 @@ def newest(directory: Path) -> Path | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Make the directory if it is not there, and try to write. Raises CheckpointError."""
+    """Make the directory if it is not there, and try what a save does. Raises CheckpointError."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
+        (probe / "file").touch()
+        try:
+            _remove(probe)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
+                                  "save has to; use a disk, or a bucket with a hierarchical namespace") from error
 
 
 def claim(directory: Path) -> int:
-    """Take a directory over: the new owner's number, for `begin` and `commit`. CheckpointError where saves would fail.
+    """Take a directory over: the number of its new owner, for `begin` and `commit`. Raises CheckpointError.
 
     Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
     """
@@ -132,13 +137,6 @@ def claim(directory: Path) -> int:
             file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
         for path in before.values():
             path.unlink(missing_ok=True)
-        (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
-        (probe / "file").touch()
-        try:
-            _remove(probe)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
-                                  "save has to; use a disk, or a bucket with a hierarchical namespace") from error
     return number
 
 
@@ -375,9 +373,7 @@ class Reader:
         as memory of this process.
         """
         wanted = Box(tuple(start), tuple(shape))
-        if any(first + size > whole for first, size, whole in zip(*wanted, self.shape(name), strict=True)):
-            raise CheckpointError(f"{self.index}: {kind} of {name} has shape {list(self.shape(name))}, and "
-                                  f"{list(wanted.shape)} from {list(wanted.start)} on is asked for")
+        assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
         for file, key, stored in self._boxes(name, kind):
             if common := stored.meet(wanted):

@@ -121,13 +121,12 @@ class Checkpointer:
         kinds = [bucket.kind for bucket in state.optimizer.gradients.buckets]
         ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in kinds]
         sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
-        self.memory = failure = None
-        try:
-            self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
-        except CheckpointError as error:
-            failure = error
         self.directory = Path(cfg.checkpoint.dir).expanduser()
-        self.owner = decide(failure, lambda _: claim(self.directory), mesh, self.group)
+
+        def take_memory() -> None:
+            self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
+
+        self.owner = decide(take_memory, lambda _: claim(self.directory), mesh, self.group)
         self.host = {kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
                      for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(state.optimizer.gradients, self.host))
@@ -177,12 +176,10 @@ class Checkpointer:
                      "data": self.data, "base": self.state.base}}
         size, keep, owner = sum(piece.tensor.nbytes for piece in mine), self.cfg.checkpoint.keep, self.owner
         try:
-            temporary = decide(size, lambda sizes: begin(self.directory, step, sum(sizes), owner), mesh, self.group)
-            try:
-                shard = write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine)
-            except CheckpointError as error:
-                shard = error  # for rank 0 to hear of
-            decide(shard, lambda shards: commit(temporary, about, shards, keep, self.saved, owner), mesh, self.group)
+            temporary = decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), owner), mesh,
+                               self.group)
+            decide(lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
+                   lambda shards: commit(temporary, about, shards, keep, self.saved, owner), mesh, self.group)
         except CheckpointError as error:
             if temporary is not None and mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -233,12 +230,17 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
 
 
-def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
-    """rule(the values of all ranks) as rank 0 finds it, on every rank.
+def decide(own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh,
+           group: dist.ProcessGroup | None = None) -> Any:
+    """rule([own() of every rank]) as rank 0 finds it, on every rank.
 
-    A CheckpointError among the values, or of the rule, is raised on every rank. What travels between these ranks is
-    pickled in memory; no file is ever unpickled.
+    A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
+    collective. What travels between these ranks is pickled in memory; no file is ever unpickled.
     """
+    try:
+        value = own()
+    except CheckpointError as error:
+        value = error
     together, values, answer = mesh.world.size > 1, [value], [None]
     if together:
         values = [None] * mesh.world.size if mesh.rank == 0 else None

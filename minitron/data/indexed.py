@@ -27,7 +27,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -88,16 +88,14 @@ class IndexedDataset:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens offset .. offset + length - 1 of a sequence (to its end by default), a read-only view [length].
 
-        Raises DataError when the sequence does not lie within .bin, ValueError when the slice exceeds the sequence.
+        Raises DataError when the sequence does not lie within .bin.
         """
         stored, begin = int(self.lengths[sequence]), int(self.pointers[sequence])
         if not (0 <= stored and 0 <= begin <= len(self._bin) - stored * self.dtype.itemsize):
             raise DataError(f"{self.prefix}.idx: sequence {sequence} has {stored} tokens from byte {begin} on, and "
                             f".bin {len(self._bin)} bytes; {_DAMAGED}")
         length = stored - offset if length is None else length
-        if not (0 <= offset and 0 <= length <= stored - offset):
-            raise ValueError(f"{self.prefix}: sequence {sequence} has {stored} tokens; tokens {offset} to "
-                             f"{offset + length} were asked for; stay within the sequence")
+        assert 0 <= offset and 0 <= length <= stored - offset, "the slice stays within the sequence"
         return np.frombuffer(self._bin, self.dtype, length, begin + offset * self.dtype.itemsize)
 
     @property
@@ -130,7 +128,7 @@ class IndexedDataset:
         return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
 
-class IndexedWriter:
+class IndexedWriter(AbstractContextManager):
     """Write PREFIX.bin and PREFIX.idx; nothing appears under these names before `finalize`.
 
     As a context manager it finalizes on success and deletes its temporary files on an error.  sidecar: a dict for
@@ -153,15 +151,17 @@ class IndexedWriter:
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if kind is None:
                 self.finalize()
         finally:
-            self.discard()
+            try:
+                with _writing(self.prefix):
+                    self._bin.close()       # writes what is buffered, which a full disk refuses
+            finally:
+                for name in "bin", "idx":
+                    Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
 
     def add_document(self, document: np.ndarray | Sequence[np.ndarray]) -> None:
         """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""
@@ -193,15 +193,6 @@ class IndexedWriter:
                 Path(f"{self.prefix}.json").write_text(json.dumps(self.sidecar, indent=1) + "\n")
             os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
 
-    def discard(self) -> None:
-        """Delete the temporary files."""
-        try:
-            with _writing(self.prefix):
-                self._bin.close()       # writes what is buffered, which a full disk refuses
-        finally:
-            for kind in ("bin", "idx"):
-                Path(f"{self.prefix}.{kind}{self._suffix}").unlink(missing_ok=True)
-
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1:
             raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D "
@@ -220,18 +211,17 @@ def read_sidecar(prefix: str | os.PathLike) -> dict | None:
     path = Path(f"{os.fspath(prefix)}.json")
     if not path.is_file():
         return None
+    fix = "delete it or preprocess the data again"
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); delete it or preprocess the data again") from error
+        raise DataError(f"{path}: not JSON ({error}); {fix}") from error
     kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}
-    missing = kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set())
-    if missing:
-        raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; delete it or preprocess the data again")
+    if missing := kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set()):
+        raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; {fix}")
     for key, kind in kinds.items():
         if type(sidecar[key]) is not kind:
-            raise DataError(f"{path}: {key}={sidecar[key]!r} is no {'text' if kind is str else 'integer'}; delete the "
-                            "file or preprocess the data again")
+            raise DataError(f"{path}: {key}={sidecar[key]!r} is no {'text' if kind is str else 'integer'}; {fix}")
     return sidecar
 
 
