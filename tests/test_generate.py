@@ -91,6 +91,7 @@ def test_draws_come_from_the_top_p_set_with_its_probabilities():
     assert [generate.choose(logits, 5, temperature, top_p, again) for _ in range(draws)] == drawn
     assert generate.choose(logits, 5, 0.0, 1.0, None) == 1
     assert {generate.choose(logits, 5, 1.0, 1e-6, generator) for _ in range(50)} == {1}
+    assert {generate.choose(logits, 5, 1e-300, 1.0, generator) for _ in range(50)} == {1}
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
         ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
         ([tmp_path / "nothing", *good], "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint"),
+        ([folder, *good, "--base", "x"], f"base=x is for adapters, and {folder} holds a whole model; leave it out"),
         ([folder], "the following arguments are required: --prompt"),
     ]:
         with pytest.raises(ValueError) as caught:

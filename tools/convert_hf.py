@@ -96,8 +96,6 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
     reader = open_weights(source, base)
     if isinstance(reader, hf.Reader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
-    if base is not None and not isinstance(reader, Merged):
-        raise ValueError(f"--base={base} is for adapters, and {source} holds a whole model; leave it out")
     cfg = config_of(reader)
     dtype = dtype or cfg.precision.dtype
     settings, kinds = hf.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)

@@ -46,12 +46,12 @@ def open_weights(path: str, base: str | None = None, vocab_multiple: int = Model
     folder = Path(path).expanduser()
     with disk_errors(folder):
         foreign, own = ((folder / name).exists() for name in ("config.json", "index.json"))
-    if foreign:
-        return hf.Reader(folder, vocab_multiple)
-    if not own and newest(folder) is None:
+    if not foreign and not own and newest(folder) is None:
         raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
-    reader = Reader(folder)
+    reader = hf.Reader(folder, vocab_multiple) if foreign else Reader(folder)
     if reader.config.get("finetune", {}).get("kind") != "lora":
+        if base is not None:
+            raise CheckpointError(f"base={base} is for adapters, and {folder} holds a whole model; leave it out")
         return reader
     cfg = config_of(reader)
     base = base or base_of(cfg)

@@ -223,7 +223,6 @@ class Reader:
     """A Hugging Face folder with the read interface of `format.Reader`; every tensor has the one kind "param".
 
     Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.
-
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
     Raises CheckpointError in one line that names the file or the tensor.
     """

@@ -22,8 +22,6 @@ from pathlib import Path
 from minitron.data.cache import build_once
 from minitron.data.corpus import fingerprint_of, read_sources
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
 
 def build_docstrings(cache_dir: str | os.PathLike, root: str | os.PathLike | None = None) -> Path:
     """The JSONL file of pairs, built once; safe to call from any number of processes at once.
@@ -56,7 +54,7 @@ def explained(name: str, content: bytes) -> Iterator[tuple[str, str]]:
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
         for node in body:
-            if isinstance(node, (ast.ClassDef, *FUNCTIONS)) and not node.name.startswith("_"):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
                 if isinstance(node, ast.ClassDef):
                     yield from walk(node.body, f"{prefix}{node.name}.")
                 elif (first := (ast.get_docstring(node) or "").split("\n")[0].strip()).endswith("."):

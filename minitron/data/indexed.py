@@ -66,8 +66,7 @@ class IndexedDataset:
     lengths: int32 [sequences], in tokens.  pointers: int64 [sequences], in bytes.  document_indices: int64
     [documents + 1].  All are read-only views of the map.
     Opening reads the header and the last sequence; `check_index` reads the rest.
-    Raises DataError when a file is missing, cannot be read, is no Megatron index, or is of another size than the index
-    says.
+    Raises DataError when a file is missing, unreadable, no Megatron index, or of another size than the index says.
     """
 
     @_readable()
