@@ -335,7 +335,7 @@ def test_a_second_run_in_one_directory_takes_it_over(ranks, tmp_path):
         assert len(said) == 2 and [" saved: " in line for line in lines].count(True) == 4
         for line in said:
             assert line.startswith(f"checkpoint.dir={tmp_path} was taken over by process ")
-            assert "started 20" in line and "; only one run at a time can save there: end one of them, or give it" in line
+            assert "started 20" in line and "; only one run at a time can save there: end one of them, or" in line
         assert said[1].endswith(f"; this run's step 2 is in {tmp_path}/aside.1")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["aside.1", "latest", "owner.2", "step_00000003"]
     for folder, step in (tmp_path, 3), (tmp_path / "aside.1", 2):
