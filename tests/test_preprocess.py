@@ -288,6 +288,22 @@ def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
+def test_a_worker_killed_in_the_middle_of_its_answer_is_noticed():
+    """In a pipe that the others hold open too, the rest of it was waited for for ever."""
+    batch = preprocess_data.Batch("file", 1, [lines_of(["z" * 5_000_000]).rstrip()], 0)
+    with preprocess_data.Workers(2, preprocess_data.Job("bytes", ("text",), False)) as pool:
+        pipe = pool.idle.get()
+        pipe.send(batch)
+        assert pipe.poll(60)  # it has begun to write, and cannot end before somebody reads
+        os.kill(pool.processes[0].pid, signal.SIGKILL)
+        with pytest.raises((EOFError, OSError)):
+            pipe.recv()
+        pool.idle.put(pipe)
+        answers = [pool.submit(batch).exception(60) for _ in range(2)]
+    assert sorted(str(answer) for answer in answers)[0] == "None"
+    assert any("an encoding process was killed; it may have run out of memory" in str(a) for a in answers)
+
+
 def write(prefix, documents, dtype=np.uint16, sidecar=None):
     with IndexedWriter(prefix, dtype, sidecar) as writer:
         for document in documents:
