@@ -96,6 +96,7 @@ class Stop:
 
     def now(self) -> bool:
         """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
+        _take_signals()
         self.mesh.activity.enter("agreement", self.mesh.world, 0)
         self.agreed = self.gate.next()
         self.mesh.activity.leave()
@@ -126,15 +127,13 @@ class Stop:
         self.gate = Gate(connect())
         heard, self.wire = socket.socketpair()
         self.wire.setblocking(False)
-        self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self.mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # who starts a process may block them
+        self.before = _take_signals()
         signal.set_wakeup_fd(self.wire.fileno())
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.wire.close()
@@ -168,3 +167,11 @@ class Stop:
         name = signal.Signals(number).name
         self.log.alarm(f"{self.mesh.cell()} got {name} {why}: ends without saving in {self.mesh.activity}")
         os._exit(128 + number)
+
+
+def _take_signals() -> dict:
+    """Handlers of ours, so that the wire gets the numbers; returns those before.
+
+    Once is not enough: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
+    """
+    return {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
