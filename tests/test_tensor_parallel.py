@@ -13,7 +13,7 @@ from minitron.mesh import Axis, Mesh
 from minitron.overlap import Separate
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       vocab_parallel_cross_entropy)
-from minitron.precision import DTYPES, Gemm
+from minitron.precision import DTYPES, Gemm, use
 from minitron.testing import assert_close_rel
 
 S, B, H, V = 8, 3, 16, 32
@@ -55,7 +55,7 @@ def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
             p.grad_ready = lambda name=name: reports.append(name)
     x = _part(_full("x", S, B, H, dtype=dtype), mesh, sequence_parallel).requires_grad_()
     inner = column(x)
-    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None)
+    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None) + use(row.bias)
     y.backward(_part(_full("dy", S, B, H, dtype=dtype), mesh, sequence_parallel))
     grads = {name: (p.main_grad if main_grad else p.grad) for name, p in params.items()}
     assert not main_grad or (sorted(reports) == sorted(params) and all(p.grad is None for p in params.values()))

@@ -31,7 +31,7 @@ from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_t
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_apex, choose_ops, lookup, parameter, plus, vocab_parallel_cross_entropy)
+                                      choose_apex, choose_ops, lookup, parameter, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
@@ -91,7 +91,7 @@ class Attention(nn.Module):
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
                               dropout_mask=dropped, ops=self.ops)
-        return self.out(y.flatten(2), keys=mb.keys, add_bias=False)  # the block does
+        return self.out(y.flatten(2), keys=mb.keys)
 
 
 class MLP(nn.Module):
@@ -111,7 +111,7 @@ class MLP(nn.Module):
         inner = self.up(x, remake, mb.local_keys)
         activation = partial(swiglu, ops=self.ops) if self.gated else gelu
         again = None if remake is None else partial(activation, inner.detach())
-        return self.down(activation(inner), again, mb.keys, add_bias=False)  # the block does
+        return self.down(activation(inner), again, mb.keys)
 
 
 class Block(nn.Module):
@@ -148,7 +148,7 @@ class Block(nn.Module):
     def _add(self, x: Tensor, delta: Tensor, bias: nn.Parameter | None, mb: Microbatch, site: int) -> Residual:
         if not (self.dropout and self.training):
             return Residual(x, delta, bias)
-        delta = plus(delta, bias)  # dropout drops the bias too
+        delta = delta if bias is None else delta + use(bias)  # dropout drops the bias too
         return Residual(x, dropout(delta, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements))
 
 

@@ -28,7 +28,7 @@ from minitron import collectives, meta, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
-from minitron.precision import Gemm, Layer, Traffic, linear, use
+from minitron.precision import Gemm, Layer, Traffic, linear
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,6 @@ class Layout:
         return self.by.axis
 
 
-def plus(y: Tensor, bias: nn.Parameter | None) -> Tensor:
-    """y + bias if there is one."""
-    return y if bias is None else y + use(bias)
-
-
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
@@ -167,9 +162,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + bias, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
+    """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
 
-    Without sequence parallelism y is [s, b, h].
+    Without sequence parallelism y is [s, b, h]. The bias is for the caller to add, who has another sum to make.
     """
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
@@ -180,10 +175,10 @@ class RowParallelLinear(nn.Module):
         self.gemm, self.adapter = gemm, None
         self.traffic = Traffic(layout.by, after="scatter" if layout.sequence_parallel else "reduce")
 
-    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None, *, add_bias: bool = True) -> Tensor:
-        """add_bias: False leaves the addition to the caller, who has another one to make."""
-        y = linear(x, self.layer, remake) if self.adapter is None else self.adapter(x, self.layer, remake, keys)
-        return plus(y, self.bias) if add_bias else y  # once, after the sum
+    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None) -> Tensor:
+        if self.adapter is not None:
+            return self.adapter(x, self.layer, remake, keys)
+        return linear(x, self.layer, remake)
 
     @property
     def layer(self) -> Layer:
