@@ -104,9 +104,6 @@ class Payload(NamedTuple):
     columns: Tensor | None = None
     columns_scale: Tensor | None = None
 
-    def for_forward(self) -> Payload:
-        return Payload(self.rows, self.rows_scale)
-
     def for_weight_grad(self) -> Payload:
         """What the weight gradient needs: the columns, or rows if columns can be made from them."""
         return self if self.columns is None else Payload(None, None, self.columns, self.columns_scale)
@@ -216,7 +213,8 @@ class Layer(NamedTuple):
         """y [m', n] with its communication done."""
         multiply = self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
         self.gemm.prepare(self.weight)
-        finish, _ = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic, again=False)
+        x = Payload(x.rows, x.rows_scale)  # all that this product reads, and so all that travels
+        finish, _ = _product(multiply, x, self.weight, self.weight.shape[0], self.traffic, again=False)
         return finish()
 
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:

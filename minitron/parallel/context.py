@@ -275,7 +275,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, documents):
         keys_values, kernel_saved = [k, v], []
-        steps = _ring_steps(q, axis, documents)
+        steps = [ring_blocks(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
+                 for step in range(axis.size)]
         for step, blocks in enumerate(steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)
@@ -320,12 +321,6 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _ring_steps(q: Tensor, axis: Axis, documents: Documents | None) -> list[list[Block]]:
-    seq_len = q.shape[0] * axis.size
-    return [ring_blocks(seq_len, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
-            for step in range(axis.size)]
-
-
 def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
     """Start sending to the next rank and receiving from the one before. Call the result to get what arrived."""
     before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
@@ -351,8 +346,9 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, documents):
-        gathers = [gather_start(x, axis) for x in (k, v)]
-        own, others = _own_and_other_blocks(q, axis, documents)
+        gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
+        own = ring_blocks(seq_len, axis.size, axis.rank, axis.rank, documents)
+        others = gathered_blocks(seq_len, axis.size, axis.rank, documents)
         out, lse, saved_own = _attend_first(kernel, own, q, k, v, _MANY)
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         saved_others = _attend(kernel, others, q, keys, values, out, lse)
@@ -385,12 +381,6 @@ class _AllGather(torch.autograd.Function):
             _add(dk, block, block.keys, block_dk)
             _add(dv, block, block.keys, block_dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _own_and_other_blocks(q: Tensor, axis: Axis, documents: Documents | None) -> tuple[list[Block], list[Block]]:
-    seq_len = q.shape[0] * axis.size
-    return (ring_blocks(seq_len, axis.size, axis.rank, axis.rank, documents),
-            gathered_blocks(seq_len, axis.size, axis.rank, documents))
 
 
 def _finish_gather(gathered: Tensor, handle, axis: Axis) -> Tensor:
