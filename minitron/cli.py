@@ -2,8 +2,8 @@
 
     python -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
 
-Files and overrides are brought into one form, a list of (dotted key, value). Each is first checked against its field, so
-that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of
+Files and overrides are brought into one form, a list of (dotted key, value). Each is first checked against its field,
+so that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of
 them into its structured config and makes the dataclasses. `${...}` is refused, not expanded: a config has to mean the
 same on every machine. A mistake is one line and exit status 1; a traceback would say that the program is wrong, not its
 input.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from minitron.mesh import Axis
 from minitron.model.layers import Norm, Residual
 from minitron.overlap import Separate
-from minitron.parallel.tensor import Layout, parameter
+from minitron.parallel.tensor import Layout
 from minitron.precision import DTYPES
 from minitron.testing import assert_close_rel
 
@@ -40,7 +40,7 @@ def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
     """Twice, without and with main_grad; two microbatches add up there, each reporting every gradient once."""
     layout = Layout(Separate(Axis.single()), dtype=DTYPES[dtype])
     norm = Norm(H, 1e-5, layout, bias=layer_norm)
-    extra = parameter((H,), shard=None, std=None, dtype=layout.dtype, device=layout.device) if delta_bias else None
+    extra = layout.parameter((H,)) if delta_bias else None
     params = [filled(p, i) for i, p in enumerate([*norm.parameters(), *([extra] if delta_bias else [])])]
     x, d = ((3 + randn(S, B, H, seed=i)).to(layout.dtype).requires_grad_() for i in (5, 6))
     dtotal, dy = (randn(S, B, H, seed=i).to(layout.dtype) for i in (7, 8))

@@ -31,7 +31,7 @@ from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_t
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_apex, choose_ops, lookup, parameter, vocab_parallel_cross_entropy)
+                                      choose_apex, choose_ops, lookup, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
@@ -162,8 +162,7 @@ class Embedding(nn.Module):
         self.words = VocabParallelEmbedding(m.padded_vocab_size, m.hidden_size, layout, std=m.init_std)
         self.positions = None
         if m.positions == "learned":
-            self.positions = parameter((m.max_positions, m.hidden_size), shard=None, std=m.init_std, dtype=layout.dtype,
-                                       device=layout.device)
+            self.positions = layout.parameter((m.max_positions, m.hidden_size), std=m.init_std)
 
     def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
         x = self.words(batch.tokens)
@@ -183,10 +182,10 @@ class Head(nn.Module):
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         shape = m.padded_vocab_size, m.hidden_size
-        self.weight = tied if tied is not None else parameter(
-            shape, shard=Shard(0, layout.axis, shape[:1]), std=m.init_std, dtype=layout.dtype, device=layout.device)
+        self.weight = tied if tied is not None else layout.parameter(
+            shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
         self.gemm = layout.gemm
-        self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
+        self.traffic = Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream)

@@ -100,7 +100,8 @@ def _check(q, k, axis, style, documents, dropout_mask) -> None:
     assert style in ("ring", "allgather", "ulysses"), style
     assert n % g == 0, f"{g} key heads for {n} query heads"
     assert cp == 1 or dropout_mask is None, "attention dropout across ranks"
-    assert cp == 1 or (g % cp if style == "ulysses" else s % 2) == 0, f"{style}: {s} positions, {g} key heads, {cp} ranks"
+    divides = g % cp == 0 if style == "ulysses" else cp == 1 or s % 2 == 0
+    assert divides, f"{style}: {s} positions, {g} key heads, {cp} ranks"
     assert documents is None or _covers(documents, b, s * cp), f"{documents} of {b} samples with {s * cp} positions"
 
 
