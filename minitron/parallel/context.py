@@ -259,9 +259,11 @@ def _attend(kernel: _Kernel, blocks: list[Block], q, k, v, out, lse) -> list:
     return kernel_saved
 
 
-def _add(total: Tensor, block: Block, positions: slice, part: Tensor) -> None:
-    """Add part [b, n, s, d] to these positions of total [s, b, n, d]."""
-    _run(total, block, positions).add_(part)
+def _add(blocks: list[Block], grads: Iterable, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Add each block's three gradients [b, n, s, d] to its part of dq, dk, dv [s, b, n, d]."""
+    for block, parts in zip(blocks, grads):
+        for total, part, positions in zip((dq, dk, dv), parts, (block.queries, block.keys, block.keys)):
+            _run(total, block, positions).add_(part)
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -308,10 +310,7 @@ class _Ring(torch.autograd.Function):
                              zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v)))
             else:
                 sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
-                for block, (block_dq, *parts) in zip(blocks, grads):
-                    _add(dq, block, block.queries, block_dq)
-                    for total, part in zip(sums, parts):
-                        _add(total, block, block.keys, part)
+                _add(blocks, grads, dq, *sums)
             if axis.size > 1:
                 arriving_sums = _pass_on(sums, axis)
             if step + 1 < axis.size:
@@ -367,20 +366,14 @@ class _AllGather(torch.autograd.Function):
         gathers = [gather_start(x, axis) for x in (k, v)]
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         dq, *sums = (torch.zeros_like(x, dtype=_dtype_of_sum(x, _MANY)) for x in (q, keys, values))
-        for block, saved in zip(others, saved_others):
-            block_dq, *parts = ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
-            _add(dq, block, block.queries, block_dq)
-            for total, part in zip(sums, parts):
-                _add(total, block, block.keys, part)
+        _add(others, (ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
+                      for block, saved in zip(others, saved_others)), dq, *sums)
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
         grads = [ctx.kernel.backward(block, dout, q, k, v, out, lse, saved) for block, saved in zip(own, saved_own)]
         for _, handle in scatters:
             handle.wait()
         dk, dv = (x for x, _ in scatters)
-        for block, (block_dq, block_dk, block_dv) in zip(own, grads):
-            _add(dq, block, block.queries, block_dq)
-            _add(dk, block, block.keys, block_dk)
-            _add(dv, block, block.keys, block_dv)
+        _add(own, grads, dq, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
