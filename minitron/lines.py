@@ -30,9 +30,8 @@ class Iteration:
 
     step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
     clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
-    global batch, where they are kept apart (None: every sample is one document). padding: positions of the global batch
-    that only fill a sample; they are in neither. memory_gib, allocated_gib: peak of
-    the GPU, and what stays allocated between steps.
+    global batch, where they are kept apart (None: every sample is one document), without padding: positions that only
+    fill a sample. memory_gib, allocated_gib: peak of the GPU, and what stays allocated between steps.
     """
 
     step: int

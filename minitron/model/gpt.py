@@ -203,7 +203,7 @@ class GPT(nn.Module):
                  layout: Layout | None = None):
         super().__init__()
         m = cfg.model
-        self.cfg, self.mesh = m, mesh
+        self.mesh = mesh
         self.layout = layout or make_layout(cfg, mesh)
         self.embedding = Embedding(cfg, self.layout) if first else None
         self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, self.layout.gemm)
