@@ -68,14 +68,14 @@ def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
-              documents: Documents | None = None, dropout_mask: Callable[[], Tensor] | None = None,
+              documents: Documents | None = None, dropout_mask: Callable[..., Tensor] | None = None,
               ops: ModuleType = plain) -> Tensor:
     """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
 
     The rank holds the positions that `local_positions` says. `documents` (made by `as_documents`) are the boundaries of
     every sample over the whole sequence, the same on every rank: queries see keys of their own document only.
-    dropout_mask makes the [b, n, s, s] that multiplies the probabilities (cp = 1 and the reference backend only); it is
-    called in both passes, so that nothing of that size is kept. ops: the pointwise kernels. Communicates along `axis`,
+    dropout_mask(samples, queries, keys) makes the part [b, n, sq, sk] of what multiplies the probabilities (cp = 1 and
+    the reference backend only); it is called in both passes, so that nothing of that size is kept. ops: the pointwise kernels. Communicates along `axis`,
     in the forward and in the backward pass.
     """
     _check(q, k, axis, style, documents, dropout_mask)
@@ -196,7 +196,7 @@ class _Kernel:
 
     backend: Backend
     ops: ModuleType
-    dropout_mask: Callable[[], Tensor] | None = None
+    dropout_mask: Callable[..., Tensor] | None = None
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor):
         q, k, v = _run(q, block, block.queries), _run(k, block, block.keys), _run(v, block, block.keys)
@@ -211,7 +211,7 @@ class _Kernel:
     def _options(self, block: Block, q: Tensor) -> dict:
         options = dict(causal=block.causal, scale=q.shape[-1] ** -0.5)
         if self.dropout_mask is not None:
-            options["dropout_mask"] = self.dropout_mask()[block.samples, :, block.queries, block.keys]
+            options["dropout_mask"] = self.dropout_mask(block.samples, block.queries, block.keys)
         return options
 
 
