@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config import Config, ModelConfig
 from minitron.model.gpt import GPT
-from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear, Shard
+from minitron.parallel.tensor import Layout, ParallelLinear, Shard
 from minitron.precision import Layer, Traffic, rows
 from minitron.rng import drop_by_name
 
@@ -88,7 +88,7 @@ class Adapter(nn.Module):
     a [targets * rank, k] and, by target, b [rows, rank]; `place` (layer, site) names its dropout.
     """
 
-    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, spans: dict[str, Span], cfg: Config,
+    def __init__(self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config,
                  layout: Layout, place: tuple[int, int]):
         super().__init__()
         axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.weight.shard.dim == 0

@@ -17,6 +17,7 @@ the sum over sequence-parallel ranks all read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -120,7 +121,26 @@ class Layout:
         return param
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """What the two below share: a weight, and the product with it as the GEMM seam or an adapter does it."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, gemm: Gemm, traffic: Traffic):
+        super().__init__()
+        self.weight, self.bias, self.gemm, self.traffic = weight, bias, gemm, traffic
+        self.adapter = None  # model/lora.py puts one there
+
+    def forward(self, x: Tensor, remake: Callable[[], Tensor] | None = None, keys: Tensor | None = None) -> Tensor:
+        """remake: as of `precision.linear`. keys: dropout counters of the rows of x, for an adapter."""
+        if self.adapter is not None:
+            return self.adapter(x, self.layer, remake, keys)
+        return linear(x, self.layer, remake)
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.weight, self.bias if self.traffic.after == "none" else None, self.gemm, self.traffic)
+
+
+class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
     Without sequence parallelism x is [s, b, h].
@@ -130,45 +150,22 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool,
                  gemm: Gemm):
-        super().__init__()
         shard = Shard(0, layout.axis, chunks)
-        self.weight = layout.parameter((sum(chunks), in_features), shard, std=std)
-        self.bias = layout.parameter((sum(chunks),), shard) if bias else None
-        self.gemm, self.adapter = gemm, None  # model/lora.py puts one there
-        self.traffic = Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy")
-
-    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None) -> Tensor:
-        """keys: dropout counters of the rows of x, for an adapter."""
-        if self.adapter is not None:
-            return self.adapter(x, self.layer, remake, keys)
-        return linear(x, self.layer, remake)
-
-    @property
-    def layer(self) -> Layer:
-        return Layer(self.weight, self.bias, self.gemm, self.traffic)
+        super().__init__(layout.parameter((sum(chunks), in_features), shard, std=std),
+                         layout.parameter((sum(chunks),), shard) if bias else None, gemm,
+                         Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy"))
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
 
     Without sequence parallelism y is [s, b, h]. The bias is for the caller to add, who has another sum to make.
     """
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
-        super().__init__()
-        self.weight = layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std)
-        self.bias = layout.parameter((out_features,)) if bias else None
-        self.gemm, self.adapter = gemm, None
-        self.traffic = Traffic(layout.comm, after="scatter" if layout.sequence_parallel else "reduce")
-
-    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None) -> Tensor:
-        if self.adapter is not None:
-            return self.adapter(x, self.layer, remake, keys)
-        return linear(x, self.layer, remake)
-
-    @property
-    def layer(self) -> Layer:
-        return Layer(self.weight, None, self.gemm, self.traffic)
+        super().__init__(layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
+                         layout.parameter((out_features,)) if bias else None, gemm,
+                         Traffic(layout.comm, after="scatter" if layout.sequence_parallel else "reduce"))
 
 
 class _Lookup(torch.autograd.Function):
