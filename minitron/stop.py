@@ -127,12 +127,14 @@ class Stop:
         heard, self.wire = socket.socketpair()
         self.wire.setblocking(False)
         self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # who starts a process may block them
         signal.set_wakeup_fd(self.wire.fileno())
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.wire.close()

@@ -190,6 +190,17 @@ def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, m
     stop.mesh.activity.begin("checkpoint")
 
 
+def test_a_signal_that_a_launcher_had_blocked_is_heard():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_module.SIGNALS)
+    try:
+        with Log(Config(), 0, 1) as log, Stop(Mesh.offline(), log, 1) as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            eventually(lambda: stop.asked == signal.SIGUSR1)
+        assert set(stop_module.SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_signals_are_as_before_afterwards():
     before = [signal.getsignal(number) for number in stop_module.SIGNALS]
     with Stop(Mesh.offline(), SimpleNamespace(), 1):
