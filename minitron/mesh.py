@@ -44,8 +44,8 @@ class Axis:
     activity: Activity = field(default=UNWATCHED, compare=False, repr=False)  # one for all axes of a rank
 
     @staticmethod
-    def single(name: str = "single", global_rank: int = 0) -> "Axis":
-        return Axis(name, 0, 1, (global_rank,))
+    def single() -> "Axis":
+        return Axis("single", 0, 1, (0,))
 
 
 @dataclass(frozen=True)

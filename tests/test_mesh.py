@@ -90,10 +90,6 @@ def test_a_world_of_one_needs_no_groups(ranks):
     assert coords == coordinates(Mesh.offline()) and set(sums.values()) == {1}
 
 
-def test_a_single_axis_is_rank_0_of_1():
-    assert Axis.single("tp", 5) == Axis("tp", 0, 1, (5,), None)
-
-
 def test_device(ranks):
     assert Mesh.offline(device="meta").device == torch.device("meta")
     assert Mesh.offline().device == torch.device("cpu")
