@@ -75,8 +75,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backen
     The rank holds the positions that `local_positions` says. `documents` (made by `as_documents`) are the boundaries of
     every sample over the whole sequence, the same on every rank: queries see keys of their own document only.
     dropout_mask(samples, queries, keys) makes the part [b, n, sq, sk] of what multiplies the probabilities (cp = 1 and
-    the reference backend only); it is called in both passes, so that nothing of that size is kept. ops: the pointwise kernels. Communicates along `axis`,
-    in the forward and in the backward pass.
+    the reference backend only); it is called in both passes, so that nothing of that size is kept. ops: the pointwise
+    kernels. Communicates along `axis`, in the forward and in the backward pass.
     """
     _check(q, k, axis, style, documents, dropout_mask)
     kernel = _Kernel(backend, ops, dropout_mask)
