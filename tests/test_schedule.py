@@ -460,6 +460,8 @@ def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):
         (["--pp", "x", "--microbatches", "2"], "invalid int value: 'x'"),
         (["--pp", "1", "--vp", "2", "--microbatches", "2"], "vp=2 interleaves"),
         (["--pp", "2", "--microbatches", "2", "--forward", "0"], "forward_seconds=0.0 must be positive"),
+        (["--pp", "2", "--microbatches", "2", "--transfer", "1e300"], f"inf columns, the limit is {MAX_COLUMNS}"),
+        (["--pp", "2", "--microbatches", "2", "--backward", "1e308"], f"inf columns, the limit is {MAX_COLUMNS}"),
         (["--pp", "2", "--microbatches", "2", "--svg", "missing/schedule.svg"], "No such file or directory"),
     ],
 )

@@ -9,7 +9,7 @@ small letter for a forward and a capital for a backward, and fills the rest of i
 The SVG shows forwards in blue, backwards in orange, later chunks darker, idle time hatched.
 """
 
-from math import floor, log10
+from math import floor, inf, log10
 from string import ascii_lowercase
 
 from minitron.pipeline.schedule import Forward
@@ -37,25 +37,25 @@ def draw_text(timeline: Timeline) -> str:
     if s.vp > len(ascii_lowercase):
         raise ValueError(f"vp={s.vp} has more chunks than the alphabet has letters; use vp=26 or less")
     label = len(str(s.num_microbatches - 1)) + 1
-    scale = label / min(event.end - event.start for event in timeline.events)  # columns per second
-    columns = _column(timeline.makespan, scale)
-    if columns > MAX_COLUMNS:
+    shortest = min(event.end - event.start for event in timeline.events)
+    wide = label * timeline.makespan / shortest if shortest else inf  # a transfer can be too long to count beside
+    if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
         raise ValueError(
-            f"the drawing would have {columns} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or "
-            f"forward and backward times that differ less"
+            f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or times "
+            f"that differ less"
         )
-    rows = [["."] * columns for _ in range(s.pp)]
+
+    def column(seconds: float) -> int:
+        return floor(label * seconds / shortest + 0.5)
+
+    rows = [["."] * column(timeline.makespan) for _ in range(s.pp)]
     for event in timeline.events:
-        start, end = _column(event.start, scale), _column(event.end, scale)
+        start, end = column(event.start), column(event.end)
         letter = ascii_lowercase[event.action.chunk]
         text = f"{event.action.mb}{letter if type(event.action) is Forward else letter.upper()}"
         rows[event.rank][start:end] = text.ljust(end - start, "-")[: end - start]
     width = len(str(s.pp - 1))
     return "\n".join(f"{rank:>{width}} {''.join(row)}" for rank, row in enumerate(rows))
-
-
-def _column(seconds: float, scale: float) -> int:
-    return floor(seconds * scale + 0.5)
 
 
 def draw_svg(timeline: Timeline) -> str:
