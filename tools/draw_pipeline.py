@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.pipeline.check import check
 from minitron.pipeline.draw import describe, draw_svg, draw_text
 from minitron.pipeline.schedule import make
 from minitron.pipeline.simulate import peak_activations, simulate
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
     args = parser.parse_args(argv)
     schedule = make(args.pp, args.vp, args.microbatches)
+    check(schedule)
     timeline = simulate(schedule, args.forward, args.backward, args.transfer)
     text = draw_text(timeline)
     if args.svg is not None:

@@ -95,36 +95,23 @@ class Schedule:
 
 
 def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """The training schedule: 1F1B, interleaved when vp > 1."""
-    return one_f_one_b(pp, num_microbatches) if vp == 1 else interleaved(pp, vp, num_microbatches)
+    """The training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
 
-
-def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """One chunk a rank, any number of microbatches.
-
-    Rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of all,
-    and at most 2 received tensors wait for their use.
-    Source: Narayanan et al. 2021, PipeDream-Flush.
-    """
-    _check_sizes(pp, 1, num_microbatches)
-    return _training(pp, 1, num_microbatches)
-
-
-def interleaved(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """vp chunks a rank, any number m of microbatches.
-
-    Microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, and so on.  Rank r
-    starts with (vp - 1) * group + 2 * (pp - r - 1) forwards and holds the activations of at most one chunk more.
+    vp = 1: rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of
+    all, and at most 2 received tensors wait for their use.
+    vp > 1: microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, and so on.
+    Rank r starts with (vp - 1) * group + 2 * (pp - r - 1) forwards and holds the activations of at most one chunk more.
     Megatron's groups have pp microbatches, and m has to be a multiple of pp.  (A shorter last group stalls the ranks,
     and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
     - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
     - m > pp otherwise: no time lost, the bubble is still (pp - 1) / (vp * m).  The largest group, of
       g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; g - pp + 5 received tensors can wait.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
-    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters".
+    Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
     _check_sizes(pp, vp, num_microbatches)
-    return _training(pp, vp, num_microbatches)
+    ranks = [operations(pp, vp, num_microbatches, rank) for rank in range(pp)]
+    return Schedule(pp, vp, num_microbatches, _with_exchanges(pp, vp, num_microbatches, ranks))
 
 
 def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forward | Backward]:
@@ -172,11 +159,6 @@ def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
         order += [(mb, chunk) for chunk in range(vp) for mb in range(first, first + size)]
         first += size
     return order
-
-
-def _training(pp: int, vp: int, m: int) -> Schedule:
-    ranks = [operations(pp, vp, m, rank) for rank in range(pp)]
-    return Schedule(pp, vp, m, _with_exchanges(pp, vp, m, ranks))
 
 
 def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:

@@ -127,7 +127,7 @@ class Step:
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
         schedule = checked_schedule(p.pp, p.vp, self.microbatches)
-        return simulate(schedule, self.forward, self.backward, transfer_seconds, proven=True)
+        return simulate(schedule, self.forward, self.backward, transfer_seconds)
 
     def update_seconds(self, rank: int) -> float:
         """Norm, AdamW, and the FP8 casts of weights that are new."""
