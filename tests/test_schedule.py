@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from minitron.pipeline import schedule as schedule_module
 from minitron.pipeline.check import check
-from minitron.pipeline.draw import MAX_COLUMNS, describe, draw_svg, draw_text
 from minitron.pipeline.schedule import (
     Backward,
     Exchange,
@@ -26,7 +25,8 @@ from minitron.pipeline.schedule import (
     output_of,
     stage_layers,
 )
-from minitron.pipeline.simulate import peak_activations, simulate
+from minitron.pipeline.simulate import simulate
+from tools.draw_pipeline import MAX_COLUMNS, describe, draw_svg, draw_text, peak_activations
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).map(
@@ -471,5 +471,5 @@ def test_tool_refuses_with_one_line(args, message):
 
 
 def test_schedules_need_no_torch():
-    code = "import sys, minitron.pipeline.draw; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, tools.draw_pipeline; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

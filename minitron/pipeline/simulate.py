@@ -139,16 +139,3 @@ class _Rank:
         for transfer in self.actions[index].recvs:
             self.arrived[transfer] = self.free
         return True
-
-
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most chunk activations alive at once: forwards run minus backwards run."""
-    peaks = []
-    for actions in schedule.ranks:
-        live = peak = 0
-        for action in actions:
-            if type(action) is not Exchange:
-                live += 1 if type(action) is Forward else -1
-                peak = max(peak, live)
-        peaks.append(peak)
-    return tuple(peaks)
