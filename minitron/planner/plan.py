@@ -23,7 +23,7 @@ from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Backward, Schedule, make
 from minitron.pipeline.simulate import Timeline, simulate
 from minitron.planner.machine import Machine
-from minitron.planner.memory import Memory
+from minitron.planner.memory import ITEM, Memory
 from minitron.planner.work import Parts, Work, document_tokens, total
 
 BUCKET_BYTES = 256 << 20  # of gradients, as minitron/optim/grads.py closes them
@@ -108,7 +108,7 @@ class Step:
         last = len(self.memory.layers) - 1
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
-        self.transfer_seconds = machine.message(cfg.model.hidden_size * work.item * work.slice, p.pp, world // p.pp)
+        self.transfer_seconds = machine.message(cfg.model.hidden_size * ITEM * work.slice, p.pp, world // p.pp)
 
     @property
     def busy(self) -> list[float]:
@@ -131,10 +131,9 @@ class Step:
 
     def update_seconds(self, rank: int) -> float:
         """Norm, AdamW, and the FP8 casts of weights that are new."""
-        stages = range(rank, len(self.memory.layers), self.cfg.parallel.pp)
-        moved = STATE_BYTES * sum(map(self.memory.trained, stages)) / self.memory.shards
-        cast = 4 * self.memory.block_matrices * sum(len(self.memory.fp8_layers(stage)) for stage in stages)
-        return self.machine.copied(moved + (0 if self.memory.frozen else cast))
+        memory = self.memory
+        moved = STATE_BYTES * sum(map(memory.trained, memory.stages(rank))) / memory.shards
+        return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""
@@ -167,7 +166,7 @@ class Step:
         p = self.cfg.parallel
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
         reduce, gather = ({chunk: self.machine.collective(size * count, self.memory.shards, p.tp)
-                           for chunk, count in counts.items()} for size in (4, self.work.item))
+                           for chunk, count in counts.items()} for size in (4, ITEM))
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0
