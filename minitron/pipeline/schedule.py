@@ -35,7 +35,7 @@ inside its backward; and weights that change in the middle of a batch (PipeDream
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from operator import itemgetter
 from typing import Literal
 
 
@@ -164,8 +164,7 @@ def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
 def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:
     """Merge each rank's operations and Exchanges by the tick at which they finish, operations first."""
     ticks = _finish_ticks(pp, vp, m, operations)
-    sends: list[dict[int, tuple]] = [{} for _ in operations]  # tick -> Transfers
-    recvs: list[dict[int, tuple]] = [{} for _ in operations]
+    sends, recvs = ([{} for _ in operations] for _ in range(2))  # of a rank: tick -> Transfers
     for rank, order in enumerate(operations):
         for op, tick in zip(order, ticks[rank]):
             value = output_of(op, rank, pp, vp)
@@ -174,15 +173,10 @@ def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[t
                 arriving = Transfer(value.kind, value.mb, value.stage, rank)
                 recvs[value.peer][tick] = recvs[value.peer].get(tick, ()) + (arriving,)
     ranks = []
-    for rank, order in enumerate(operations):
-        meetings = sorted(sends[rank].keys() | recvs[rank].keys(), reverse=True)
-        actions: list[Action] = []
-        for op, tick in zip(order + [None], ticks[rank] + [inf]):
-            while meetings and meetings[-1] < tick:
-                meeting = meetings.pop()
-                actions.append(Exchange(sends[rank].get(meeting, ()), recvs[rank].get(meeting, ())))
-            actions.append(op)
-        ranks.append(tuple(actions[:-1]))
+    for order, done, sent, received in zip(operations, ticks, sends, recvs):
+        exchanges = [(tick, Exchange(sent.get(tick, ()), received.get(tick, ()))) for tick in sent.keys() | received]
+        actions = sorted([*zip(done, order), *exchanges], key=itemgetter(0))  # stable: what is made can be sent
+        ranks.append(tuple(action for _, action in actions))
     return tuple(ranks)
 
 
