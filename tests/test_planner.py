@@ -236,7 +236,12 @@ def test_devices_that_cannot():
 
 def test_a_broken_table_of_devices_is_one_line(tmp_path):
     path = tmp_path / "devices.json"
-    for text in ("{", "{}", json.dumps({"devices": {"x": {"gpu": "H100"}}, "fabrics": {}})):
+    h100 = vars(DEVICES["h100"])
+    wrong = ({"gemm_tflops": 820}, {"gemm_tflops": {"fp8": 1600}}, {"weight_grad": {"bf16": 1}}, {"copy_tb_s": 0},
+             {"memory_gib": None}, {"half_keys": -1})
+    tables = [{}, {"devices": [], "fabrics": {}}, {"devices": {"x": {"gpu": "H100"}}, "fabrics": {}},
+              *({"devices": {"x": h100 | values}, "fabrics": {}} for values in wrong)]
+    for text in ("{", *map(json.dumps, tables)):
         path.write_text(text)
         with pytest.raises(ValueError, match="devices.json is no table of devices .*; it needs `devices` with gpu, "):
             read_machines(path)

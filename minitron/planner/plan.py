@@ -56,7 +56,7 @@ class Plan:
 
         None if nobody knows the device's peak.
         """
-        t, peak = self.cfg.train, self.machine.device.peak_tflops(self.cfg.precision.fp8 != "none")
+        t, peak = self.cfg.train, flops.peak_tflops(self.machine.device.gpu, self.cfg.precision.fp8 != "none")
         share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
         squares = t.seq_len * document_tokens(self.cfg)
         operations = share * flops.full(self.cfg.model.shape, t.seq_len, squares) * t.global_batch_size
