@@ -109,20 +109,15 @@ class Step:
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
         self.transfer_seconds = machine.message(cfg.model.hidden_size * ITEM * work.slice, p.pp, world // p.pp)
-
-    @property
-    def busy(self) -> list[float]:
-        """Seconds that each pipeline rank computes."""
-        pp = self.cfg.parallel.pp
-        return [self.microbatches * sum(self.forward[rank::pp] + self.backward[rank::pp]) for rank in range(pp)]
+        computing = [sum(self.forward[rank::p.pp] + self.backward[rank::p.pp]) for rank in range(p.pp)]
+        self.slowest = max(range(p.pp), key=computing.__getitem__)
+        self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
 
     def at_least(self) -> float:
         """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
         update."""
-        pp = self.cfg.parallel.pp
-        slowest = max(range(pp), key=self.busy.__getitem__)
-        before = sum(self.forward[:slowest]) + sum(self.backward[:slowest])
-        return self.busy[slowest] + before + self.update_seconds(slowest)
+        before = sum(self.forward[:self.slowest]) + sum(self.backward[:self.slowest])
+        return self.busy + before + self.update_seconds(self.slowest)
 
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
@@ -137,17 +132,15 @@ class Step:
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""
-        pp, busy = self.cfg.parallel.pp, self.busy
-        rank = max(range(pp), key=busy.__getitem__)
-        parts = Parts()
-        for forward, backward in self.parts[rank::pp]:
-            for part in (forward, backward):
+        pp, parts = self.cfg.parallel.pp, Parts()
+        for pair in self.parts[self.slowest::pp]:
+            for part in pair:
                 parts.update({name: self.microbatches * seconds for name, seconds in part.items()})
         exchanged = timeline.makespan - self.timeline(0.0).makespan if pp > 1 else 0.0
         parts["pp_exposed"] = exchanged
-        parts["bubble"] = timeline.makespan - busy[rank] - exchanged
+        parts["bubble"] = timeline.makespan - self.busy - exchanged
         parts["dp_exposed"], parts["dp_hidden"] = self.data_parallel(timeline)
-        parts["optimizer"] = self.update_seconds(rank)
+        parts["optimizer"] = self.update_seconds(self.slowest)
         return parts
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
