@@ -1,9 +1,9 @@
 """The named cases in which minitron is held against its peers: a configuration each, which both sides read.
 
 Four-GPU cases and the one-GPU cases are those of the project's targets. Cases that begin with `2gpu-` have fewer layers
-and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets. Those that begin
-with `lora-` or `sft-` are fine-tuning, on documents of at most 512 tokens packed to 4096, or with `-full` on one
-document a sample.
+and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets. Those with `lora` or
+`sft` in their names are fine-tuning, on documents of at most 512 tokens packed to 4096, or with `-full` on one document
+a sample.
 """
 
 from dataclasses import dataclass
@@ -56,5 +56,7 @@ CASES = {
     "2gpu-70b-4layers-tp2": _case(2, "llama31_70b", 4, num_layers=4, tp=2),
     "2gpu-175b-2layers-tp2": _case(2, "gpt3_175b", 16, num_layers=2, tp=2),
     "2gpu-8b-16layers-pp2": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2),
+    "2gpu-8b-16layers-pp2-uneven": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2, layers_per_stage=[4, 5, 5, 2]),
     "2gpu-8b-16layers-s16384-cp2": _case(2, "llama3_8b", 4, num_layers=16, cp=2, seq_len=16384, max_positions=16384),
+    "2gpu-sft-8b": _case(2, "llama3_8b_sft", 4, dp=2),
 }

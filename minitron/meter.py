@@ -2,8 +2,7 @@
 
 Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when
 step n has been queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and
-log it. The wait also keeps the host from running further ahead than one step. A step's time is taken on the device,
-between the copies of two steps.
+log it. A step's time is taken on the device, between the copies of two steps.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Meter:
         `log.Iteration` that the host has.
         """
         self.mesh.activity.begin("figures")
-        extra = torch.zeros(5, dtype=values.dtype, device=values.device)
+        extra = torch.zeros(4, dtype=values.dtype, device=values.device)
         if samples.documents is not None:
             extra[0].fill_(samples.squared_lengths())
             extra[1].fill_(sum(samples.padding))
@@ -68,8 +67,6 @@ class Meter:
             extra[2].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
             extra[3].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)
             known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
-        if self.stop.asked:
-            extra[4].fill_(self.stop.asked)
         all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = Mark(values.device)
@@ -84,12 +81,12 @@ class Meter:
             return
         (known, host, copied), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
-        *common, squares, padding, memory, allocated, agreed = host.tolist()
+        *common, squares, padding, memory, allocated = host.tolist()
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
         measured = {"squared_lengths": squares, "padding": padding, "memory_gib": memory, "allocated_gib": allocated}
         it = Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds)
         self.log.iteration(it)
-        self.stop.saw(it, int(agreed))
+        self.stop.saw(it)
 
 
 class Mark:

@@ -33,6 +33,11 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore(f"start-{start}", whole), rank, world
 
 
+def connect() -> dist.Store:
+    """The store of this start by a connection of one's own, for a thread may wait in another; in memory for a lone rank."""
+    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
+
+
 def _ask(store: dist.Store) -> int:
     start = int(store.get(f"answer-{store.add('questions', 1)}"))
     store.add(f"arrived-{start}", 1)

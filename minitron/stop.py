@@ -4,12 +4,17 @@
 minute is left. Saving is a collective: all ranks must do it, after the same step. The idea:
 
 1. The number of the signal goes to a thread: the main one may stand in C and would not see it.
-2. It travels with the step's figures (`Meter`), so that all ranks agree. They are read a step late, without a wait.
-3. After that step all ranks save and exit 0.
+2. Before each step a rank passes a `Gate`, numbered by the steps so far. How many have been passed stands in the store in
+   which the ranks met, and the thread closes the first that nobody has passed. No rank waits for another, and the GPU,
+   on which figures of a step are known only at its end, has no part in it.
+3. At the closed gate all ranks save and exit 0.
 
-    step      7           8           9
-    rank 0    figures     figures     reads 8's: a SIGTERM somewhere -> save, exit
-    rank 1       SIGTERM  figures+15  the same
+    the store     "6"      "7"                          "8 15"
+    rank 0           passes 7                                          at 8: stop, because of 15
+    rank 1                     passes 7    SIGTERM closes 8    at 8: stop
+
+A GPU's host is ahead of it. It comes to the gate only when the GPU is through with the step's last forward
+(`Trainer.near_end`): a signal before that makes the step on the GPU the last one, a later one the next.
 
 The same signal again ends a rank at once, but not within five seconds: there it is an echo, since Slurm signals every
 process and torchrun hands on what it gets. And torchrun sends SIGTERM when a rank has died, for which a GPU would wait
@@ -26,11 +31,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
+
+import torch.distributed as dist
 
 from minitron.log import Iteration, Log
 from minitron.mesh import Mesh
+from minitron.rendezvous import connect
 from minitron.watch import OWN_PACE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -43,10 +51,42 @@ class Diverged(ValueError):
     """So many updates in a row were skipped that the run cannot be expected to recover."""
 
 
+class Gate:
+    """One gate after another, in the same order on all ranks. `store` is theirs; its key says how far the first has come.
+
+    "7": gates up to 7 are passed, 8 is open. "8 15": nobody passes 8, because of signal 15. One atomic operation makes
+    the one or the other of "7", so that all see the same.
+    """
+
+    KEY = "gate"
+
+    def __init__(self, store: dist.Store):
+        self.store, self.number = store, 0
+        self.seen = self._swap("", "0")
+
+    def next(self) -> int:
+        """Come to the next gate. Returns 0, or the number of the signal for which it is closed."""
+        self.number += 1
+        if " " not in self.seen and int(self.seen) < self.number:
+            self.seen = self._swap(self.seen, str(self.number))
+        gate, _, closed = self.seen.partition(" ")
+        return int(closed) if closed and int(gate) <= self.number else 0
+
+    def close(self, why: int) -> None:
+        """Close the first gate that nobody has passed, unless one is closed. From any thread."""
+        seen = self.store.get(self.KEY).decode()
+        while " " not in seen:
+            seen = self._swap(seen, f"{int(seen) + 1} {why}")
+
+    def _swap(self, old: str, new: str) -> str:
+        """The value after `old` has been replaced by `new`; what it is if that is not `old`."""
+        return self.store.compare_set(self.KEY, old, new).decode()
+
+
 class Stop:
     """Listens to signals while it is used as a context manager, and counts skipped updates.
 
-    asked: the number of the first signal that this rank got, 0: none. agreed: of one that some rank got, equal on all.
+    asked: the number of the first signal that this rank got, 0: none. agreed: of the one for which all ranks stop.
     """
 
     def __init__(self, mesh: Mesh, log: Log, max_skipped: int):
@@ -54,9 +94,16 @@ class Stop:
         self.asked = self.agreed = self.skips = 0
         self.step_seconds = 0.0
 
-    def saw(self, it: Iteration, agreed: int) -> None:
+    def now(self) -> bool:
+        """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
+        self.mesh.activity.enter("agreement", self.mesh.world, 0)
+        self.agreed = self.gate.next()
+        self.mesh.activity.leave()
+        return self.agreed > 0
+
+    def saw(self, it: Iteration) -> None:
         """Figures of a step have been read. Raises Diverged on all ranks alike."""
-        self.agreed, self.step_seconds = self.agreed or agreed, it.seconds
+        self.step_seconds = it.seconds
         if not it.skipped:
             self.skips = 0
         elif it.loss_scale <= 1:
@@ -76,15 +123,18 @@ class Stop:
     # ---- signals --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Stop:
+        self.gate = Gate(connect())
         heard, self.wire = socket.socketpair()
         self.wire.setblocking(False)
         self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # who starts a process may block them
         signal.set_wakeup_fd(self.wire.fileno())
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.wire.close()
@@ -106,6 +156,8 @@ class Stop:
                 if monotonic() - first.setdefault(number, monotonic()) > REPEAT_SECONDS:
                     self._end(number, "a second time")
                 self.asked = self.asked or number
+                with suppress(RuntimeError):  # a store that is gone: the main thread meets it, too, and says so
+                    self.gate.close(self.asked)
 
     def _give_up(self) -> None:
         activity, patience = self.mesh.activity, max(PATIENCE_SECONDS, 2 * self.step_seconds)

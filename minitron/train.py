@@ -3,8 +3,8 @@
     config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log, save)
 
 `build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout.
-`train` is the loop around it. Nothing in a step waits for the device: the figures of step n are copied while it runs
-and logged while n + 1 does.
+`train` is the loop around it. The device never waits for the host: step n + 1 is queued while n runs its last backward,
+and the figures of n are logged after that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.tensor import choose_apex
 from minitron.pipeline.executor import Executor
-from minitron.pipeline.schedule import stage_layers
+from minitron.pipeline.schedule import Forward, stage_layers
 from minitron.precision import DTYPES
 from minitron.profiling import profiled
 from minitron.stop import Stop
@@ -69,6 +69,16 @@ class Trainer:
             self.scaler.update(stats.skipped)
         self.mesh.activity.ended(self.mesh.device)
         return stats
+
+    def near_end(self) -> None:
+        """Wait until the device is through with the step's last forward.
+
+        Its backward and the update are time enough to queue the next step, so the device does not see the wait; and the
+        host has not yet begun a step that it may be told not to do.
+        """
+        for event, _, action in reversed(self.mesh.activity.queued):
+            if type(action) is Forward:
+                return event.synchronize()
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """[loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
@@ -178,12 +188,13 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
                               [n for b in batches for n in b.padding])
         meter.step(torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step,
                    consumed_samples=consumed, lr=lr)
+        trainer.near_end()
+        if not stop.now() and t.eval_every and step % t.eval_every == 0:
+            meter.flush()
+            evaluate(trainer, data, log, stop, step)
+            meter.restart()
         if stop.agreed:
             break
-        if t.eval_every and step % t.eval_every == 0:
-            meter.flush()
-            log.evaluation(step, evaluate(trainer, data))
-            meter.restart()
         if saves is not None and saves.due(step):
             activity.begin("checkpoint")
             saves.save(step, consumed)
@@ -210,10 +221,18 @@ def keep_collector_out() -> None:
     gc.freeze()
 
 
-def evaluate(trainer: Trainer, data: Datasets) -> float:
-    """Mean loss per token over train.eval_steps global batches, the same ones each time: evaluations compare."""
+def evaluate(trainer: Trainer, data: Datasets, log: Log, stop: Stop, step: int) -> None:
+    """Log the mean loss per token over train.eval_steps global batches, the same ones each time: evaluations compare.
+
+    `stop` ends it, without a result.
+    """
     t, loader = trainer.cfg.train, Loader(data.valid, trainer.cfg, trainer.mesh)
-    batches = (loader.step(i * t.global_batch_size, step=0) for i in range(t.eval_steps))
-    loss_sum, count = sum(map(trainer.evaluate, batches)).tolist()
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
+    for i in range(t.eval_steps):
+        total += trainer.evaluate(loader.step(i * t.global_batch_size, step=0))
+        if stop.now():
+            break
+    else:
+        loss_sum, count = total.tolist()
+        log.evaluation(step, loss_sum / count)
     loader.close()
-    return loss_sum / count

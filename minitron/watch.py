@@ -32,7 +32,8 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+
+from minitron.rendezvous import connect
 
 if TYPE_CHECKING:
     from minitron.log import Log
@@ -56,7 +57,7 @@ class Activity:
     __slots__ = ("step", "action", "collective", "since", "queued")
 
     def __init__(self):
-        self.step, self.action, self.queued = 0, "start", deque(maxlen=256)
+        self.step, self.action, self.queued = 0, "start", deque(maxlen=1024)
         self.leave()
 
     def begin(self, action: object) -> None:
@@ -143,7 +144,7 @@ class _Watch:
         world = self.mesh.world.ranks
         if len(world) == 1:
             return
-        store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own: the main thread uses one
+        store = connect()
         store.set(f"hang/{self.mesh.rank}", str(self.mesh.activity))
         if store.add("hang", 1) == 1:
             sleep(self.grace / 2)

@@ -2,13 +2,16 @@
 
 import json
 import os
+import random
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from fault_run import Run
 
 from minitron import stop as stop_module
@@ -106,6 +109,43 @@ def test_sigterm_to_torchrun_stops_all_ranks(tmp_path):
     assert "exitcode" not in output and "error: " not in output
 
 
+def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
+    """Threads as ranks, at most two gates apart as a pipeline's may be; one of them closes at a random moment."""
+    for seed in range(50):
+        store, rng, passed, closed = dist.HashStore(), random.Random(seed), [0] * 4, []
+
+        def rank(index, at):
+            gate, pace = stop_module.Gate(store), random.Random(index)
+            while passed[index] < 1000:
+                while passed[index] > min(passed) + 1:
+                    time.sleep(0)
+                if index == 3 and passed[index] == at:
+                    before = max(passed)
+                    gate.close(signal.SIGTERM)
+                    closed.append((before, max(passed)))
+                if number := gate.next():
+                    return number
+                passed[index] += 1
+                time.sleep(pace.random() * 1e-4)
+
+        with ThreadPoolExecutor(4) as pool:
+            numbers = list(pool.map(rank, range(4), [rng.randrange(20)] * 4))
+        (before, after), = closed
+        assert numbers == [signal.SIGTERM] * 4 and len(set(passed)) == 1
+        assert before <= passed[0] <= after + 1  # a thread may stand between the gate and its note of it
+
+
+def test_a_signal_during_an_evaluation_ends_it(tmp_path):
+    with Run(tmp_path, "none", "train.eval_every=4", "train.eval_steps=1000000", f"checkpoint.dir={tmp_path / 'saved'}",
+             ranks=2) as run:
+        run.wait_for('"step": 4', run.folder / "metrics.jsonl")
+        time.sleep(1.0)
+        os.kill(run.workers()[0], signal.SIGTERM)
+        status, _, output = run.end()
+    assert status == 0 and "SIGTERM: stopped after iteration 4, which was saved\n" in output
+    assert list(checkpoints(tmp_path / "saved")) == [4] and "validation loss" not in output
+
+
 @pytest.fixture
 def stop(monkeypatch, tmp_path):
     """A Stop whose ends are noted in `.ends`, in place of the end of pytest."""
@@ -150,6 +190,17 @@ def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, m
     stop.mesh.activity.begin("checkpoint")
 
 
+def test_a_signal_that_a_launcher_had_blocked_is_heard():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_module.SIGNALS)
+    try:
+        with Log(Config(), 0, 1) as log, Stop(Mesh.offline(), log, 1) as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            eventually(lambda: stop.asked == signal.SIGUSR1)
+        assert set(stop_module.SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_signals_are_as_before_afterwards():
     before = [signal.getsignal(number) for number in stop_module.SIGNALS]
     with Stop(Mesh.offline(), SimpleNamespace(), 1):
@@ -167,9 +218,9 @@ def iteration(step, skipped, loss_scale=1.0):
 def test_only_skips_in_a_row_end_a_run():
     stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1], start=1):
-        stop.saw(iteration(step, skipped), 0)
+        stop.saw(iteration(step, skipped))
     with pytest.raises(Diverged, match=r"iteration 9: the gradients of 3 iterations in a row.*train.max_skipped=3"):
-        stop.saw(iteration(9, 1), 0)
+        stop.saw(iteration(9, 1))
 
 
 def test_the_search_for_a_loss_scale_does_not_end_a_run():
@@ -182,7 +233,7 @@ def test_the_search_for_a_loss_scale_does_not_end_a_run():
             scale = float(scaler.scale)
             steps_at_one += scale == 1.0
             scaler.update(torch.ones(()))
-            stop.saw(iteration(step, 1, scale), 0)
+            stop.saw(iteration(step, 1, scale))
     assert steps_at_one == 3 and step > 24
 
 

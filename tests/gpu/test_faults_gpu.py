@@ -1,12 +1,16 @@
-"""A stuck NCCL kernel and a dead rank, on two GPUs. What a host sees of them is not what gloo shows."""
+"""A stuck NCCL kernel, a dead rank and a signal, on two GPUs. What a host sees of them is not what gloo shows."""
 
+import json
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
 from fault_run import Run
+
+from minitron.checkpoint.format import checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -28,3 +32,31 @@ def test_whoever_waits_for_a_dead_rank_ends_before_torchrun_loses_patience(tmp_p
         os.kill(run.training().workers()[1], signal.SIGKILL)
         status, seconds, output = run.end()
     assert status == 1 and seconds < 25, output  # stop.PATIENCE_SECONDS, and torchrun's own
+
+
+# 0.1 billion parameters and 64 microbatches of 8,192 tokens: seconds a step, and its last backward 1 % of that.
+LONG_STEPS = ("model.num_layers=8", "model.hidden_size=1024", "model.ffn_hidden_size=2816", "model.num_heads=8",
+              "model.num_kv_heads=8", "model.max_positions=4096", "train.seq_len=4096", "precision.dtype=bf16",
+              "train.micro_batch_size=2", "train.global_batch_size=128", "train.hang_seconds=60")
+SAVE_SECONDS = 1.5  # the gigabyte of the checkpoint
+
+
+@pytest.mark.parametrize("layout,number", [(("parallel.tp=2",), signal.SIGTERM),
+                                           (("parallel.pp=2", "parallel.vp=2"), signal.SIGUSR1)], ids=["tp2", "pp2vp2"])
+def test_a_signal_is_answered_within_a_step(tmp_path, layout, number):
+    saved = tmp_path / "saved"
+    with Run(tmp_path, "none", *LONG_STEPS, *layout, f"checkpoint.dir={saved}", ranks=2, on_gpus=True) as run:
+        run.training()
+        last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+        time.sleep(0.4 * last["step_seconds"])
+        begin = time.monotonic()
+        os.kill(run.workers()[1], number)
+        output = run.wait_for(f"{number.name}: stopped after iteration")
+        seconds = time.monotonic() - begin
+        status, _, _ = run.end()
+    step = run.last_step()
+    print(f"\na step takes {last['step_seconds']:.2f} s; saved {seconds:.2f} s after the signal, with iteration {step}")
+    assert status == 0 and f"stopped after iteration {step}, which was saved\n" in output, output
+    assert list(checkpoints(saved)) == [step]
+    assert last["step_seconds"] > SAVE_SECONDS  # else two steps, one too many, would pass as well
+    assert seconds < 1.05 * last["step_seconds"] + SAVE_SECONDS
