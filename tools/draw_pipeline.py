@@ -3,9 +3,8 @@
     python tools/draw_pipeline.py --pp 4 --vp 2 --microbatches 8
     python tools/draw_pipeline.py --pp 4 --microbatches 16 --backward 3 --transfer 0.1 --svg schedule.svg
 
-Times are in seconds for one microbatch through one chunk.  One row is a rank, one column a slice of time.  The text
-writes each operation as its microbatch and its chunk, a small letter for a forward and a capital for a backward, and
-fills the rest of its time with dashes; dots are idle time:
+Times are in seconds for one microbatch through one chunk.  One row is a rank, one column a slice of time.  3a is the
+forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes carry an operation on, dots are idle:
 
     0 0a1a....0A--..1A--        pp = 2, two microbatches, forward 1 s, backward 2 s
     1 ..0a0A--1a1A--....
@@ -14,13 +13,15 @@ The SVG shows forwards in blue, backwards in orange, later chunks darker, idle t
 """
 
 import sys
-from math import floor, log10
+from itertools import accumulate
+from math import floor, inf, log10
 from pathlib import Path
 from string import ascii_lowercase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.pipeline.schedule import Exchange, Forward, Schedule, make
+from minitron.pipeline.check import check
+from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, make
 from minitron.pipeline.simulate import Event, Timeline, simulate
 from tools.command import Parser, run
 
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
     args = parser.parse_args(argv)
     schedule = make(args.pp, args.vp, args.microbatches)
+    check(schedule)
     timeline = simulate(schedule, args.forward, args.backward, args.transfer)
     text = draw_text(timeline)
     if args.svg is not None:
@@ -59,15 +61,8 @@ def main(argv: list[str]) -> None:
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """For each rank, the most chunk activations alive at once: forwards run minus backwards run."""
-    peaks = []
-    for actions in schedule.ranks:
-        live = peak = 0
-        for action in actions:
-            if type(action) is not Exchange:
-                live += 1 if type(action) is Forward else -1
-                peak = max(peak, live)
-        peaks.append(peak)
-    return tuple(peaks)
+    change = {Forward: 1, Backward: -1, Exchange: 0}
+    return tuple(max(accumulate(change[type(action)] for action in actions)) for actions in schedule.ranks)
 
 
 def describe(timeline: Timeline) -> str:
@@ -87,25 +82,25 @@ def draw_text(timeline: Timeline) -> str:
     if s.vp > len(ascii_lowercase):
         raise ValueError(f"vp={s.vp} has more chunks than the alphabet has letters; use vp=26 or less")
     label = len(str(s.num_microbatches - 1)) + 1
-    scale = label / min(event.end - event.start for event in timeline.events)  # columns per second
-    columns = _column(timeline.makespan, scale)
-    if columns > MAX_COLUMNS:
+    shortest = min(event.end - event.start for event in timeline.events)
+    wide = label * timeline.makespan / shortest if shortest else inf  # a transfer can be too long to count beside
+    if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
         raise ValueError(
-            f"the drawing would have {columns} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or "
-            f"forward and backward times that differ less"
+            f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or times "
+            f"that differ less"
         )
-    rows = [["."] * columns for _ in range(s.pp)]
+
+    def column(seconds: float) -> int:
+        return floor(label * seconds / shortest + 0.5)
+
+    rows = [["."] * column(timeline.makespan) for _ in range(s.pp)]
     for event in timeline.events:
-        start, end = _column(event.start, scale), _column(event.end, scale)
+        start, end = column(event.start), column(event.end)
         letter = ascii_lowercase[event.action.chunk]
         text = f"{event.action.mb}{letter if type(event.action) is Forward else letter.upper()}"
         rows[event.rank][start:end] = text.ljust(end - start, "-")[: end - start]
     width = len(str(s.pp - 1))
     return "\n".join(f"{rank:>{width}} {''.join(row)}" for rank, row in enumerate(rows))
-
-
-def _column(seconds: float, scale: float) -> int:
-    return floor(seconds * scale + 0.5)
 
 
 def draw_svg(timeline: Timeline) -> str:
