@@ -4,9 +4,9 @@
 minute is left. Saving is a collective: all ranks must do it, after the same step. The idea:
 
 1. The number of the signal goes to a thread: the main one may stand in C and would not see it.
-2. Before each step a rank passes a `Gate`, numbered by the steps so far. How many have been passed stands in the store in
-   which the ranks met, and the thread closes the first that nobody has passed. No rank waits for another, and the GPU,
-   on which figures of a step are known only at its end, has no part in it.
+2. After each step a rank passes a gate. How many have been passed stands in the store in which the ranks met, and the
+   thread closes the first that nobody has passed. No rank waits for another, and the GPU, on which figures of a step
+   are known only at its end, has no part in it.
 3. At the closed gate all ranks save and exit 0.
 
     the store     "6"      "7"                          "8 15"
@@ -52,7 +52,7 @@ class Diverged(ValueError):
 
 
 class Gate:
-    """One gate after another, in the same order on all ranks. `store` is theirs; its key says how far the first has come.
+    """One gate after another, on all ranks. A key of `store`, which is theirs, says how far the first of them has come.
 
     "7": gates up to 7 are passed, 8 is open. "8 15": nobody passes 8, because of signal 15. One atomic operation makes
     the one or the other of "7", so that all see the same.
