@@ -1,9 +1,9 @@
 """The named cases in which minitron is held against its peers: a configuration each, which both sides read.
 
 Four-GPU cases and the one-GPU cases are those of the project's targets. Cases that begin with `2gpu-` have fewer layers
-and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets. Those with `lora` or
-`sft` in their names are fine-tuning, on documents of at most 512 tokens packed to 4096, or with `-full` on one document
-a sample.
+and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets. Those with
+`lora` or `sft` in their names are fine-tuning, on documents of at most 512 tokens packed to 4096, or with `-full` on
+one document a sample.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ The text is what this machine has: sources, headers and documentation under its 
 a file, dealt out to four JSONL shards in the layout of The Pile. Where there is less than asked for, it starts
 again from the first file. Then, by the commands that a user types:
 
-    launch/generate_dataset.sh    once for every number of processes: documents and MB a second, and how that grows; on a
-                                  machine with other work too, the CPU time says what the others cannot take away
+    launch/generate_dataset.sh    once for every number of processes: documents and MB a second, and how that grows; on
+                                  a machine with other work too, the CPU time says what the others cannot take away
     launch/check_dataset.sh       every byte; beside it, documents decoded and compared with their text
     minitron.pretrain             a small Llama on the blend 4:3:2:1 of the four; the loss it gets down to
     the blend                     which part each of the run's samples came from: within one sample of its share
@@ -125,8 +125,8 @@ def train(paths: str, tokenizer: str, vocab_size: int, steps: int, folder: Path)
     drawn, share = np.bincount(parts, minlength=SHARDS), len(parts) * np.array(WEIGHTS) / sum(WEIGHTS)
     if np.abs(drawn - share).max() > 1:
         raise ValueError(f"of {len(parts)} samples the blend drew {drawn.tolist()}, not {share.tolist()}")
-    return {"steps": steps, "train_seconds": seconds, "first_loss": losses[0], "last_loss": float(np.mean(losses[-10:])),
-            "blend_weights": list(WEIGHTS), "blend_samples": drawn.tolist()}
+    return {"steps": steps, "train_seconds": seconds, "first_loss": losses[0],
+            "last_loss": float(np.mean(losses[-10:])), "blend_weights": list(WEIGHTS), "blend_samples": drawn.tolist()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -158,7 +158,8 @@ def run(args: argparse.Namespace, work: Path) -> None:
     corpus = Path(build_corpus(work / "corpus", args.vocab_size).prefix).parent
     tokenizer = f"llama2:{corpus / 'tokenizer.model'}"
     text = write_shards(work / "text", args.roots, int(args.bytes))
-    print(f"{text['bytes'] / 1e6:.0f} MB in {text['documents']} documents, files read {text['rounds']} time(s)", flush=True)
+    print(f"{text['bytes'] / 1e6:.0f} MB in {text['documents']} documents, files read {text['rounds']} time(s)",
+          flush=True)
 
     stage, variables = work / "stage", {"STAGE_PATH": str(work / "stage"), "TOKENIZER": tokenizer, "VENV": sys.prefix}
     for unwanted in ("CONTAINER", "SLURM_PARTITION", "FILES"):
@@ -167,8 +168,10 @@ def run(args: argparse.Namespace, work: Path) -> None:
     for workers in args.workers:
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir(parents=True)
-        seconds, cpu_seconds, _ = script("generate_dataset.sh", "gpt3", str(work / "text"), WORKERS=str(workers), **variables)
-        rates[workers] = {"seconds": seconds, "cpu_seconds": cpu_seconds, "mb_per_second": text["bytes"] / 1e6 / seconds,
+        seconds, cpu_seconds, _ = script("generate_dataset.sh", "gpt3", str(work / "text"), WORKERS=str(workers),
+                                         **variables)
+        rates[workers] = {"seconds": seconds, "cpu_seconds": cpu_seconds,
+                          "mb_per_second": text["bytes"] / 1e6 / seconds,
                           "documents_per_second": text["documents"] / seconds}
         print(f"{workers} process(es): {seconds:.1f} s, {rates[workers]['mb_per_second']:.2f} MB/s, "
               f"{rates[workers]['documents_per_second']:.0f} documents/s, CPU time {cpu_seconds:.1f} s", flush=True)
@@ -188,8 +191,8 @@ def run(args: argparse.Namespace, work: Path) -> None:
         **text, "tokens": tokens, "vocab_size": loaded.vocab_size, "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0], "workers": rates, "speedup": speedup, "check_seconds": check_seconds,
         "documents_compared": compared, **trained})
-    print(f"{most} process(es) are {speedup:.2f} times as fast as {fewest}; {compared} documents came back as they were; "
-          f"loss {trained['first_loss']:.3f} -> {trained['last_loss']:.3f}; blend {trained['blend_samples']}")
+    print(f"{most} process(es) are {speedup:.2f} times as fast as {fewest}; {compared} documents came back as they "
+          f"were; loss {trained['first_loss']:.3f} -> {trained['last_loss']:.3f}; blend {trained['blend_samples']}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> dict:
     backend, configs = "te" if capability else "torch", {}
     with cli.user_errors():
         for fp8 in (*args.recipes, "none"):  # bf16 last: Transformer Engine cannot load behind torch's own cuDNN
-            keys = [] if fp8 == "none" else [f"precision.fp8={fp8}", f"precision.fp8_backend={backend}"]
+            keys = [f"precision.fp8={fp8}", f"precision.fp8_backend={backend}"]
+            if fp8 == "none":  # whatever the configuration has
+                keys = ["precision.fp8=none", "precision.fp8_backend=te", "precision.fp8_bf16_layers=0"]
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
             cfg.check(1, capability)
             choose_kernels(cfg, device)

@@ -23,9 +23,16 @@ PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "torchtita
 
 
 def add_options(parser: argparse.ArgumentParser, results: Path | None = RESULTS) -> None:
-    parser.add_argument("--results", type=Path, default=results, metavar="FILE",
+    parser.add_argument("--results", type=_file, default=results, metavar="FILE",
                         help=f"where records are appended (default: {results or 'nowhere'})")
     parser.add_argument("--commit", help="commit to name in the records (default: git's)")
+
+
+def _file(text: str) -> Path:
+    """Asked before a measurement, whose record would be lost after it."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    return Path(text)
 
 
 def append(args: argparse.Namespace, kind: str, figures: dict) -> dict:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "results.jsonl"
@@ -80,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         text = markdown(entries)
         args.results.with_name("compare.md").write_text(text, encoding="utf-8")
         draw(entries, args.results.with_name("compare.png"))
-    except ValueError as error:
-        print(f"error: {error}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except ImportError:
         print("no picture: pip install matplotlib")

@@ -13,13 +13,13 @@ gradient of a score is p (dp - dout . out) with p = e^(score - lse): it is the *
 whole softmax's lse and out go in. Hence the contract: a backend is a pair of functions without autograd, and its
 backward takes out and lse as they are given, from this block alone or merged over many.
 
-    forward (q, k, v, *, causal, scale, dropout_mask=None)                         -> out, lse, saved
-    backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None)  -> dq, dk, dv
+    forward (q, k, v, *, causal, scale)                         -> out, lse, saved
+    backward(dout, q, k, v, out, lse, saved, *, causal, scale)  -> dq, dk, dv
 
     q, dout, out  [b, n, sq, d]    any strides with a unit last one: [s, b, n, d] tensors go in permuted, uncopied
     k, v          [b, g, sk, d]    n a multiple of g: query heads i n/g ... (i + 1) n/g - 1 share key head i
     lse           [b, n, sq]       natural logarithm, float32 (float64 for float64 inputs)
-    dropout_mask  [b, n, sq, sk]   multiplies the probabilities: 0, or 1 / (1 - rate); `reference` alone takes it
+    dropout_mask  [b, n, sq, sk]   multiplies the probabilities: 0, or 1 / (1 - rate); `reference` alone has this option
     causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
 
@@ -176,25 +176,23 @@ def _shapes_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
 # They index lse as a dense [b, n, sq] tensor, so the slices that context parallelism passes are copied first.
 
 
-def _flash_cpu_forward(q, k, v, *, causal, scale, dropout_mask=None):
-    assert dropout_mask is None
+def _flash_cpu_forward(q, k, v, *, causal, scale):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse, None
 
 
-def _flash_cpu_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None):
+def _flash_cpu_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale)
 
 
-def _flash_cuda_forward(q, k, v, *, causal, scale, dropout_mask=None):
-    assert dropout_mask is None
+def _flash_cuda_forward(q, k, v, *, causal, scale):
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale)
     return out, lse, (seed, offset)
 
 
-def _flash_cuda_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None):
+def _flash_cuda_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
     return aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *saved, scale=scale)
 
@@ -211,14 +209,13 @@ def _flash_cuda_packed_backward(dout, q, k, v, out, saved, bounds, longest, scal
         dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
 
 
-def _cudnn_forward(q, k, v, *, causal, scale, dropout_mask=None):
-    assert dropout_mask is None
+def _cudnn_forward(q, k, v, *, causal, scale):
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.squeeze(-1), (seed, offset)
 
 
-def _cudnn_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None):
+def _cudnn_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *saved, None, None, None, q.shape[2], k.shape[2],
         0.0, causal, scale=scale)
@@ -246,13 +243,12 @@ def _import_flash_attn() -> Backend:
         return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, window_size_left=-1, window_size_right=-1,
                     softcap=0.0, alibi_slopes=None)
 
-    def forward(q, k, v, *, causal, scale, dropout_mask=None):
-        assert dropout_mask is None
+    def forward(q, k, v, *, causal, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, _, rng_state = _flash_attn_forward(q, k, v, return_softmax=False, **options(causal, scale))
         return out.transpose(1, 2), lse, rng_state
 
-    def backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None):
+    def backward(dout, q, k, v, out, lse, saved, *, causal, scale):
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         grads = [torch.empty_like(x) for x in (q, k, v)]
         _flash_attn_backward(dout, q, k, v, out, lse.contiguous(), *grads, rng_state=saved,

@@ -2,7 +2,7 @@
 
     python -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
 
-Files and overrides are brought into one form, a list of (origin, dotted key, value). Each is checked against its field,
+Files and overrides are brought into one form, a list of (dotted key, value). Each is first checked against its field,
 so that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of
 them into its structured config and makes the dataclasses. `${...}` is refused, not expanded: a config has to mean the
 same on every machine. A mistake is one line and exit status 1; a traceback would say that the program is wrong, not its
@@ -93,10 +93,9 @@ def from_tree(tree: dict, origin: str) -> Config:
     return _merge(_settings(tree, f"{origin}: "))
 
 
-def _merge(settings: list[tuple[str, str, Any]]) -> Config:
+def _merge(settings: list[tuple[str, Any]]) -> Config:
     tree: dict = {}
-    for origin, key, value in settings:
-        _check_type(origin, key, value)
+    for key, value in settings:
         *sections, name = key.split(".")
         node = tree
         for section in sections:
@@ -114,7 +113,7 @@ def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
 
 
-# ---- reading: to a list of (origin, dotted key, value) ------------------------------------------------------------
+# ---- reading: to a list of (dotted key, value) --------------------------------------------------------------------
 
 
 def _read(path: str) -> dict:
@@ -160,21 +159,22 @@ def _interpolation(origin: str) -> ValueError:
     return ValueError(f"{origin} holds an interpolation ${{...}}, which is not expanded; write the value itself")
 
 
-def _settings(tree: dict, origin: str = "") -> list[tuple[str, str, Any]]:
-    """[(origin, "model.num_layers", 4), ...] of a nested mapping, after checking that all its keys exist."""
+def _settings(tree: dict, origin: str = "") -> list[tuple[str, Any]]:
+    """[("model.num_layers", 4), ...] of a nested mapping, after checking that its keys exist and take such values."""
     settings = []
 
     def walk(cls: type, mapping: dict, prefix: str) -> None:
-        known = [f.name for f in fields(cls)]
+        hints, known = typing.get_type_hints(cls), {f.name: f for f in fields(cls)}
         for name, value in mapping.items():
             key = f"{prefix}{name}"
             if name not in known:
-                raise ValueError(f"{origin}unknown key {key}; {_suggestion(str(name), known, prefix)}")
-            section = _section(cls, name)
-            if section and isinstance(value, dict) and value:
+                raise ValueError(f"{origin}unknown key {key}; {_suggestion(str(name), list(known), prefix)}")
+            section = _without_none(hints[name])
+            if is_dataclass(section) and isinstance(value, dict) and value:
                 walk(section, value, f"{key}.")
             else:
-                settings.append((origin, key, value))
+                _check_type(origin, key, value, hints[name], known[name])
+                settings.append((key, value))
 
     walk(Config, tree, "")
     return settings
@@ -191,8 +191,7 @@ def _suggestion(name: str, known: list[str], prefix: str) -> str:
 # ---- types ----------------------------------------------------------------------------------------------------------
 
 
-def _check_type(origin: str, key: str, value: Any) -> None:
-    hint, field = _find(key)
+def _check_type(origin: str, key: str, value: Any, hint: Any, field: Field) -> None:
     if not _fits(hint, value):
         expected = _type_name(hint)
         if re.fullmatch(r"[+-]?(inf(inity)?|nan)", str(value), re.I):
@@ -213,7 +212,8 @@ def _fits(hint: Any, value: Any) -> bool:
         items, *rest = get_args(bare)
         fixed = len(rest) + 1 if Ellipsis not in rest else None
         return isinstance(value, list) and fixed in (None, len(value)) and all(_fits(items, item) for item in value)
-    accepted = {int: int, float: (int, float), str: (str, int, float)}.get(bare, ())
+    texts = str if bool in get_args(hint) else (str, int, float)  # OmegaConf makes no text of a number there
+    accepted = {int: int, float: (int, float), str: texts}.get(bare, ())
     return isinstance(value, accepted) and value != "???"
 
 
@@ -232,30 +232,15 @@ def _keys() -> Iterator[tuple[str, Any, Field]]:
     """(dotted key, type, field) of every key that holds a value, in order."""
 
     def walk(cls: type, prefix: str) -> Iterator[tuple[str, Any, Field]]:
+        hints = typing.get_type_hints(cls)
         for f in fields(cls):
-            section = _section(cls, f.name)
-            if section is None or f.default is None:
-                yield f"{prefix}{f.name}", typing.get_type_hints(cls)[f.name], f
-            if section is not None:
+            section = _without_none(hints[f.name])
+            if not is_dataclass(section) or f.default is None:
+                yield f"{prefix}{f.name}", hints[f.name], f
+            if is_dataclass(section):
                 yield from walk(section, f"{prefix}{f.name}.")
 
-    for f in fields(Config):
-        yield from walk(typing.get_type_hints(Config)[f.name], f"{f.name}.")
-
-
-def _find(key: str) -> tuple[Any, Field]:
-    """The type and the field of a key or a section that exists."""
-    hint: Any = Config
-    for part in key.split("."):
-        cls = _without_none(hint)
-        hint, field = typing.get_type_hints(cls)[part], next(f for f in fields(cls) if f.name == part)
-    return hint, field
-
-
-def _section(cls: type, name: str) -> type | None:
-    """The dataclass behind a key that is a section, else None."""
-    hint = _without_none(typing.get_type_hints(cls)[name])
-    return hint if is_dataclass(hint) else None
+    return walk(Config, "")
 
 
 def _without_none(hint: Any) -> Any:

@@ -10,7 +10,7 @@ A linear map's backward pass is its transpose. For collectives along an axis of 
     split           keep this rank's slice        all-gather
     all_to_all      trade slices                  trade them back
 
-so each autograd class below is two lines. Along an axis of size 1 every one is the identity and launches nothing,
+so each autograd function below is one line. Along an axis of size 1 every one is the identity and launches nothing,
 which is why layers never ask how large an axis is. The functions that end in `_` or `_into` are the plain
 operations underneath: layers with a hand-written backward, the pipeline and the optimizer call those; with `wait=False`
 they return a handle, so that a GEMM can run while data travel. Every wait of a host for other ranks is in `_start` or
@@ -133,19 +133,15 @@ def reduce_scatter_start(x: Tensor, axis: Axis):
 
 def gather_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Concatenate the ranks' x along `dim`; no autograd."""
-    if axis.size == 1:
-        return x
-    out, handle = gather_start(x.movedim(dim, 0).contiguous(), axis)
+    out, handle = gather_start(x.movedim(dim, 0), axis)
     handle.wait()
     return out.movedim(0, dim)
 
 
 def reduce_scatter_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Sum over the ranks, keep this rank's slice of `dim`; no autograd."""
-    if axis.size == 1:
-        return x
     _check_divisible(x, dim, axis)
-    out, handle = reduce_scatter_start(x.movedim(dim, 0).contiguous(), axis)
+    out, handle = reduce_scatter_start(x.movedim(dim, 0), axis)
     handle.wait()
     return out.movedim(0, dim)
 
@@ -159,8 +155,6 @@ def slice_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 def trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Cut `split_dim` into P parts, send part i to rank i, concatenate along `concat_dim` what arrives; no autograd."""
-    if axis.size == 1:
-        return x
     _check_divisible(x, split_dim, axis)
     parts = torch.stack(x.chunk(axis.size, split_dim)).contiguous()
     out = torch.empty_like(parts)
@@ -177,100 +171,59 @@ def _check_divisible(x: Tensor, dim: int, axis: Axis) -> None:
 # ---- collectives with autograd, each beside its adjoint -------------------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """A linear map, and its adjoint as the backward pass."""
 
     @staticmethod
-    def backward(ctx, dy):
-        dy = dy.clone(memory_format=torch.contiguous_format)  # autograd may share dy with another consumer
-        all_reduce_(dy, ctx.axis)
-        return dy, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        y = x.clone(memory_format=torch.contiguous_format)
-        all_reduce_(y, axis)
-        return y
+    def forward(ctx, x, apply, adjoint):
+        ctx.adjoint = adjoint
+        return apply(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return dy, None
+        return ctx.adjoint(dy), None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return gather_along(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return reduce_scatter_along(dy, ctx.axis, ctx.dim), None, None
+def _pair(x: Tensor, axis: Axis, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    return x if axis.size == 1 else _Pair.apply(x, apply, adjoint)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return reduce_scatter_along(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return gather_along(dy, ctx.axis, ctx.dim), None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dim):
-        ctx.axis, ctx.dim = axis, dim
-        return slice_along(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return gather_along(dy, ctx.axis, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, split_dim, concat_dim):
-        ctx.axis, ctx.dims = axis, (concat_dim, split_dim)
-        return trade(x, axis, split_dim, concat_dim)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return trade(dy, ctx.axis, *ctx.dims), None, None, None
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)  # x may have other readers
+    all_reduce_(total, axis)
+    return total
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """x, used by every rank of `axis` for another part of the work. Adjoint: all-reduce."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    return _pair(x, axis, _same, lambda dy: _sum(dy, axis))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of x over `axis`, on every rank. Adjoint: copy."""
-    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+    return _pair(x, axis, lambda x: _sum(x, axis), _same)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """The ranks' x concatenated along `dim`, used by every rank for other work. Adjoint: reduce_scatter."""
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
+    return _pair(x, axis, lambda x: gather_along(x, axis, dim), lambda dy: reduce_scatter_along(dy, axis, dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's slice of the sum of x over `axis`. Adjoint: all_gather. ValueError if `dim` is not divisible."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+    return _pair(x, axis, lambda x: reduce_scatter_along(x, axis, dim), lambda dy: gather_along(dy, axis, dim))
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's slice of an x that every rank holds. Adjoint: the all-gather of the slices' gradients."""
-    return x if axis.size == 1 else _Split.apply(x, axis, dim)
+    return _pair(x, axis, lambda x: slice_along(x, axis, dim).contiguous(), lambda dy: gather_along(dy, axis, dim))
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Give each rank a slice of `split_dim`, gain theirs along `concat_dim`. Adjoint: the same, dims exchanged."""
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim)
+    return _pair(x, axis, lambda x: trade(x, axis, split_dim, concat_dim),
+                 lambda dy: trade(dy, axis, concat_dim, split_dim))

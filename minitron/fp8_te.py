@@ -73,7 +73,7 @@ class TensorScaling:
             comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=float(add))[0]
 
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
-        """Of cuBLAS: one per stream. The library's own `general_gemm` has one, and products side by side would share it."""
+        """Of cuBLAS, one per stream: the library's `general_gemm` has one that products side by side share."""
         if stream not in self.workspaces:
             self.workspaces[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
         return self.workspaces[stream]

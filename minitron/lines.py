@@ -30,9 +30,8 @@ class Iteration:
 
     step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
     clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
-    global batch, where they are kept apart (None: every sample is one document). padding: positions of the global batch
-    that only fill a sample; they are in neither. memory_gib, allocated_gib: peak of
-    the GPU, and what stays allocated between steps.
+    global batch, where they are kept apart (None: every sample is one document), without padding: positions that only
+    fill a sample. memory_gib, allocated_gib: peak of the GPU, and what stays allocated between steps.
     """
 
     step: int
@@ -121,8 +120,9 @@ def nemo_pipe(line: Line) -> str:
                "peak_memory_usage": _bytes(last.memory_gib), "memory_allocated": _bytes(last.allocated_gib),
                "reduced_train_loss": line.loss, "train_step_timing in s": line.seconds,
                "consumed_samples": last.consumed_samples, "val_loss": line.val_loss}
-    return " | ".join([f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}", *(
-        f"{name}: {int(x) if float(x).is_integer() else format(x, '.4')}" for name, x in figures.items() if x is not None)])
+    shown = {name: int(x) if float(x).is_integer() else format(x, ".4") for name, x in figures.items() if x is not None}
+    return " | ".join([f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}",
+                       *(f"{name}: {x}" for name, x in shown.items())])
 
 
 FORMATS: dict[str, Callable[[Line], str]] = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar,

@@ -27,17 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.meta import once
 
-GRANULARITY = 512  # bytes, of torch's CUDA allocator
+GRANULARITY = 512  # bytes, to a multiple of which torch's CUDA allocator rounds up
 UNLABELLED = "activations"
 _once = lru_cache(None)(once)
 
 
 class MemoryWalk(TorchDispatchMode):
-    """Sees every operation inside of `with`. granularity: bytes that sizes are rounded up to."""
+    """Sees every operation inside of `with`."""
 
-    def __init__(self, granularity: int = GRANULARITY):
+    def __init__(self):
         super().__init__()
-        self.granularity = granularity
         self.parts: list[str] = []                                  # of each storage, by its number in order of birth
         self.alive: dict[int, tuple[int, weakref.ref]] = {}         # address -> number
         self.log: list[tuple[int, int]] = []                        # (number, bytes), negative at a death
@@ -92,7 +91,7 @@ class MemoryWalk(TorchDispatchMode):
         address = storage._cdata
         if address in self.alive:
             return
-        number, size = len(self.parts), -(-storage.nbytes() // self.granularity) * self.granularity
+        number, size = len(self.parts), -(-storage.nbytes() // GRANULARITY) * GRANULARITY
         self.parts.append(UNLABELLED)
         self.alive[address] = number, weakref.ref(storage, partial(self._died, address, number, size))
         self.log.append((number, size))

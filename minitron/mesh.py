@@ -19,6 +19,7 @@ weight) and `world` (statistics of a step).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -44,8 +45,8 @@ class Axis:
     activity: Activity = field(default=UNWATCHED, compare=False, repr=False)  # one for all axes of a rank
 
     @staticmethod
-    def single(name: str = "single", global_rank: int = 0) -> "Axis":
-        return Axis(name, 0, 1, (global_rank,))
+    def single() -> "Axis":
+        return Axis("single", 0, 1, (0,))
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,11 @@ class Mesh:
         groups = {name: device_mesh[name].get_group() for name in AXES}
         groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
         groups["world"] = dist.group.WORLD
-        # Every rank takes part in the making of every group, also of those that it is not in.
-        ends = {offline_axes(r, shape)["embedding"].ranks for r in range(world)}
-        for ranks in sorted(ends):
-            if len(ranks) > 1:
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    groups["embedding"] = group
+        stage = world // pp  # ranks of one; pp is outermost
+        for first in range(stage if pp > 1 else 0):  # every rank takes part in the making of every group
+            group = dist.new_group([first, first + world - stage])
+            if rank in (first, first + world - stage):
+                groups["embedding"] = group
         if timeout is not None:  # new groups do not take it over from the default group
             for group in groups.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -120,25 +119,17 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
 
 def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]:
     """Every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups."""
-    num_pp, num_dp, num_cp, num_tp = shape
-    cell, rest = [], rank
-    for size in reversed(shape):
-        rest, index = divmod(rest, size)
-        cell.insert(0, index)
-    pp, dp, cp, tp = cell
+    pp, dp, cp, tp = shape
+    world = math.prod(shape)
 
-    def at(pp=pp, dp=dp, cp=cp, tp=tp) -> int:
-        return ((pp * num_dp + dp) * num_cp + cp) * num_tp + tp
+    def line(size: int, stride: int) -> tuple[int, ...]:
+        """`size` ranks, this one among them, each `stride` after the last."""
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
 
-    lines = {
-        "pp": [at(pp=i) for i in range(num_pp)],
-        "dp": [at(dp=i) for i in range(num_dp)],
-        "cp": [at(cp=i) for i in range(num_cp)],
-        "tp": [at(tp=i) for i in range(num_tp)],
-        "dp_cp": [at(dp=i, cp=j) for i in range(num_dp) for j in range(num_cp)],
-        "embedding": sorted({at(pp=0), at(pp=num_pp - 1)}) if pp in (0, num_pp - 1) else [rank],
-        "world": list(range(num_pp * num_dp * num_cp * num_tp)),
-    }
+    column = line(pp, world // pp)
+    ends = (column[0], column[-1]) if pp > 1 else column
+    lines = {"pp": column, "dp": line(dp, cp * tp), "cp": line(cp, tp), "tp": line(tp, 1), "dp_cp": line(dp * cp, tp),
+             "embedding": ends if rank in ends else (rank,), "world": line(world, 1)}
     activity = Activity()
-    return {name: Axis(name, ranks.index(rank), len(ranks), tuple(ranks), activity=activity)
-            for name, ranks in lines.items()}
+    return {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}

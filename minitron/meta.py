@@ -68,12 +68,10 @@ def _maker(result, arguments: list) -> Callable | None:
         else:
             return None
 
-    reused = any(isinstance(r, int) for r in recipe)
-
     def make(*args, **kwargs):
-        leaves = tree_leaves((args, kwargs)) if reused else ()
+        leaves = tree_leaves((args, kwargs))
         return tree_unflatten([torch.empty_strided(*r[:2], dtype=r[2], device="meta") if isinstance(r, tuple) else
-                               r if r is None else leaves[r] for r in recipe], structure)
+                               None if r is None else leaves[r] for r in recipe], structure)
 
     return make
 

@@ -104,9 +104,6 @@ class Payload(NamedTuple):
     columns: Tensor | None = None
     columns_scale: Tensor | None = None
 
-    def for_forward(self) -> Payload:
-        return Payload(self.rows, self.rows_scale)
-
     def for_weight_grad(self) -> Payload:
         """What the weight gradient needs: the columns, or rows if columns can be made from them."""
         return self if self.columns is None else Payload(None, None, self.columns, self.columns_scale)
@@ -186,13 +183,13 @@ class Gemm:
 class Traffic(NamedTuple):
     """What a linear layer communicates along the tensor-parallel axis, and the way it does."""
 
-    by: Separate | Pipelined
+    comm: Separate | Pipelined
     before: str = "none"  # "copy": x is the same on every rank; "gather": x is a slice of the sequence
     after: str = "none"   # "reduce": y is a partial sum; "scatter": of it only a slice of the sequence is kept
 
     def adjoint(self) -> Traffic:
         """What is communicated for dx from dy: a gather becomes a scatter, a copy a reduction, and the other way."""
-        return Traffic(self.by, {"reduce": "copy", "scatter": "gather"}.get(self.after, "none"),
+        return Traffic(self.comm, {"reduce": "copy", "scatter": "gather"}.get(self.after, "none"),
                        {"copy": "reduce", "gather": "scatter"}.get(self.before, "none"))
 
 
@@ -216,25 +213,26 @@ class Layer(NamedTuple):
         """y [m', n] with its communication done."""
         multiply = self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
         self.gemm.prepare(self.weight)
-        finish, _ = _product(multiply, x.for_forward(), self.weight, self.weight.shape[0], self.traffic, again=False)
+        x = Payload(x.rows, x.rows_scale)  # all that this product reads, and so all that travels
+        finish, _ = _product(multiply, x, self.weight, self.weight.shape[0], self.traffic, again=False)
         return finish()
 
     def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dW); x None: the weight has no gradient. dW is None also if it went into main_grad."""
         traffic, weight, again = self.traffic, self.weight, x is not None
-        gathered = _gather(x.for_weight_grad(), traffic.by, traffic.before == "gather") if again else None
+        gathered = _gather(x.for_weight_grad(), traffic.comm, traffic.before == "gather") if again else None
         finish, dw = None, None
         if need_dx:
             self.gemm.prepare(weight)
             finish, dy = _product(self.gemm.input_grad, dy, weight, weight.shape[1], traffic.adjoint(), again)
         elif again:
-            dy = _gather(dy, traffic.by, traffic.after == "scatter")()
+            dy = _gather(dy, traffic.comm, traffic.after == "scatter")()
         if again:
             dw = self.gemm.weight_grad(weight, dy, gathered())
         return finish() if need_dx else None, dw
 
     def _shared(self, gathered: bool) -> Axis:
-        return self.traffic.by.axis if gathered else Axis.single()
+        return self.traffic.comm.axis if gathered else Axis.single()
 
 
 class _Linear(torch.autograd.Function):
@@ -281,21 +279,21 @@ def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traff
 
     again: another product of the gathered x follows, which the communication of the result can run beside.
     """
-    by, shape = traffic.by, (x.rows.shape[0], columns)
-    if by.axis.size > 1 and traffic.before == "gather":
-        y = weight.new_empty(by.axis.size * shape[0], columns)
-        parts = by.gather_then(x.parts(), lambda at, parts: multiply(x.of(parts), weight, y[at]), keep=again)
+    comm, shape = traffic.comm, (x.rows.shape[0], columns)
+    if comm.axis.size > 1 and traffic.before == "gather":
+        y = weight.new_empty(comm.axis.size * shape[0], columns)
+        parts = comm.gather_then(x.parts(), lambda at, parts: multiply(x.of(parts), weight, y[at]), keep=again)
         return lambda: y, x.of(parts) if again else None
-    if by.axis.size > 1 and traffic.after == "scatter":
+    if comm.axis.size > 1 and traffic.after == "scatter":
         def produce(at: slice, out: Tensor) -> None:
             multiply(x.cut(at), weight, out)
 
         if again:
-            return by.scatter(produce, shape, weight), x
-        y = by.then_scatter(produce, shape, weight)
+            return comm.scatter(produce, shape, weight), x
+        y = comm.then_scatter(produce, shape, weight)
         return lambda: y, x
     y = multiply(x, weight)
-    handle = all_reduce_(y, by.axis, wait=not by.overlap) if traffic.after == "reduce" else Done()
+    handle = all_reduce_(y, comm.axis, wait=not comm.overlap) if traffic.after == "reduce" else Done()
 
     def finish() -> Tensor:
         handle.wait()
@@ -304,9 +302,9 @@ def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traff
     return finish, x
 
 
-def _gather(x: Payload, by: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:
+def _gather(x: Payload, comm: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:
     """Begin gathering a payload along the sequence, the m of [m, k]; the function returned waits for the result."""
-    if not wanted or by.axis.size == 1:
+    if not wanted or comm.axis.size == 1:
         return lambda: x
-    finish = by.gather(x.parts())
+    finish = comm.gather(x.parts())
     return lambda: x.of(finish())

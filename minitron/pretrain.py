@@ -39,6 +39,10 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
                              f"{'sft or lora' if finetune else 'null'}")
         if options is not None:
             return dryrun.command(cfg, options)
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if world > 1 and missing:
+            raise ValueError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
+                             "or unset WORLD_SIZE")
         device, name, capability = choose_device(local_rank, ranks_here)
         cfg.check(world, capability)
         if cfg.train.deterministic:

@@ -34,7 +34,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def connect() -> dist.Store:
-    """The store of this start by a connection of one's own, for a thread may wait in another; in memory for a lone rank."""
+    """The store of this start, by a connection of its own, for others may wait in theirs; of one rank, in memory."""
     return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
 
 

@@ -65,16 +65,17 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int, dro
     return _Dropout.apply(x, p, keys, layer, site, drop or drop_elements)
 
 
-def attention_mask(p: float, keys: Tensor, layer: int, first_head: int, num_heads: int) -> Tensor:
+def attention_mask(p: float, keys: Tensor, layer: int, first_head: int, num_heads: int, samples: slice = slice(None),
+                   queries: slice = slice(None), seen: slice = slice(None)) -> Tensor:
     """Factors for attention probabilities, 0 or 1/(1-p): [b, num_heads, s (query), s (key)] float32. keys: [s, b].
 
-    A tensor-parallel rank asks for its own heads; `first_head` is the global index of their first.
-    Raises ValueError unless 0 <= p < 1.
+    A tensor-parallel rank asks for its own heads; `first_head` is the global index of their first. samples, queries,
+    seen: only of these samples, and of these positions' queries and keys. Raises ValueError unless 0 <= p < 1.
     """
     heads = _hash(_CHANNEL, torch.arange(first_head, first_head + num_heads, device=keys.device), device=keys.device)
-    query_words = _mix(keys ^ _hash(_QUERY, layer, device=keys.device)).T[:, None, :]  # [b, 1, s]
+    query_words = _mix(keys[queries, samples] ^ _hash(_QUERY, layer, device=keys.device)).T[:, None, :]  # [b, 1, s]
     query_words = _mix(query_words ^ heads[:, None])  # [b, num_heads, s]
-    key_words = _mix(keys ^ _hash(_KEY, layer, device=keys.device)).T  # [b, s]
+    key_words = _mix(keys[seen, samples] ^ _hash(_KEY, layer, device=keys.device)).T  # [b, s]
     keep = _mix(query_words[:, :, :, None] ^ key_words[:, None, None, :]) >= _threshold(p)
     return keep.to(torch.float32) / (1 - p)
 

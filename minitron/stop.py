@@ -4,9 +4,9 @@
 minute is left. Saving is a collective: all ranks must do it, after the same step. The idea:
 
 1. The number of the signal goes to a thread: the main one may stand in C and would not see it.
-2. Before each step a rank passes a `Gate`, numbered by the steps so far. How many have been passed stands in the store in
-   which the ranks met, and the thread closes the first that nobody has passed. No rank waits for another, and the GPU,
-   on which figures of a step are known only at its end, has no part in it.
+2. After each step a rank passes a gate. How many have been passed stands in the store in which the ranks met, and the
+   thread closes the first that nobody has passed. No rank waits for another, and the GPU, on which figures of a step
+   are known only at its end, has no part in it.
 3. At the closed gate all ranks save and exit 0.
 
     the store     "6"      "7"                          "8 15"
@@ -52,7 +52,7 @@ class Diverged(ValueError):
 
 
 class Gate:
-    """One gate after another, in the same order on all ranks. `store` is theirs; its key says how far the first has come.
+    """One gate after another, on all ranks. A key of `store`, which is theirs, says how far the first of them has come.
 
     "7": gates up to 7 are passed, 8 is open. "8 15": nobody passes 8, because of signal 15. One atomic operation makes
     the one or the other of "7", so that all see the same.
@@ -96,6 +96,7 @@ class Stop:
 
     def now(self) -> bool:
         """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
+        _take_signals()
         self.mesh.activity.enter("agreement", self.mesh.world, 0)
         self.agreed = self.gate.next()
         self.mesh.activity.leave()
@@ -126,15 +127,13 @@ class Stop:
         self.gate = Gate(connect())
         heard, self.wire = socket.socketpair()
         self.wire.setblocking(False)
-        self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self.mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # who starts a process may block them
+        self.before = _take_signals()
         signal.set_wakeup_fd(self.wire.fileno())
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.wire.close()
@@ -168,3 +167,11 @@ class Stop:
         name = signal.Signals(number).name
         self.log.alarm(f"{self.mesh.cell()} got {name} {why}: ends without saving in {self.mesh.activity}")
         os._exit(128 + number)
+
+
+def _take_signals() -> dict:
+    """Handlers of ours, so that the wire gets the numbers; returns those before.
+
+    Once is not enough: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
+    """
+    return {number: signal.signal(number, lambda *_: None) for number in SIGNALS}

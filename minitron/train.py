@@ -94,7 +94,7 @@ class Trainer:
     @property
     def shared_bytes(self) -> int:
         """GPU memory that ranks of a node share, which torch's allocator does not count."""
-        return self.chunks[0].layout.by.nbytes + self.gradients.sums.nbytes
+        return self.chunks[0].layout.comm.nbytes + self.gradients.sums.nbytes
 
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
@@ -105,7 +105,7 @@ class Trainer:
         return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-                f"attention: {self.backend}, tp: {type(self.chunks[0].layout.by).__name__.lower()}, "
+                f"attention: {self.backend}, tp: {type(self.chunks[0].layout.comm).__name__.lower()}, "
                 f"gradients: {type(self.gradients.sums).__name__.lower()}, "
                 f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
 

@@ -50,7 +50,9 @@ def random_block(sq: int, sk: int, *, b=2, n=4, g=2, d=16, dtype=torch.float32, 
 
 
 def run_backend(backend, dout, q, k, v, causal: bool, dropout_mask=None) -> dict[str, Tensor]:
-    options = dict(causal=causal, scale=q.shape[-1] ** -0.5, dropout_mask=dropout_mask)
+    options = dict(causal=causal, scale=q.shape[-1] ** -0.5)
+    if dropout_mask is not None:
+        options["dropout_mask"] = dropout_mask
     out, lse, saved = backend.forward(q, k, v, **options)
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, saved, **options)
     return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ceilings, checkpoint, compare, floor, host, measure, record, shares, step, table
+from benchmarks import ceilings, checkpoint, compare, floor, fp8_curves, host, measure, record, shares, step, table
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron import attention, cli, flops
 from minitron.data.loader import Loader
@@ -145,6 +145,22 @@ def test_mistakes_of_the_command_line_are_one_line(argv, message, capsys, monkey
     assert exit.value.code == 1 and capsys.readouterr().err.strip() == f"error: {message}"
 
 
+def test_a_results_file_that_cannot_be_is_known_before_the_measurement(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        step.main([*TINY, "--results", str(tmp_path)])
+    assert f"argument --results: {tmp_path} is a folder; name a file in it" in capsys.readouterr().err
+
+
+def test_curves_of_fp8_lie_beside_one_of_bf16_whatever_the_configuration_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fp8_curves, "losses", lambda cfg, device: [2.0 + (cfg.precision.fp8 != "none")] * 10)
+    given = ["precision.fp8=delayed", "precision.fp8_bf16_layers=1", "model.num_layers=3"]
+    path = tmp_path / "results.jsonl"
+    result = fp8_curves.main([*TINY[:-1], *given, "--recipes", "current", "--results", str(path)])
+    assert result["curves"] == {"bf16": [2.0] * 10, "current": [3.0] * 10}
+    assert json.loads(path.read_text())["last"] == {"current": 0.5}
+
+
 # ---- cases and comparisons ------------------------------------------------------------------------------------------
 
 
@@ -228,7 +244,7 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     args = Namespace(results=tmp_path / "results.jsonl", commit=None)
     assert table.main(["--results", str(args.results)]) == 1
-    assert "has no record of kind compare; run benchmarks/compare.py first" in capsys.readouterr().out
+    assert "has no record of kind compare; run benchmarks/compare.py first" in capsys.readouterr().err
     figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0,
                "peer": "megatron", "fp8": "none"}
     record.append(args, "host", {"what": "x"})

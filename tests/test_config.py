@@ -122,6 +122,7 @@ def test_help_lists_every_key(capsys):
     ("train.deterministic='true'", ["train.deterministic='true' is not true or false"]),
     ("log.dir=false", ["log.dir=false is not text, or null", "log.dir=NAME"]),
     ("log.tensorboard=[a]", ["log.tensorboard=[a] is not text, or true or false", "for example log.tensorboard=false"]),
+    ("log.tensorboard=3", ["log.tensorboard=3 is not text, or true or false"]),
     ("log.dir=???", ["log.dir=??? is not text, or null"]),
     ("data.split=[9,1]", ["data.split=[9, 1] is not text"]),
     ("model.family=bert", ["model.family=bert is not one of llama, gpt", "model.family=llama"]),

@@ -217,20 +217,20 @@ def test_fp8_is_counted_as_transformer_engine_keeps_it():
 
 
 def test_the_walk_sees_births_deaths_and_parts():
-    walk = MemoryWalk(granularity=1)
+    walk = MemoryWalk()
     with walk:
-        a = torch.empty(100, dtype=torch.uint8, device="meta")
+        a = torch.empty(500, dtype=torch.uint8, device="meta")  # in whole blocks 512
         walk.label("first", [a])
         walk.begin("one")
-        b = a.view(10, 10).t().contiguous()  # 100 more
+        b = a.view(50, 10).t().contiguous()  # as much again
         b += 1                               # in place
         walk.begin("two")
         del a                                # its view's source goes with it
-        c = torch.cat([b, b])                # 200
+        c = torch.cat([b, b])                # 1000 bytes, in whole blocks 1024
         walk.begin("three")
         del b, c
-    assert walk.timeline() == [("build", 100), ("one", 200), ("two", 300), ("three", 300)]
-    assert walk.peak() == ({"activations": 300, "first": 0}, "two") and not walk.alive
+    assert walk.timeline() == [("build", 512), ("one", 1024), ("two", 1536), ("three", 1536)]
+    assert walk.peak() == ({"activations": 1536, "first": 0}, "two") and not walk.alive
 
 
 def test_a_kernel_shows_its_results_and_runs_once_a_shape():
@@ -240,19 +240,19 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
         calls.append(x.shape)
         return (x.float() * scale).sum(0).to(x.dtype), None, y.add_(1)
 
-    seen, walk = meta.hidden(kernel), MemoryWalk(granularity=1)
+    seen, walk = meta.hidden(kernel), MemoryWalk()
     with walk:
-        x, y = torch.empty(8, 4, device="meta", dtype=torch.bfloat16), torch.empty(3, device="meta")
+        x, y = torch.empty(8, 512, device="meta", dtype=torch.bfloat16), torch.empty(3, device="meta")
         for _ in range(2):
             z, none, same = seen(x, y, scale=2)
-            assert z.shape == (4,) and z.dtype == x.dtype and none is None and same is y
+            assert z.shape == (512,) and z.dtype == x.dtype and none is None and same is y
             del z
         seen(x, y, scale=2.0)  # a number of another type is another call
         seen(x[:2], y, scale=2)
         with pytest.raises(RuntimeError):
-            seen(x, y, scale=y)  # float() of x, [8, 4], times [3]
-    assert [size for _, size in walk.log if size > 0] == [64, 12] + [8] * 4
-    assert calls == [(8, 4), (8, 4), (2, 4), (8, 4)]  # the last one failed
+            seen(x, y, scale=y)  # float() of x, [8, 512], times [3]
+    assert [size for _, size in walk.log if size > 0] == [8192, 512] + [1024] * 4
+    assert calls == [(8, 512), (8, 512), (2, 512), (8, 512)]  # the last one failed
     view = meta.once(torch.ops.aten.select.int)
     for row in (0, 1, 0):
         assert view(x, 0, row).untyped_storage()._cdata == x.untyped_storage()._cdata

@@ -30,7 +30,7 @@ LAYERS = [
     ("planner",),
     ("cli",),
     ("config", "rules"),
-    ("pipeline.draw", "pipeline.simulate", "pipeline.check", "pipeline.schedule"),
+    ("pipeline.simulate", "pipeline.check", "pipeline.schedule"),
     ("flops",),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}

@@ -13,6 +13,7 @@ from minitron.config import RopeScaling
 from minitron.mesh import Mesh
 from minitron.model.gpt import GPT, Batch
 from minitron.model.init import initialise
+from minitron.parallel.context import as_documents
 from minitron.testing import assert_close_rel
 
 # Both compute in float32; sums run in another order through eight layers.
@@ -97,7 +98,7 @@ def test_documents_apart_equal_documents_alone(base):
     model, batch = whole_model(cfg), batch_of(cfg, b=1)
     s, bounds = cfg.train.seq_len, np.array([0, 5, 18, cfg.train.seq_len])
     positions = torch.arange(s) - torch.from_numpy(np.repeat(bounds[:-1], np.diff(bounds)))
-    batch.documents, batch.positions = [bounds], positions[:, None]
+    batch.documents, batch.positions = as_documents([bounds]), positions[:, None]
     logits = model.logits(batch)
     for start, end in zip(bounds[:-1], bounds[1:]):
         order = torch.arange(end - start)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from minitron.mesh import Axis
 from minitron.model.layers import Norm, Residual
 from minitron.overlap import Separate
-from minitron.parallel.tensor import Layout, RowParallelLinear, parameter
-from minitron.precision import DTYPES, Gemm
+from minitron.parallel.tensor import Layout
+from minitron.precision import DTYPES
 from minitron.testing import assert_close_rel
 
 # float32: a few roundings more or less. bf16: inputs are the same, and results are rounded once, by 2^-9 on average.
@@ -40,7 +40,7 @@ def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
     """Twice, without and with main_grad; two microbatches add up there, each reporting every gradient once."""
     layout = Layout(Separate(Axis.single()), dtype=DTYPES[dtype])
     norm = Norm(H, 1e-5, layout, bias=layer_norm)
-    extra = parameter((H,), shard=None, std=None, dtype=layout.dtype, device=layout.device) if delta_bias else None
+    extra = layout.parameter((H,)) if delta_bias else None
     params = [filled(p, i) for i, p in enumerate([*norm.parameters(), *([extra] if delta_bias else [])])]
     x, d = ((3 + randn(S, B, H, seed=i)).to(layout.dtype).requires_grad_() for i in (5, 6))
     dtotal, dy = (randn(S, B, H, seed=i).to(layout.dtype) for i in (7, 8))
@@ -74,10 +74,3 @@ def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
             actual = param.main_grad / 2 if main_grad else param.grad
             assert_close_rel(actual.double(), twin.grad, TOLERANCE["fp32" if main_grad else dtype], "parameter")
             assert not main_grad or len(param.reports) == 2
-
-
-def test_row_parallel_bias_left_to_the_caller():
-    layer = RowParallelLinear(8, H, Layout(Separate(Axis.single())), std=1.0, bias=True, gemm=Gemm())
-    filled(layer.weight, 0), filled(layer.bias, 1)
-    x = randn(S, B, 8, seed=2)
-    assert torch.equal(layer(x, add_bias=False) + layer.bias, layer(x))

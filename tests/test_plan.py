@@ -80,6 +80,9 @@ def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     assert "% slower, but it fits (" in out or "% faster (" in out
     record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
     assert record["given"]["fits"] is False and record["best"][0]["fits"] is True
+    # What it would change is of the configuration as it was given, not of the layout in its place.
+    followed = [*argv[:3], *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[3:7]]
+    assert json.loads(printed(capsys, *followed, "--json"))["layout"] == record["best"][0]["layout"]
 
 
 def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
@@ -115,10 +118,13 @@ def test_mistakes(argv, message):
         tool.main([CONFIG, "train.global_batch_size=48", *argv])
 
 
-def test_a_search_that_finds_nothing_names_the_nearest_change():
-    with pytest.raises(ValueError, match="GiB do not fit into .* GPUs"):
-        tool.main([str(ROOT / "configs" / "llama31_70b.yaml"), "parallel.tp=1", "parallel.pp=1", "parallel.vp=1",
-                   "parallel.cp=1", "train.global_batch_size=64", "--world", "4", "--device", "a100", "--search"])
+def test_a_search_that_finds_nothing_names_the_nearest_change(capsys):
+    """Of the configuration as it was given, whose layout cannot be on so few GPUs."""
+    job = [str(ROOT / "configs" / "llama31_70b.yaml"), "train.global_batch_size=64", "--device", "a100"]
+    with pytest.raises(ValueError, match="GiB do not fit into .* GPUs") as caught:
+        tool.main([*job, "--world", "4", "--search"])
+    world, _, *keys = str(caught.value).split("; use ")[1].split()
+    assert json.loads(printed(capsys, *keys, *job, "--world", world, "--json"))["fits"]
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -186,7 +192,7 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
         line = (f"| {row.name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
                 f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |")
         assert line in (fitted if row.fitted else held)
-        if row.products:
+        if row.products and job.cfg.parallel.pp == 1:
             alone = job.seconds["gemm"] * job.machine.device.in_step
             assert f"| {row.name} | {alone:.3f} | {row.products:.3f} |" in fitted.split("## Products alone")[1]
     worst = max((calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few[1:]), key=abs)

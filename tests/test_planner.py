@@ -65,13 +65,14 @@ def test_operations_of_all_stages_are_those_that_flops_counts(family, layout):
 
 def test_what_frozen_weights_documents_and_recomputation_change():
     cfg, lora = cli.load(SMALL), ["finetune.kind=lora", "lora.targets=[q,v,down]"]
-    documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=768"]
+    documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
     plain, frozen, packed = (Work(cli.load(SMALL + extra), IDEAL) for extra in ([], lora, documents))
     (forward, backward), (frozen_forward, of_frozen), (of_documents, _) = (
         w.block(False) for w in (plain, frozen, packed))
     assert backward["gemm"] == pytest.approx(2 * forward["gemm"])
     assert of_frozen["gemm"] == pytest.approx(forward["gemm"])
-    assert of_documents["attention"] == pytest.approx(forward["attention"] * 512 / cfg.train.seq_len)
+    assert of_documents["attention"] == pytest.approx(
+        forward["attention"] * document_tokens(packed.cfg) / cfg.train.seq_len)
     # An adapter reads x, and y, which it writes: q reads h and adds to h, v to half of that, down reads f, adds to h.
     h, f, size = cfg.model.hidden_size, cfg.model.ffn_hidden_size, 2 * cfg.train.seq_len
     assert (frozen_forward["pointwise"] - forward["pointwise"]) * 1e12 == pytest.approx(
@@ -83,7 +84,7 @@ def test_what_frozen_weights_documents_and_recomputation_change():
     assert total(backward) < total(selective[1]) < total(full[1])
 
 
-@pytest.mark.parametrize("longest", [None, 64, 512])
+@pytest.mark.parametrize("longest", [None, 64, 512, 2048, 5000])
 def test_documents_are_as_long_as_the_random_ones(longest):
     """Tolerance: three times what the mean of 200 samples varies by, and the last document's end."""
     cfg = cli.load([*SMALL, "data.source=mock", "data.separate_documents=true",
@@ -235,7 +236,12 @@ def test_devices_that_cannot():
 
 def test_a_broken_table_of_devices_is_one_line(tmp_path):
     path = tmp_path / "devices.json"
-    for text in ("{", "{}", json.dumps({"devices": {"x": {"gpu": "H100"}}, "fabrics": {}})):
+    h100 = vars(DEVICES["h100"])
+    wrong = ({"gemm_tflops": 820}, {"gemm_tflops": {"fp8": 1600}}, {"weight_grad": {"bf16": 1}}, {"copy_tb_s": 0},
+             {"memory_gib": None}, {"half_keys": -1})
+    tables = [{}, {"devices": [], "fabrics": {}}, {"devices": {"x": {"gpu": "H100"}}, "fabrics": {}},
+              *({"devices": {"x": h100 | values}, "fabrics": {}} for values in wrong)]
+    for text in ("{", *map(json.dumps, tables)):
         path.write_text(text)
         with pytest.raises(ValueError, match="devices.json is no table of devices .*; it needs `devices` with gpu, "):
             read_machines(path)
@@ -270,9 +276,11 @@ def everything(cfg, world, machine):
             yield fitting
 
 
-@pytest.mark.parametrize("memory_gib", [8.0, 2.4])
-def test_the_search_finds_what_trying_everything_finds(memory_gib):
-    cfg, machine = cli.load(SMALL), replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
+@pytest.mark.parametrize("memory_gib, recompute", [(8.0, "none"), (2.4, "none"), (8.0, "full")])
+def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
+    """Also from a configuration that recomputes more than it needs to: the search never tried less than that."""
+    cfg = cli.load([*SMALL, f"train.recompute={recompute}"])
+    machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
     found, every = search(cfg, 8, machine, count=3), list(everything(cfg, 8, machine))
     fastest = sorted(job.step_seconds for job in every)[:3]
     assert [job.step_seconds for job in found.best] == pytest.approx(fastest)
@@ -280,6 +288,11 @@ def test_the_search_finds_what_trying_everything_finds(memory_gib):
     assert all(seconds >= fastest[-1] for _, seconds in found.others)
     assert len(every) + sum(found.reasons.values()) == sum(1 for _ in layouts(cfg, 8, machine))
     assert any("rule" in reason for reason in found.reasons)
+
+
+def test_a_reason_names_the_whole_rule():
+    cfg = cli.load([*SMALL, "model.hidden_size=32", "model.num_kv_heads=2", "precision.fp8=delayed"])
+    assert "breaks a rule of the rows of the q, k, v matrix / tp" in search(cfg, 2, H100).reasons
 
 
 @settings(max_examples=30, deadline=None)
@@ -316,7 +329,7 @@ def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
     machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
     job = plan(cli.load(arguments), 8, machine)
     assert not job.fits
-    text = remedy(job)
+    text = remedy(job, job.cfg)
     assert f"{job.memory_gib:.1f} GiB do not fit into the {memory_gib:.1f} GiB that H100 leaves" in text
     part, size = job.memory.most_common(1)[0]
     assert f"the largest part is {part}, {size / 2**30:.1f} GiB" in text
@@ -328,15 +341,26 @@ def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
     assert not nearer
 
 
+def test_what_is_to_be_changed_is_written_as_the_command_line_takes_it():
+    """Uneven stages are given up by null, which Python calls None."""
+    uneven = [*SMALL, "parallel.pp=2", "parallel.layers_per_stage=[7,1]"]
+    machine = replace(H100, device=replace(H100.device, memory_gib=4.0))
+    job = plan(cli.load(uneven), 8, machine)
+    text = remedy(job, job.cfg)
+    assert not job.fits and " parallel.layers_per_stage=null" in text
+    assert plan(followed(uneven, text)[0], 8, machine).fits
+
+
 def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
     arguments = [*SMALL, "train.global_batch_size=256"]
     machine = replace(H100, device=replace(H100.device, memory_gib=3.55))
     job = plan(cli.load(arguments), 1, machine)
-    cfg, gpus = followed(arguments, remedy(job))
+    cfg, gpus = followed(arguments, remedy(job, job.cfg))
     assert gpus > 1 and plan(cfg, gpus, machine).fits
     assert not list(everything(job.cfg, gpus // 2, machine))
     tiny = replace(H100, device=replace(H100.device, memory_gib=3.001))
     with monkeypatch.context() as patch:
         patch.setattr(search_module, "MICRO_BATCHES", (1,))
-        assert "GPUs fits either: use a smaller model, or another device" in remedy(plan(cli.load(SMALL), 1, tiny))
+        job = plan(cli.load(SMALL), 1, tiny)
+        assert "GPUs fits either: use a smaller model, or another device" in remedy(job, job.cfg)
     assert room_gib(tiny) == pytest.approx(0.001)

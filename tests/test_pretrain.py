@@ -28,9 +28,9 @@ TINY = [
 ]
 
 
-def pretrain(*argv, ranks=None):
+def pretrain(*argv, ranks=None, **variables):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [sys.executable, *launcher, "-m", "minitron.pretrain", *TINY, *argv],
         capture_output=True,
@@ -88,6 +88,14 @@ def test_mistakes_are_one_line(argv, message):
     done = pretrain(*argv)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_world_without_torchrun_is_one_line():
+    """As schedulers set WORLD_SIZE for jobs that then start python by itself."""
+    done = pretrain(WORLD_SIZE="2", RANK="0")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == ("error: WORLD_SIZE=2 is set, but MASTER_ADDR, MASTER_PORT are not; start ranks with "
+                           "torchrun, or unset WORLD_SIZE\n")
 
 
 def test_mistakes_under_torchrun_are_said_once():

@@ -143,7 +143,10 @@ def test_a_rank_with_some_samples_and_positions_has_its_slice_of_the_mask(data):
 def test_a_tensor_parallel_rank_has_its_heads_of_the_attention_mask():
     keys = arange_keys(b=3, s=16)
     parts = [attention_mask(0.3, keys, 5, first, 2) for first in (0, 2, 4)]
-    assert torch.equal(torch.cat(parts, 1), attention_mask(0.3, keys, 5, 0, 6))
+    whole = attention_mask(0.3, keys, 5, 0, 6)
+    assert torch.equal(torch.cat(parts, 1), whole)
+    block = slice(1, 3), slice(4, 9), slice(2, 12)  # samples, queries, keys
+    assert torch.equal(attention_mask(0.3, keys, 5, 0, 6, *block), whole[block[0], :, block[1], block[2]])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from minitron.pipeline import schedule as schedule_module
 from minitron.pipeline.check import check
-from minitron.pipeline.draw import MAX_COLUMNS, describe, draw_svg, draw_text
 from minitron.pipeline.schedule import (
     Backward,
     Exchange,
@@ -22,13 +21,12 @@ from minitron.pipeline.schedule import (
     Transfer,
     forward_only,
     input_of,
-    interleaved,
     make,
-    one_f_one_b,
     output_of,
     stage_layers,
 )
-from minitron.pipeline.simulate import peak_activations, simulate
+from minitron.pipeline.simulate import simulate
+from tools.draw_pipeline import MAX_COLUMNS, describe, draw_svg, draw_text, peak_activations
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).map(
@@ -89,9 +87,10 @@ def dependencies_only(schedule, forward, backward):
 @settings(max_examples=2000, deadline=None)
 @given(LAYOUTS, st.integers(2, 4), st.integers(0, 40))
 def test_training_schedules_keep_their_promises(layout, backward, more_layers):
-    """No deadlock, nothing lost (simulate calls check), the bubble of the theory, bounded memory, every layer once."""
+    """No deadlock, nothing lost (check), the bubble of the theory, bounded memory, every layer once."""
     pp, vp, m = layout
     schedule = make(pp, vp, m)
+    check(schedule)
     timeline = simulate(schedule, 2, backward)
     assert timeline.makespan == theory(pp, vp, m) * (2 + backward)  # small integers: exact in floats
     if m >= pp:
@@ -134,6 +133,7 @@ def test_any_ratio_of_forward_and_backward(layout, forward, backward):
 def test_forward_only_schedules(layout):
     pp, vp, m = layout
     schedule = forward_only(pp, vp, m)
+    check(schedule)
     timeline = simulate(schedule, 1, 1)
     assert timeline.makespan == vp * m + pp - 1 + (vp - 1) * max(0, pp - m)
     training = make(pp, vp, m)
@@ -146,7 +146,7 @@ def test_forward_only_schedules(layout):
 def test_interleaved_order_is_megatrons(pp, vp, groups):
     """The n-th operation by Megatron's arithmetic on virtual microbatch ids, for m a multiple of pp."""
     m = pp * groups
-    schedule = interleaved(pp, vp, m)
+    schedule = make(pp, vp, m)
     for rank in range(pp):
 
         def place(n):
@@ -172,7 +172,7 @@ def test_short_last_group_deadlocks(monkeypatch):
     """Why the groups are made equal: the simple rule for m = 5, pp = 4 cannot even be ordered."""
     monkeypatch.setattr(schedule_module, "_groups", lambda pp, m: [pp] * (m // pp) + [m % pp])
     with pytest.raises(AssertionError, match="the order of the operations alone deadlocks"):
-        interleaved(4, 3, 5)
+        make(4, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_check_sees_reordered_messages():
         actions[first], actions[second] = replace(a, recvs=b.recvs), replace(b, recvs=a.recvs)
         swap(actions, first + 1, second)
 
-    schedule = one_f_one_b(2, 4)
+    schedule = make(2, 1, 4)
     message = (
         "message 0 from rank 0 to rank 1 differs at its ends: sent as activation of mb 0 for stage 1 .action 1., "
         "received as activation of mb 1 for stage 1 .action 0."
@@ -326,9 +326,8 @@ def test_transfers_take_time():
 def test_slowest_stage_sets_the_pace():
     """m microbatches through unequal stages: the slowest works without a break between filling and draining."""
     forward, backward, m = [1, 2, 5], [2, 4, 10], 9
-    timeline = simulate(one_f_one_b(3, m), forward, backward)
+    timeline = simulate(make(3, 1, m), forward, backward)
     assert timeline.makespan == sum(forward[:2]) + sum(backward[:2]) + m * (5 + 10)
-    assert timeline == simulate(one_f_one_b(3, m), lambda stage: forward[stage], tuple(backward))
     assert timeline.idle == tuple(timeline.makespan - m * (f + b) for f, b in zip(forward, backward))
     for rank in range(3):
         events = [event for event in timeline.events if event.rank == rank]
@@ -339,9 +338,9 @@ def test_slowest_stage_sets_the_pace():
 def test_clock_with_short_backwards_costs_time(monkeypatch):
     """Exchanges placed for backwards as short as forwards hold each other up; the bound is schedule.py's "4 %"."""
     ideal = theory(8, 2, 16) * (1 + 2)
-    assert simulate(interleaved(8, 2, 16), 1, 2).makespan == ideal
+    assert simulate(make(8, 2, 16), 1, 2).makespan == ideal
     monkeypatch.setattr(schedule_module, "TICKS", {Forward: 1, Backward: 1})
-    assert 1.04 * ideal < simulate(interleaved(8, 2, 16), 1, 2).makespan < 1.05 * ideal
+    assert 1.04 * ideal < simulate(make(8, 2, 16), 1, 2).makespan < 1.05 * ideal
 
 
 @pytest.mark.parametrize(
@@ -460,6 +459,8 @@ def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):
         (["--pp", "x", "--microbatches", "2"], "invalid int value: 'x'"),
         (["--pp", "1", "--vp", "2", "--microbatches", "2"], "vp=2 interleaves"),
         (["--pp", "2", "--microbatches", "2", "--forward", "0"], "forward_seconds=0.0 must be positive"),
+        (["--pp", "2", "--microbatches", "2", "--transfer", "1e300"], f"inf columns, the limit is {MAX_COLUMNS}"),
+        (["--pp", "2", "--microbatches", "2", "--backward", "1e308"], f"inf columns, the limit is {MAX_COLUMNS}"),
         (["--pp", "2", "--microbatches", "2", "--svg", "missing/schedule.svg"], "No such file or directory"),
     ],
 )
@@ -470,5 +471,5 @@ def test_tool_refuses_with_one_line(args, message):
 
 
 def test_schedules_need_no_torch():
-    code = "import sys, minitron.pipeline.draw; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, tools.draw_pipeline; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

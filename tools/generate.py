@@ -115,8 +115,8 @@ def choose(logits: Tensor, vocab_size: int, temperature: float, top_p: float, ge
     logits = logits[:vocab_size]  # the rest pads the embedding
     if temperature == 0:
         return int(logits.argmax())
-    logits = (logits - logits.max()).double() / temperature     # the likeliest stays 0, however cold it is
-    likeliest, tokens = logits.softmax(-1).sort(descending=True)
+    below = (logits - logits.max()).double()  # so that no temperature, however low, overflows
+    likeliest, tokens = (below / temperature).softmax(-1).sort(descending=True)
     likeliest[likeliest.cumsum(-1) - likeliest >= top_p] = 0    # the sum before it has reached top-p
     return int(tokens[torch.multinomial(likeliest, 1, generator=generator)])
 

@@ -26,7 +26,7 @@ from minitron import cli
 from minitron.config import Config
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import Plan, plan, room_gib
-from tools.plan_search import Found, changes, remedy, search
+from tools.plan_search import Found, changes, remedy, search, written
 from minitron.planner.work import HIDDEN
 from tools.command import Parser, run
 
@@ -39,16 +39,15 @@ MEANINGS = {
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    cfg, machine = cli.load(o.config), chosen(o)
-    if o.search:
-        cfg = searchable(cfg, o.world)
+    given, machine = cli.load(o.config), chosen(o)
+    cfg = searchable(given, o.world) if o.search else given
     cfg.check(o.world)
     job = plan(cfg, o.world, machine)
     if o.search:
         found = search(cfg, o.world, machine, o.count)
         if not found.best:
-            raise ValueError(remedy(job))
-        print(json.dumps(search_record(found, job, o.tokens)) if o.json else ranking(found, job))
+            raise ValueError(remedy(job, given))
+        print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
     print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
     if o.draw is not None:
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> None:
         for path in plan_pictures.draw(job, o.draw):
             print(path, file=sys.stderr)
     if not job.fits:
-        raise ValueError(remedy(job))
+        raise ValueError(remedy(job, given))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -166,20 +165,21 @@ def searchable(cfg: Config, world: int) -> Config:
     return cfg
 
 
-def search_record(found: Found, job: Plan, tokens: float) -> dict:
+def search_record(found: Found, job: Plan, given: Config, tokens: float) -> dict:
+    """given: the configuration that the changes are of; `job` has another layout where `given` breaks a rule."""
     return {"given": record(job, tokens), "best": [record(best, tokens) for best in found.best],
-            "changes": [changes(job.cfg, best.cfg) for best in found.best], "others_that_fit": len(found.others),
+            "changes": [changes(given, best.cfg) for best in found.best], "others_that_fit": len(found.others),
             "reasons": found.reasons}
 
 
-def ranking(found: Found, job: Plan) -> str:
+def ranking(found: Found, job: Plan, given: Config) -> str:
     """The best layouts, what the first would change, and what became of the others."""
-    given = f"{job.step_seconds:.3f} s, MFU {mfu(job)}, {job.memory_gib:.1f} GiB"
-    lines = [f"given: {layout(job.cfg, job.world)}: {given}{'' if job.fits else ', does not fit'}", "",
+    figures = f"{job.step_seconds:.3f} s, MFU {mfu(job)}, {job.memory_gib:.1f} GiB"
+    lines = [f"given: {layout(job.cfg, job.world)}: {figures}{'' if job.fits else ', does not fit'}", "",
              f"{'step s':>8} {'MFU':>8} {'GiB':>6}  layout"]
     lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}"
               for p in found.best]
-    lines += ["", difference(job, found.best[0])]
+    lines += ["", difference(job, found.best[0], changes(given, found.best[0].cfg))]
     if found.others:
         cfg, seconds = found.others[0]
         lines.append(f"{len(found.others)} other layouts fit; the next one takes {seconds:.3f} s or more: "
@@ -188,16 +188,15 @@ def ranking(found: Found, job: Plan) -> str:
     return "\n".join(lines)
 
 
-def difference(given: Plan, best: Plan) -> str:
+def difference(given: Plan, best: Plan, changed: dict[str, object]) -> str:
     """One line: the keys that differ, and the parts of the step that this makes longer or shorter."""
-    keys = " ".join(f"{key}={value}" for key, value in changes(given.cfg, best.cfg).items())
-    if not keys:
+    if not changed:
         return "the given layout is the fastest that fits"
     gains = {part: best.seconds[part] - given.seconds[part] for part in MEANINGS}
     told = sorted((part for part in gains if abs(gains[part]) > 0.002 * given.step_seconds), key=lambda x: gains[x])
     share = 100 * (given.step_seconds / best.step_seconds - 1)
     verdict = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'}"
-    return f"{keys}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+    return f"{' '.join(written(changed))}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from minitron.pipeline.draw import draw_svg
 from minitron.pipeline.schedule import Forward
 from minitron.planner.plan import Plan, Step, plan, room_gib
+from tools.draw_pipeline import draw_svg
 
 MOST_GPUS = 4096
 COLORS = {"gemm": "#2a6fbb", "attention": "#5aa0dd", "pointwise": "#9cc7ea", "tp_exposed": "#e07b39",

@@ -45,7 +45,7 @@ def search(cfg: Config, world: int, machine: Machine, count: int = 5) -> Found:
         try:
             layout.check(world)
         except ValueError as error:
-            reasons[f"breaks a rule of {_subject(error)}"] += 1
+            reasons[f"breaks a rule of {str(error).partition('=')[0]}"] += 1  # the key, with which its line begins
             continue
         lighter = _that_fits(layout, world, machine)
         if isinstance(lighter, str):
@@ -84,7 +84,7 @@ def _powers(limit: int) -> list[int]:
 def _that_fits(layout: Config, world: int, machine: Machine) -> Config | str:
     """The layout with the least recomputation that fits, or why none does."""
     room = room_gib(machine) * 2**30
-    for recompute in RECOMPUTE[RECOMPUTE.index(layout.train.recompute):]:
+    for recompute in RECOMPUTE:
         layout = replace(layout, train=replace(layout.train, recompute=recompute))
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
         if memory.lasting() > room:
@@ -92,11 +92,6 @@ def _that_fits(layout: Config, world: int, machine: Machine) -> Config | str:
         if memory.peak()[1].total() <= room:
             return layout
     return "too large: with activations, even recomputed"
-
-
-def _subject(error: ValueError) -> str:
-    """The key that a rule is about: the first word of its message."""
-    return str(error).split("=")[0].split(" ")[0].rstrip(",")
 
 
 # ---- a job that does not fit -----------------------------------------------------------------------------------------
@@ -110,17 +105,21 @@ def changes(before: Config, after: Config) -> dict[str, object]:
             if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)}
 
 
-def remedy(job: Plan) -> str:
-    """One line for a plan that does not fit: what does not, and the nearest change that would."""
-    cfg, machine, room = job.cfg, job.machine, room_gib(job.machine)
+def written(changed: dict[str, object]) -> list[str]:
+    """As the command line takes them."""
+    return [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
+
+
+def remedy(job: Plan, given: Config) -> str:
+    """One line for a plan that does not fit: what does not, and the nearest change that would, of `given`."""
+    machine, room = job.machine, room_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
     problem = (f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
                f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB")
     for world in (job.world << i for i in range(8)):
-        if nearest := _nearest(cfg, world, machine):
-            keys = [f"{key}={value}" for key, value in changes(cfg, nearest).items()]
+        if nearest := _nearest(job.cfg, world, machine):
             more = [f"{world} GPUs"] if world > job.world else []
-            return f"{problem}; use {' '.join(more + keys)}"
+            return f"{problem}; use {' '.join(more + written(changes(given, nearest)))}"
     return f"{problem}; no layout of {world} GPUs fits either: use a smaller model, or another device"
 
 

@@ -31,7 +31,7 @@ from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_t
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_apex, choose_ops, lookup, parameter, plus, vocab_parallel_cross_entropy)
+                                      choose_apex, choose_ops, lookup, vocab_parallel_cross_entropy)
 from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
 from minitron.rng import attention_mask, dropout, token_keys
 
@@ -91,7 +91,7 @@ class Attention(nn.Module):
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
                               dropout_mask=dropped, ops=self.ops)
-        return self.out(y.flatten(2), keys=mb.keys, add_bias=False)  # the block does
+        return self.out(y.flatten(2), keys=mb.keys)
 
 
 class MLP(nn.Module):
@@ -111,7 +111,7 @@ class MLP(nn.Module):
         inner = self.up(x, remake, mb.local_keys)
         activation = partial(swiglu, ops=self.ops) if self.gated else gelu
         again = None if remake is None else partial(activation, inner.detach())
-        return self.down(activation(inner), again, mb.keys, add_bias=False)  # the block does
+        return self.down(activation(inner), again, mb.keys)
 
 
 class Block(nn.Module):
@@ -148,7 +148,7 @@ class Block(nn.Module):
     def _add(self, x: Tensor, delta: Tensor, bias: nn.Parameter | None, mb: Microbatch, site: int) -> Residual:
         if not (self.dropout and self.training):
             return Residual(x, delta, bias)
-        delta = plus(delta, bias)  # dropout drops the bias too
+        delta = delta if bias is None else delta + use(bias)  # dropout drops the bias too
         return Residual(x, dropout(delta, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements))
 
 
@@ -162,8 +162,7 @@ class Embedding(nn.Module):
         self.words = VocabParallelEmbedding(m.padded_vocab_size, m.hidden_size, layout, std=m.init_std)
         self.positions = None
         if m.positions == "learned":
-            self.positions = parameter((m.max_positions, m.hidden_size), shard=None, std=m.init_std, dtype=layout.dtype,
-                                       device=layout.device)
+            self.positions = layout.parameter((m.max_positions, m.hidden_size), std=m.init_std)
 
     def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
         x = self.words(batch.tokens)
@@ -183,10 +182,10 @@ class Head(nn.Module):
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         shape = m.padded_vocab_size, m.hidden_size
-        self.weight = tied if tied is not None else parameter(
-            shape, shard=Shard(0, layout.axis, shape[:1]), std=m.init_std, dtype=layout.dtype, device=layout.device)
+        self.weight = tied if tied is not None else layout.parameter(
+            shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
         self.gemm = layout.gemm
-        self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
+        self.traffic = Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy")
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream)
@@ -204,7 +203,7 @@ class GPT(nn.Module):
                  layout: Layout | None = None):
         super().__init__()
         m = cfg.model
-        self.cfg, self.mesh = m, mesh
+        self.mesh = mesh
         self.layout = layout or make_layout(cfg, mesh)
         self.embedding = Embedding(cfg, self.layout) if first else None
         self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, self.layout.gemm)

@@ -21,7 +21,8 @@ def initialise(chunks: list[nn.Module], seed: int) -> None:
                 param.fill_(param.fill)
                 continue
             digest = hashlib.sha256(f"{seed}/{param.global_name}".encode()).digest()
-            generator = torch.Generator("cpu" if param.is_meta else param.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            generator = torch.Generator("cpu" if param.is_meta else param.device)
+            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             shape = list(param.shape)
             if param.shard is not None:
                 shape[param.shard.dim] = sum(param.shard.chunks)

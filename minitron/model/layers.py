@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minitron import plain
 from minitron.config import RopeScaling
-from minitron.parallel.tensor import Layout, parameter
+from minitron.parallel.tensor import Layout
 from minitron.plain import Rope
 from minitron.precision import accumulate, use
 
@@ -62,9 +62,8 @@ class Norm(nn.Module):
 
     def __init__(self, size: int, eps: float, layout: Layout, *, bias: bool):
         super().__init__()
-        make = dict(shard=None, std=None, dtype=layout.dtype, device=layout.device)
-        self.weight = parameter((size,), fill=1.0, **make)
-        self.bias = parameter((size,), **make) if bias else None
+        self.weight = layout.parameter((size,), fill=1.0)
+        self.bias = layout.parameter((size,)) if bias else None
         self.eps, self.ops = eps, layout.ops
 
     def forward(self, stream: Residual) -> tuple[Tensor, Tensor]:

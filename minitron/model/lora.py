@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config import Config, ModelConfig
 from minitron.model.gpt import GPT
-from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear, Shard, parameter
+from minitron.parallel.tensor import Layout, ParallelLinear, Shard
 from minitron.precision import Layer, Traffic, rows
 from minitron.rng import drop_by_name
 
@@ -88,19 +88,17 @@ class Adapter(nn.Module):
     a [targets * rank, k] and, by target, b [rows, rank]; `place` (layer, site) names its dropout.
     """
 
-    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, spans: dict[str, Span], cfg: Config,
+    def __init__(self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config,
                  layout: Layout, place: tuple[int, int]):
         super().__init__()
-        axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
-        rank, by_rows = cfg.lora.rank, linear.weight.shard.dim == 0
+        axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.weight.shard.dim == 0
         k = linear.weight.shape[1] * (1 if by_rows else axis.size)
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
-        self.a = parameter((len(spans) * rank, k), shard=None if by_rows else Shard(1, axis, (k,)),
-                           std=(3 * k) ** -0.5, **make)
+        self.a = layout.parameter((len(spans) * rank, k), None if by_rows else Shard(1, axis, (k,)),
+                                  std=(3 * k) ** -0.5)
         self.b = nn.ParameterDict()
         for target, span in spans.items():  # one by one: from a dict it would take them in the order of the alphabet
-            self.b[target] = parameter((span.size, rank), shard=Shard(0, axis, span.chunks) if by_rows else None,
-                                       std=None, **make)
+            self.b[target] = layout.parameter((span.size, rank), Shard(0, axis, span.chunks) if by_rows else None)
         split = axis.size if by_rows else 1
         # (rows of y, columns of u) that a target's B stands between, on this rank
         self.places = [(slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
@@ -163,7 +161,7 @@ class _Adapted(torch.autograd.Function):
 
 def _move(u: Tensor, traffic: Traffic) -> Callable[[], Tensor]:
     """Begin to communicate u [m, r] as the layer's own input or output; the function returned waits for the result."""
-    axis, result, handle = traffic.by.axis, u, Done()
+    axis, result, handle = traffic.comm.axis, u, Done()
     if traffic.before == "gather":
         result, handle = gather_start(u, axis)
     elif traffic.after == "scatter":

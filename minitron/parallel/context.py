@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 
 import numpy as np
@@ -53,7 +54,6 @@ def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarra
 
     Zigzag for ring and allgather, one contiguous slice for ulysses. Raises ValueError if the sequence does not divide.
     """
-    _check_style(style)
     parts = 2 * size if style != "ulysses" and size > 1 else size
     if seq_len % parts:
         raise ValueError(f"train.seq_len={seq_len} cannot be cut into {parts} equal chunks, which parallel.cp={size} "
@@ -68,36 +68,48 @@ def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
-              documents: Documents | None = None, dropout_mask: Callable[[], Tensor] | None = None,
+              documents: Documents | None = None, dropout_mask: Callable[..., Tensor] | None = None,
               ops: ModuleType = plain) -> Tensor:
     """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
 
-    The rank holds the positions that `local_positions` says. `documents` gives, for every sample of the batch, the
-    boundaries of its documents over the whole sequence, the same on every rank (what is no tuple goes through
-    `as_documents`): queries see keys of their own document only. dropout_mask makes the [b, n, s, s] that multiplies
-    the probabilities (cp = 1 and the reference backend only); it is called in both passes, so that nothing of that
-    size is kept. ops: the pointwise kernels. Communicates along `axis`, in the forward and in the backward pass.
-    Raises ValueError for what these styles cannot do.
+    The rank holds the positions that `local_positions` says. `documents` (made by `as_documents`) are the boundaries of
+    every sample over the whole sequence, the same on every rank: queries see keys of their own document only.
+    dropout_mask(samples, queries, keys) makes the part [b, n, sq, sk] of what multiplies the probabilities (cp = 1 and
+    the reference backend only); it is called in both passes, so that nothing of that size is kept. ops: the pointwise
+    kernels. Communicates along `axis`, in the forward and in the backward pass.
     """
-    if documents is not None and type(documents) is not tuple:
-        documents = as_documents(documents)
     _check(q, k, axis, style, documents, dropout_mask)
+    kernel = _Kernel(backend, ops, dropout_mask)
     if axis.size == 1:
-        return _on_one_rank(q, k, v, backend, documents, dropout_mask)
-    if style == "ring":
-        return _Ring.apply(q, k, v, axis, _Kernel(backend, ops), documents)
-    if style == "allgather":
-        return _AllGather.apply(q, k, v, axis, _Kernel(backend, ops), documents)
+        return _on_one_rank(q, k, v, kernel, documents)
+    if style != "ulysses":
+        return (_Ring if style == "ring" else _AllGather).apply(q, k, v, axis, kernel, documents)
     q, k, v = (all_to_all(x, axis, 2, 0) for x in (q, k, v))  # [s/cp, b, n, d] -> [s, b, n/cp, d]
-    return all_to_all(_on_one_rank(q, k, v, backend, documents, None), axis, 0, 2)
+    return all_to_all(_on_one_rank(q, k, v, kernel, documents), axis, 0, 2)
 
 
-def _on_one_rank(q, k, v, backend, documents, dropout_mask):
-    if documents is None:
-        return _Whole.apply(q, k, v, backend, dropout_mask)
-    if backend.packed is not None:
-        return packed_attention(q, k, v, backend, documents)
-    return _Ring.apply(q, k, v, Axis.single(), _Kernel(backend, plain, dropout_mask), documents)
+def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Documents | None) -> Tensor:
+    if documents is not None and kernel.backend.packed is not None:
+        return packed_attention(q, k, v, kernel.backend, documents)
+    return _Ring.apply(q, k, v, Axis.single(), kernel, documents)
+
+
+def _check(q, k, axis, style, documents, dropout_mask) -> None:
+    """What minitron/rules.py and the loader have seen to."""
+    (s, b, n, _), g, cp = q.shape, k.shape[2], axis.size
+    assert style in ("ring", "allgather", "ulysses"), style
+    assert n % g == 0, f"{g} key heads for {n} query heads"
+    assert cp == 1 or dropout_mask is None, "attention dropout across ranks"
+    divides = g % cp == 0 if style == "ulysses" else cp == 1 or s % 2 == 0
+    assert divides, f"{style}: {s} positions, {g} key heads, {cp} ranks"
+    assert documents is None or _covers(documents, b, s * cp), f"{documents} of {b} samples with {s * cp} positions"
+
+
+@lru_cache(256)
+def _covers(documents: Documents, num_samples: int, seq_len: int) -> bool:
+    """Whether boundaries rise from 0 to the sequence length in every sample."""
+    return len(documents) == num_samples and all(
+        (sample[0], sample[-1]) == (0, seq_len) and all(a < b for a, b in pairwise(sample)) for sample in documents)
 
 
 # ---- the work of a rank as dense blocks: host code ------------------------------------------------------------------
@@ -155,7 +167,7 @@ def _each_document(seq_len: int, documents: Documents | None):
         yield slice(None), 0, seq_len
         return
     for sample, boundaries in enumerate(documents):
-        for start, stop in zip(boundaries, boundaries[1:]):
+        for start, stop in pairwise(boundaries):
             yield slice(sample, sample + 1), start, stop
 
 
@@ -175,30 +187,6 @@ def _local_run(seq_len: int, size: int, rank: int, start: int, stop: int) -> tup
     return num_held_before(start), num_held_before(stop)
 
 
-# ---- one rank, one document -----------------------------------------------------------------------------------------
-
-
-class _Whole(torch.autograd.Function):
-    """One call of the backend."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, backend, dropout_mask):
-        options = dict(causal=True, scale=q.shape[-1] ** -0.5)
-        out, lse, ctx.kernel_saved = backend.forward(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), **options,
-                                                     dropout_mask=dropout_mask and dropout_mask())
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.backend, ctx.options, ctx.dropout_mask = backend, options, dropout_mask
-        return out.permute(2, 0, 1, 3)
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        dout, q, k, v = (x.permute(1, 2, 0, 3) for x in (dout.contiguous(), q, k, v))
-        grads = ctx.backend.backward(dout, q, k, v, out, lse, ctx.kernel_saved, **ctx.options,
-                                     dropout_mask=ctx.dropout_mask and ctx.dropout_mask())
-        return *(dx.permute(2, 0, 1, 3) for dx in grads), None, None
-
-
 # ---- blocks: one call of the backend each, and sums over them -------------------------------------------------------
 
 
@@ -208,7 +196,7 @@ class _Kernel:
 
     backend: Backend
     ops: ModuleType
-    dropout_mask: Callable[[], Tensor] | None = None
+    dropout_mask: Callable[..., Tensor] | None = None
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor):
         q, k, v = _run(q, block, block.queries), _run(k, block, block.keys), _run(v, block, block.keys)
@@ -221,9 +209,10 @@ class _Kernel:
         return self.backend.backward(dout, q, k, v, out, lse, saved, **self._options(block, q))
 
     def _options(self, block: Block, q: Tensor) -> dict:
-        mask = self.dropout_mask
-        mask = None if mask is None else mask()[block.samples, :, block.queries, block.keys]
-        return dict(causal=block.causal, scale=q.shape[-1] ** -0.5, dropout_mask=mask)
+        options = dict(causal=block.causal, scale=q.shape[-1] ** -0.5)
+        if self.dropout_mask is not None:
+            options["dropout_mask"] = self.dropout_mask(block.samples, block.queries, block.keys)
+        return options
 
 
 def _run(x: Tensor, block: Block, positions: slice) -> Tensor:
@@ -270,9 +259,11 @@ def _attend(kernel: _Kernel, blocks: list[Block], q, k, v, out, lse) -> list:
     return kernel_saved
 
 
-def _add(total: Tensor, block: Block, positions: slice, part: Tensor) -> None:
-    """Add part [b, n, s, d] to these positions of total [s, b, n, d]."""
-    _run(total, block, positions).add_(part)
+def _add(blocks: list[Block], grads: Iterable, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Add each block's three gradients [b, n, s, d] to its part of dq, dk, dv [s, b, n, d]."""
+    for block, parts in zip(blocks, grads):
+        for total, part, positions in zip((dq, dk, dv), parts, (block.queries, block.keys, block.keys)):
+            _run(total, block, positions).add_(part)
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -287,7 +278,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, documents):
         keys_values, kernel_saved = [k, v], []
-        steps = _ring_steps(q, axis, documents)
+        steps = [ring_blocks(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
+                 for step in range(axis.size)]
         for step, blocks in enumerate(steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)
@@ -318,10 +310,7 @@ class _Ring(torch.autograd.Function):
                              zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v)))
             else:
                 sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
-                for block, (block_dq, *parts) in zip(blocks, grads):
-                    _add(dq, block, block.queries, block_dq)
-                    for total, part in zip(sums, parts):
-                        _add(total, block, block.keys, part)
+                _add(blocks, grads, dq, *sums)
             if axis.size > 1:
                 arriving_sums = _pass_on(sums, axis)
             if step + 1 < axis.size:
@@ -330,12 +319,6 @@ class _Ring(torch.autograd.Function):
             sums = arriving_sums()  # the last hop brings them home
         dk, dv = sums
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _ring_steps(q: Tensor, axis: Axis, documents: Documents | None) -> list[list[Block]]:
-    seq_len = q.shape[0] * axis.size
-    return [ring_blocks(seq_len, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
-            for step in range(axis.size)]
 
 
 def _pass_on(tensors: list[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
@@ -363,8 +346,9 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, documents):
-        gathers = [gather_start(x, axis) for x in (k, v)]
-        own, others = _own_and_other_blocks(q, axis, documents)
+        gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
+        own = ring_blocks(seq_len, axis.size, axis.rank, axis.rank, documents)
+        others = gathered_blocks(seq_len, axis.size, axis.rank, documents)
         out, lse, saved_own = _attend_first(kernel, own, q, k, v, _MANY)
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         saved_others = _attend(kernel, others, q, keys, values, out, lse)
@@ -382,27 +366,15 @@ class _AllGather(torch.autograd.Function):
         gathers = [gather_start(x, axis) for x in (k, v)]
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         dq, *sums = (torch.zeros_like(x, dtype=_dtype_of_sum(x, _MANY)) for x in (q, keys, values))
-        for block, saved in zip(others, saved_others):
-            block_dq, *parts = ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
-            _add(dq, block, block.queries, block_dq)
-            for total, part in zip(sums, parts):
-                _add(total, block, block.keys, part)
+        _add(others, (ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
+                      for block, saved in zip(others, saved_others)), dq, *sums)
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
         grads = [ctx.kernel.backward(block, dout, q, k, v, out, lse, saved) for block, saved in zip(own, saved_own)]
         for _, handle in scatters:
             handle.wait()
         dk, dv = (x for x, _ in scatters)
-        for block, (block_dq, block_dk, block_dv) in zip(own, grads):
-            _add(dq, block, block.queries, block_dq)
-            _add(dk, block, block.keys, block_dk)
-            _add(dv, block, block.keys, block_dv)
+        _add(own, grads, dq, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _own_and_other_blocks(q: Tensor, axis: Axis, documents: Documents | None) -> tuple[list[Block], list[Block]]:
-    seq_len = q.shape[0] * axis.size
-    return (ring_blocks(seq_len, axis.size, axis.rank, axis.rank, documents),
-            gathered_blocks(seq_len, axis.size, axis.rank, documents))
 
 
 def _finish_gather(gathered: Tensor, handle, axis: Axis) -> Tensor:
@@ -415,38 +387,3 @@ def _finish_gather(gathered: Tensor, handle, axis: Axis) -> Tensor:
 def _to_rank_order(x: Tensor, axis: Axis) -> Tensor:
     chunks = x.chunk(2 * axis.size)
     return torch.cat([chunk for pair in zip(chunks[:axis.size], reversed(chunks)) for chunk in pair])
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_style(style: str) -> None:
-    if style not in ("ring", "allgather", "ulysses"):
-        raise ValueError(f"parallel.cp_style={style} is unknown; use ring, allgather or ulysses")
-
-
-def _check(q, k, axis, style, documents, dropout_mask) -> None:
-    _check_style(style)
-    (s, b, n, _), g, cp = q.shape, k.shape[2], axis.size
-    if n % g:
-        raise ValueError(f"{g} key heads do not divide {n} query heads; each key head serves equally many")
-    if cp > 1 and style == "ulysses" and g % cp:
-        raise ValueError(f"parallel.cp={cp} does not divide the {g} key heads of a tensor-parallel rank, which "
-                         f"parallel.cp_style=ulysses needs; use ring or allgather, or a smaller cp")
-    if cp > 1 and style != "ulysses" and s % 2:
-        raise ValueError(f"a rank's {s} positions are no two equal chunks; make the sequence a multiple of {2 * cp}")
-    if cp > 1 and dropout_mask is not None:
-        raise ValueError(f"attention dropout needs parallel.cp=1, not {cp}")
-    if documents is None:
-        return
-    _check_documents(documents, b, s * cp)
-
-
-@lru_cache(256)
-def _check_documents(documents: Documents, num_samples: int, seq_len: int) -> None:
-    if len(documents) != num_samples:
-        raise ValueError(f"documents has boundaries for {len(documents)} samples, the batch has {num_samples}")
-    for i, boundaries in enumerate(documents):
-        rising = all(start < stop for start, stop in zip(boundaries, boundaries[1:]))
-        if len(boundaries) < 2 or (boundaries[0], boundaries[-1]) != (0, seq_len) or not rising:
-            raise ValueError(f"documents[{i}]={list(boundaries)} must rise from 0 to the sequence length {seq_len}")

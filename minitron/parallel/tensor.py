@@ -17,6 +17,7 @@ the sum over sequence-parallel ranks all read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -28,7 +29,7 @@ from minitron import collectives, meta, plain
 from minitron.collectives import all_reduce_
 from minitron.mesh import Axis
 from minitron.overlap import Pipelined, Separate
-from minitron.precision import Gemm, Layer, Traffic, linear, use
+from minitron.precision import Gemm, Layer, Traffic, linear
 
 
 @dataclass(frozen=True)
@@ -50,46 +51,18 @@ class Shard:
                 raise ValueError(f"{size} rows or columns cannot be split evenly over the {self.axis.size} ranks of "
                                  f"axis {self.axis.name!r}; choose a divisor of {size}")
 
-    def slices(self, rank: int | None = None) -> list[tuple[int, int, int]]:
-        """(offset in the local tensor, offset in the full tensor, length) of each chunk of `rank`, along `dim`."""
-        rank = self.axis.rank if rank is None else rank
+    def slices(self) -> list[tuple[int, int, int]]:
+        """(offset in the local tensor, offset in the full tensor, length) of this rank's part of each chunk."""
         result, local, full = [], 0, 0
         for size in self.chunks:
             length = size // self.axis.size
-            result.append((local, full + rank * length, length))
+            result.append((local, full + self.axis.rank * length, length))
             local, full = local + length, full + size
         return result
 
-    def cut(self, full: Tensor, rank: int | None = None) -> Tensor:
-        """The part of `full` that `rank` holds."""
-        return torch.cat([full.narrow(self.dim, start, length) for _, start, length in self.slices(rank)], self.dim)
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """The full tensor from every rank's part, in axis order."""
-        shape = list(parts[0].shape)
-        shape[self.dim] = sum(self.chunks)
-        full = parts[0].new_empty(shape)
-        for rank, part in enumerate(parts):
-            for local, start, length in self.slices(rank):
-                full.narrow(self.dim, start, length).copy_(part.narrow(self.dim, local, length))
-        return full
-
-
-def parameter(shape: tuple[int, ...], *, shard: Shard | None, std: float | None, dtype: torch.dtype,
-              device: torch.device, fill: float = 0.0) -> nn.Parameter:
-    """An uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tensor-parallel rank).
-
-    std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. `uses` counts the
-    gradients that one backward pass adds; `tied` marks the embedding weight that the head shares.
-    """
-    shape = list(shape)
-    if shard is not None:
-        assert shape[shard.dim] == sum(shard.chunks)
-        shape[shard.dim] //= shard.axis.size
-    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-    param.shard, param.std, param.fill = shard, std, fill
-    param.decay, param.tied, param.uses = len(shape) > 1, False, 1
-    return param
+    def cut(self, full: Tensor) -> Tensor:
+        """The part of `full` that this rank holds."""
+        return torch.cat([full.narrow(self.dim, start, length) for _, start, length in self.slices()], self.dim)
 
 
 def choose_ops(device: torch.device) -> ModuleType:
@@ -120,7 +93,7 @@ def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:
 class Layout:
     """What every layer needs to know: where it is, the format of its parameters, and its kernels."""
 
-    by: Separate | Pipelined  # how it communicates along the tensor-parallel axis
+    comm: Separate | Pipelined  # how it communicates along the tensor-parallel axis
     sequence_parallel: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
@@ -129,15 +102,45 @@ class Layout:
 
     @property
     def axis(self) -> Axis:
-        return self.by.axis
+        return self.comm.axis
+
+    def parameter(self, shape: tuple[int, ...], shard: Shard | None = None, *, std: float | None = None,
+                  fill: float = 0.0) -> nn.Parameter:
+        """An uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tensor-parallel rank).
+
+        std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. `uses` counts the
+        gradients that one backward pass adds; `tied` marks the embedding weight that the head shares.
+        """
+        shape = list(shape)
+        if shard is not None:
+            assert shape[shard.dim] == sum(shard.chunks)
+            shape[shard.dim] //= shard.axis.size
+        param = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+        param.shard, param.std, param.fill = shard, std, fill
+        param.decay, param.tied, param.uses = len(shape) > 1, False, 1
+        return param
 
 
-def plus(y: Tensor, bias: nn.Parameter | None) -> Tensor:
-    """y + bias if there is one."""
-    return y if bias is None else y + use(bias)
+class ParallelLinear(nn.Module):
+    """What the two below share: a weight, and the product with it as the GEMM seam or an adapter does it."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, gemm: Gemm, traffic: Traffic):
+        super().__init__()
+        self.weight, self.bias, self.gemm, self.traffic = weight, bias, gemm, traffic
+        self.adapter = None  # model/lora.py puts one there
+
+    def forward(self, x: Tensor, remake: Callable[[], Tensor] | None = None, keys: Tensor | None = None) -> Tensor:
+        """remake: as of `precision.linear`. keys: dropout counters of the rows of x, for an adapter."""
+        if self.adapter is not None:
+            return self.adapter(x, self.layer, remake, keys)
+        return linear(x, self.layer, remake)
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.weight, self.bias if self.traffic.after == "none" else None, self.gemm, self.traffic)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
     Without sequence parallelism x is [s, b, h].
@@ -147,47 +150,22 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool,
                  gemm: Gemm):
-        super().__init__()
-        axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
-        shard = Shard(0, axis, chunks)
-        self.weight = parameter((sum(chunks), in_features), shard=shard, std=std, **make)
-        self.bias = parameter((sum(chunks),), shard=shard, std=None, **make) if bias else None
-        self.gemm, self.adapter = gemm, None  # model/lora.py puts one there
-        self.traffic = Traffic(layout.by, before="gather" if layout.sequence_parallel else "copy")
-
-    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None) -> Tensor:
-        """keys: dropout counters of the rows of x, for an adapter."""
-        if self.adapter is not None:
-            return self.adapter(x, self.layer, remake, keys)
-        return linear(x, self.layer, remake)
-
-    @property
-    def layer(self) -> Layer:
-        return Layer(self.weight, self.bias, self.gemm, self.traffic)
+        shard = Shard(0, layout.axis, chunks)
+        super().__init__(layout.parameter((sum(chunks), in_features), shard, std=std),
+                         layout.parameter((sum(chunks),), shard) if bias else None, gemm,
+                         Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy"))
 
 
-class RowParallelLinear(nn.Module):
-    """y = x W^T + bias, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
+class RowParallelLinear(ParallelLinear):
+    """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
 
-    Without sequence parallelism y is [s, b, h].
+    Without sequence parallelism y is [s, b, h]. The bias is for the caller to add, who has another sum to make.
     """
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
-        super().__init__()
-        axis, make = layout.axis, dict(dtype=layout.dtype, device=layout.device)
-        self.weight = parameter((out_features, in_features), shard=Shard(1, axis, (in_features,)), std=std, **make)
-        self.bias = parameter((out_features,), shard=None, std=None, **make) if bias else None
-        self.gemm, self.adapter = gemm, None
-        self.traffic = Traffic(layout.by, after="scatter" if layout.sequence_parallel else "reduce")
-
-    def forward(self, x: Tensor, remake=None, keys: Tensor | None = None, *, add_bias: bool = True) -> Tensor:
-        """add_bias: False leaves the addition to the caller, who has another one to make."""
-        y = linear(x, self.layer, remake) if self.adapter is None else self.adapter(x, self.layer, remake, keys)
-        return plus(y, self.bias) if add_bias else y  # once, after the sum
-
-    @property
-    def layer(self) -> Layer:
-        return Layer(self.weight, None, self.gemm, self.traffic)
+        super().__init__(layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
+                         layout.parameter((out_features,)) if bias else None, gemm,
+                         Traffic(layout.comm, after="scatter" if layout.sequence_parallel else "reduce"))
 
 
 class _Lookup(torch.autograd.Function):
@@ -228,8 +206,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, vocab: int, hidden: int, layout: Layout, *, std: float):
         super().__init__()
         self.layout = layout
-        self.weight = parameter((vocab, hidden), shard=Shard(0, layout.axis, (vocab,)), std=std, dtype=layout.dtype,
-                                device=layout.device)
+        self.weight = layout.parameter((vocab, hidden), Shard(0, layout.axis, (vocab,)), std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
         axis = self.layout.axis

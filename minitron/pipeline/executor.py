@@ -15,8 +15,8 @@ With one pipeline stage there are no messages, and this is plain gradient accumu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn

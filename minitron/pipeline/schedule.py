@@ -35,7 +35,7 @@ inside its backward; and weights that change in the middle of a batch (PipeDream
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from operator import itemgetter
 from typing import Literal
 
 
@@ -95,36 +95,23 @@ class Schedule:
 
 
 def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """The training schedule: 1F1B, interleaved when vp > 1."""
-    return one_f_one_b(pp, num_microbatches) if vp == 1 else interleaved(pp, vp, num_microbatches)
+    """The training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
 
-
-def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """One chunk a rank, any number of microbatches.
-
-    Rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of all,
-    and at most 2 received tensors wait for their use.
-    Source: Narayanan et al. 2021, PipeDream-Flush.
-    """
-    _check_sizes(pp, 1, num_microbatches)
-    return _training(pp, 1, num_microbatches)
-
-
-def interleaved(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """vp chunks a rank, any number m of microbatches.
-
-    Microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, and so on.  Rank r
-    starts with (vp - 1) * group + 2 * (pp - r - 1) forwards and holds the activations of at most one chunk more.
+    vp = 1: rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of
+    all, and at most 2 received tensors wait for their use.
+    vp > 1: microbatches advance in groups: all of a group through chunk 0, then all of it through chunk 1, and so on.
+    Rank r starts with (vp - 1) * group + 2 * (pp - r - 1) forwards and holds the activations of at most one chunk more.
     Megatron's groups have pp microbatches, and m has to be a multiple of pp.  (A shorter last group stalls the ranks,
     and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
     - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
     - m > pp otherwise: no time lost, the bubble is still (pp - 1) / (vp * m).  The largest group, of
       g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; g - pp + 5 received tensors can wait.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
-    Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters".
+    Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
     _check_sizes(pp, vp, num_microbatches)
-    return _training(pp, vp, num_microbatches)
+    ranks = [operations(pp, vp, num_microbatches, rank) for rank in range(pp)]
+    return Schedule(pp, vp, num_microbatches, _with_exchanges(pp, vp, num_microbatches, ranks))
 
 
 def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forward | Backward]:
@@ -174,16 +161,10 @@ def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
     return order
 
 
-def _training(pp: int, vp: int, m: int) -> Schedule:
-    ranks = [operations(pp, vp, m, rank) for rank in range(pp)]
-    return Schedule(pp, vp, m, _with_exchanges(pp, vp, m, ranks))
-
-
 def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:
     """Merge each rank's operations and Exchanges by the tick at which they finish, operations first."""
     ticks = _finish_ticks(pp, vp, m, operations)
-    sends: list[dict[int, tuple]] = [{} for _ in operations]  # tick -> Transfers
-    recvs: list[dict[int, tuple]] = [{} for _ in operations]
+    sends, recvs = ([{} for _ in operations] for _ in range(2))  # of a rank: tick -> Transfers
     for rank, order in enumerate(operations):
         for op, tick in zip(order, ticks[rank]):
             value = output_of(op, rank, pp, vp)
@@ -192,15 +173,10 @@ def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[t
                 arriving = Transfer(value.kind, value.mb, value.stage, rank)
                 recvs[value.peer][tick] = recvs[value.peer].get(tick, ()) + (arriving,)
     ranks = []
-    for rank, order in enumerate(operations):
-        meetings = sorted(sends[rank].keys() | recvs[rank].keys(), reverse=True)
-        actions: list[Action] = []
-        for op, tick in zip(order + [None], ticks[rank] + [inf]):
-            while meetings and meetings[-1] < tick:
-                meeting = meetings.pop()
-                actions.append(Exchange(sends[rank].get(meeting, ()), recvs[rank].get(meeting, ())))
-            actions.append(op)
-        ranks.append(tuple(actions[:-1]))
+    for order, done, sent, received in zip(operations, ticks, sends, recvs):
+        exchanges = [(tick, Exchange(sent.get(tick, ()), received.get(tick, ()))) for tick in sent.keys() | received]
+        actions = sorted([*zip(done, order), *exchanges], key=itemgetter(0))  # stable: what is made can be sent
+        ranks.append(tuple(action for _, action in actions))
     return tuple(ranks)
 
 

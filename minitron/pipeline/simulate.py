@@ -19,13 +19,13 @@ which is where the schedule's clock (TICKS) orders the Exchanges well; beyond th
 Left out: links that several transfers share, and kernels that run slower beside a transfer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minitron.pipeline.check import check, match_exchanges
+from minitron.pipeline.check import match_exchanges
 from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, input_of
 
-Seconds = float | Sequence[float] | Callable[[int], float]  # one for all stages, or per global stage
+Seconds = float | Sequence[float]  # one for all stages, or per global stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,12 @@ class Timeline:
         return idle / (self.makespan * len(self.idle) - idle)
 
 
-def simulate(
-    schedule: Schedule, forward_seconds: Seconds, backward_seconds: Seconds, transfer_seconds: float = 0.0,
-    *, proven: bool = False,
-) -> Timeline:
-    """Time a schedule, given the seconds that one microbatch takes in each stage and between two ranks.
+def simulate(schedule: Schedule, forward_seconds: Seconds, backward_seconds: Seconds,
+             transfer_seconds: float = 0.0) -> Timeline:
+    """Time a schedule that `check` passes, given the seconds of one microbatch in each stage and between two ranks.
 
-    proven: `check` has passed it before. Raises ValueError if a duration is not positive, if their number is not that
-    of the stages, or if `check` does.
+    Raises ValueError if a duration is not positive, or if their number is not that of the stages.
     """
-    if not proven:
-        check(schedule)
     if not 0 <= transfer_seconds < float("inf"):
         raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative or infinite; use 0 or more")
     stages = schedule.pp * schedule.vp
@@ -79,19 +74,14 @@ def simulate(
         del waiting[rank]
         if rank.advance(ranks, transfer_seconds):
             waiting |= dict.fromkeys((ranks[rank.rank - 1], ranks[(rank.rank + 1) % len(ranks)]))  # only they meet it
-    assert all(rank.position == len(rank.actions) for rank in ranks), "check() passed a schedule that does not end"
+    assert all(rank.position == len(rank.actions) for rank in ranks), "a schedule that deadlocks: check() says where"
     makespan = max(rank.events[-1].end for rank in ranks)
     idle = tuple(makespan - sum(event.end - event.start for event in rank.events) for rank in ranks)
     return Timeline(schedule, tuple(event for rank in ranks for event in rank.events), makespan, idle)
 
 
 def _per_stage(name: str, seconds: Seconds, stages: int) -> list[float]:
-    if callable(seconds):
-        values = [seconds(stage) for stage in range(stages)]
-    elif isinstance(seconds, Sequence):
-        values = list(seconds)
-    else:
-        values = [seconds] * stages
+    values = list(seconds) if isinstance(seconds, Sequence) else [seconds] * stages
     if len(values) != stages:
         raise ValueError(f"{name} has {len(values)} values; give one for each of the {stages} stages")
     for value in values:
@@ -149,16 +139,3 @@ class _Rank:
         for transfer in self.actions[index].recvs:
             self.arrived[transfer] = self.free
         return True
-
-
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most chunk activations alive at once: forwards run minus backwards run."""
-    peaks = []
-    for actions in schedule.ranks:
-        live = peak = 0
-        for action in actions:
-            if type(action) is not Exchange:
-                live += 1 if type(action) is Forward else -1
-                peak = max(peak, live)
-        peaks.append(peak)
-    return tuple(peaks)

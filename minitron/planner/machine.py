@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
-
-from minitron import flops
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,6 @@ class Device:
     gap_seconds: float          # between two kernels
     source: str
 
-    def peak_tflops(self, fp8: bool) -> float | None:
-        """Of the data sheet; None if it is not known."""
-        return flops.peak_tflops(self.gpu, fp8)
-
 
 @dataclass(frozen=True)
 class Fabric:
@@ -67,16 +61,32 @@ class Fabric:
     source: str
 
 
+MAY_BE_ZERO = ("reserved_gib", "unhidden", "half_keys", "gap_seconds", "nvlink_seconds", "network_seconds",
+               "tp_exposed", "dp_exposed")
+
+
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
-    """Devices and fabrics by name. Raises ValueError if the file has other keys than these."""
+    """Devices and fabrics by name. Raises ValueError if the file has other keys than these, or what is no number."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return tuple({name: kind(**values) for name, values in content[section].items()}
-                     for kind, section in ((Device, "devices"), (Fabric, "fabrics")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        devices, fabrics = ({name: kind(**values) for name, values in content[section].items()}
+                            for kind, section in ((Device, "devices"), (Fabric, "fabrics")))
+        for one in (*devices.values(), *fabrics.values()):
+            _check_numbers(one)
+        return devices, fabrics
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         names = ", ".join(f.name for f in fields(Device))
         raise ValueError(f"{path} is no table of devices ({error}); it needs `devices` with {names}, and `fabrics`; "
                          "benchmarks/devices.json is one") from None
+
+
+def _check_numbers(one: Device | Fabric) -> None:
+    """Raises ValueError, KeyError or TypeError for a value that the formulas cannot take."""
+    for f in fields(one):
+        value = getattr(one, f.name)
+        numbers = [value[kind] for kind in ("bf16", *one.gemm_tflops)] if f.type.startswith("dict") else [value]
+        if f.type != "str" and not all(0 < x < inf or x == 0 and f.name in MAY_BE_ZERO for x in numbers):
+            raise ValueError(f"{f.name}={value} is out of range")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from minitron.config import Config
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
+ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
 PIECE_BYTES = 64 << 20  # at most, of gradients that travel (minitron/optim/sums.py)
 LAYERS = ("qkv", "out", "up", "down")  # a block's products
@@ -64,6 +65,12 @@ def adapters(cfg: Config) -> dict[str, Adapter]:
     return found
 
 
+def fp8_layers(cfg: Config) -> range:
+    """The blocks whose products are in FP8."""
+    kept = cfg.precision.fp8_bf16_layers
+    return range(0) if cfg.precision.fp8 == "none" else range(kept, cfg.model.num_layers - kept)
+
+
 class Memory:
     """Bytes on the ranks of a layout over `world` ranks; in a node of `gpus_per_node` they read each other's memory."""
 
@@ -72,9 +79,9 @@ class Memory:
         self.cfg, self.gpus_per_node = cfg, gpus_per_node
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.llama, self.tp = m.family == "llama", p.tp
-        self.size = 4 if cfg.precision.dtype == "fp32" else 2
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
+        self.fp8_blocks = [sum(i in fp8_layers(cfg) for i in layers) for layers in self.layers]
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.rows = self.tokens // p.tp if p.sequence_parallel else self.tokens  # between the products
 
@@ -95,12 +102,16 @@ class Memory:
 
     def _lasting(self, rank: int) -> tuple[int, int, int, int]:
         """Of parameters, gradients, optimizer and FP8 weights."""
-        stages = range(rank, len(self.layers), self.cfg.parallel.pp)
-        count = sum(map(self.parameters, stages))
-        trained = sum(map(self.trained, stages))
-        states = 2 if self.size == 4 else 3  # in float32 the parameter is its own master
-        cast = 2 * self.block_matrices * sum(len(self.fp8_layers(stage)) for stage in stages)
-        return self.size * count, 4 * trained, 4 * states * trained // self.shards, cast
+        count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
+        return ITEM * count, 4 * trained, 12 * trained // self.shards, 2 * self.cast(rank)
+
+    def stages(self, rank: int) -> range:
+        """Of a pipeline rank, by chunk."""
+        return range(rank, len(self.layers), self.cfg.parallel.pp)
+
+    def cast(self, rank: int) -> int:
+        """Elements of the rank's weights that are cast to FP8."""
+        return self.block_matrices * sum(self.fp8_blocks[rank::self.cfg.parallel.pp])
 
     def trained(self, stage: int) -> int:
         """Elements on a rank of this stage that have gradients: all, or those of adapters."""
@@ -128,57 +139,53 @@ class Memory:
             count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else table)
         return count + (self.trained(stage) if self.frozen else 0)
 
-    def fp8_layers(self, stage: int) -> list[int]:
-        kept, count = self.cfg.precision.fp8_bf16_layers, self.cfg.model.num_layers
-        return [i for i in self.layers[stage] if self.cfg.precision.fp8 != "none" and kept <= i < count - kept]
-
     # ---- what a microbatch leaves
 
     def saved(self, stage: int) -> int:
         """Bytes that a forward of the stage leaves for its backward."""
-        fp8, recompute = len(self.fp8_layers(stage)), self.cfg.train.recompute
+        fp8, recompute = self.fp8_blocks[stage], self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
         if stage == len(self.layers) - 1:  # the final norm's sum and result
-            saved += self.logits + (1 if self.frozen else 2) * self.cfg.model.hidden_size * self.size * self.rows
+            saved += self.logits + (1 if self.frozen else 2) * self.cfg.model.hidden_size * ITEM * self.rows
         return saved
 
     def _block(self, recompute: str, fp8: bool) -> int:
-        m, p, size = self.cfg.model, self.cfg.parallel, self.size
-        h, f, item = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 and not self.frozen else self.size
+        m, p = self.cfg.model, self.cfg.parallel
+        h, f, item = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 and not self.frozen else ITEM
         nd, kv = m.num_heads * m.head_dim // self.tp, m.kv_heads * m.head_dim // self.tp
         if recompute == "full":
-            return h * size * self.rows
-        rows = 2 * (h * size + (4 if self.llama else 8))
-        whole = 2 * (nd + kv) * size + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * size
+            return h * ITEM * self.rows
+        rows = 2 * (h * ITEM + (4 if self.llama else 8))
+        whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
         for layer in self.adapters if self.frozen else LAYERS:
             if layer == "out":  # it reads the attention's output, which is kept: unless as it was before it was traded
-                whole += nd * item if item < size or (p.cp > 1 and p.cp_style == "ulysses") else 0
+                whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0
             elif recompute == "none":
                 rows, whole = (rows, whole + f * item) if layer == "down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
     @property
     def logits(self) -> int:
-        return self.tokens * self.cfg.model.padded_vocab_size // self.tp * self.size
+        return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
 
     def _working(self, stage: int) -> int:
         """The most that a backward of this stage needs beside what was saved."""
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
-        gathered = h * self.size * self.tokens if self.tp > 1 else 0
-        block = 2 * h * self.size * self.rows + 2 * gathered + (3 if self.llama else 2) * f * self.size * self.tokens
+        gathered = h * ITEM * self.tokens if self.tp > 1 else 0
+        block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
         if t.recompute == "full":
-            block += self._block("none", bool(self.fp8_layers(stage)))
-        if m.attention_dropout or self.size == 4 or m.attention == "reference":  # it makes whole matrices of scores
+            block += self._block("none", self.fp8_blocks[stage] > 0)
+        if m.attention_dropout or m.attention == "reference":  # it makes whole matrices of scores
             side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
-            block = max(h * self.size * (2 * self.rows) + gathered, block - self.logits)
+            block = max(h * ITEM * (2 * self.rows) + gathered, block - self.logits)
         return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
 
     def _messages(self, rank: int) -> int:
         """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
-        p, row = self.cfg.parallel, self.cfg.model.hidden_size * self.size
+        p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
@@ -189,8 +196,7 @@ class Memory:
     def _walk(self, rank: int) -> tuple[int, int]:
         """(what is saved, what is worked with) at the peak of the rank's operations."""
         p = self.cfg.parallel
-        stages = range(rank, len(self.layers), p.pp)
-        working, saved = [self._working(stage) for stage in stages], [self.saved(stage) for stage in stages]
+        working, saved = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self.saved))
         live, peak, some = 0, (0, 0), self.microbatches
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them

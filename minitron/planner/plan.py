@@ -23,7 +23,7 @@ from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Backward, Schedule, make
 from minitron.pipeline.simulate import Timeline, simulate
 from minitron.planner.machine import Machine
-from minitron.planner.memory import Memory
+from minitron.planner.memory import ITEM, Memory
 from minitron.planner.work import Parts, Work, document_tokens, total
 
 BUCKET_BYTES = 256 << 20  # of gradients, as minitron/optim/grads.py closes them
@@ -56,7 +56,7 @@ class Plan:
 
         None if nobody knows the device's peak.
         """
-        t, peak = self.cfg.train, self.machine.device.peak_tflops(self.cfg.precision.fp8 != "none")
+        t, peak = self.cfg.train, flops.peak_tflops(self.machine.device.gpu, self.cfg.precision.fp8 != "none")
         share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
         squares = t.seq_len * document_tokens(self.cfg)
         operations = share * flops.full(self.cfg.model.shape, t.seq_len, squares) * t.global_batch_size
@@ -108,47 +108,39 @@ class Step:
         last = len(self.memory.layers) - 1
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
-        self.transfer_seconds = machine.message(cfg.model.hidden_size * work.item * work.slice, p.pp, world // p.pp)
-
-    @property
-    def busy(self) -> list[float]:
-        """Seconds that each pipeline rank computes."""
-        pp = self.cfg.parallel.pp
-        return [self.microbatches * sum(self.forward[rank::pp] + self.backward[rank::pp]) for rank in range(pp)]
+        self.transfer_seconds = machine.message(cfg.model.hidden_size * ITEM * work.slice, p.pp, world // p.pp)
+        computing = [sum(self.forward[rank::p.pp] + self.backward[rank::p.pp]) for rank in range(p.pp)]
+        self.slowest = max(range(p.pp), key=computing.__getitem__)
+        self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
 
     def at_least(self) -> float:
         """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
         update."""
-        pp = self.cfg.parallel.pp
-        slowest = max(range(pp), key=self.busy.__getitem__)
-        before = sum(self.forward[:slowest]) + sum(self.backward[:slowest])
-        return self.busy[slowest] + before + self.update_seconds(slowest)
+        before = sum(self.forward[:self.slowest]) + sum(self.backward[:self.slowest])
+        return self.busy + before + self.update_seconds(self.slowest)
 
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
         schedule = checked_schedule(p.pp, p.vp, self.microbatches)
-        return simulate(schedule, self.forward, self.backward, transfer_seconds, proven=True)
+        return simulate(schedule, self.forward, self.backward, transfer_seconds)
 
     def update_seconds(self, rank: int) -> float:
         """Norm, AdamW, and the FP8 casts of weights that are new."""
-        stages = range(rank, len(self.memory.layers), self.cfg.parallel.pp)
-        moved = STATE_BYTES * sum(map(self.memory.trained, stages)) / self.memory.shards
-        cast = 4 * self.memory.block_matrices * sum(len(self.memory.fp8_layers(stage)) for stage in stages)
-        return self.machine.copied(moved + (0 if self.memory.frozen else cast))
+        memory = self.memory
+        moved = STATE_BYTES * sum(map(memory.trained, memory.stages(rank))) / memory.shards
+        return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""
-        pp, busy = self.cfg.parallel.pp, self.busy
-        rank = max(range(pp), key=busy.__getitem__)
-        parts = Parts()
-        for forward, backward in self.parts[rank::pp]:
-            for part in (forward, backward):
+        pp, parts = self.cfg.parallel.pp, Parts()
+        for pair in self.parts[self.slowest::pp]:
+            for part in pair:
                 parts.update({name: self.microbatches * seconds for name, seconds in part.items()})
         exchanged = timeline.makespan - self.timeline(0.0).makespan if pp > 1 else 0.0
         parts["pp_exposed"] = exchanged
-        parts["bubble"] = timeline.makespan - busy[rank] - exchanged
+        parts["bubble"] = timeline.makespan - self.busy - exchanged
         parts["dp_exposed"], parts["dp_hidden"] = self.data_parallel(timeline)
-        parts["optimizer"] = self.update_seconds(rank)
+        parts["optimizer"] = self.update_seconds(self.slowest)
         return parts
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
@@ -167,7 +159,7 @@ class Step:
         p = self.cfg.parallel
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
         reduce, gather = ({chunk: self.machine.collective(size * count, self.memory.shards, p.tp)
-                           for chunk, count in counts.items()} for size in (4, self.work.item))
+                           for chunk, count in counts.items()} for size in (4, ITEM))
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0

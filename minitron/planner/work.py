@@ -28,7 +28,7 @@ from functools import lru_cache
 
 from minitron.config import Config
 from minitron.planner.machine import Machine
-from minitron.planner.memory import LAYERS, adapters
+from minitron.planner.memory import ITEM, LAYERS, adapters, fp8_layers
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
@@ -43,7 +43,10 @@ def document_tokens(cfg: Config) -> float:
     s, longest = cfg.train.seq_len, cfg.data.document_length
     if not cfg.data.separate_documents:
         return s
-    return 3 / 8 * s if longest is None else min(s, 2 / 3 * longest)
+    if longest is None:
+        return 3 / 8 * s
+    x = s / longest  # the renewal equation's solution: the tail for many documents, a series for few
+    return longest * (2 / 3 - 1 / (9 * x)) if x > 1 else s * (1 - x / 3 - x**2 / 12 - x**3 / 60)
 
 
 def total(parts: Parts) -> float:
@@ -60,22 +63,15 @@ class Work:
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = self.tokens // p.tp if p.sequence_parallel else self.tokens  # rows between the products
-        self.item = 4 if cfg.precision.dtype == "fp32" else 2
         self.near = machine.inside(p.tp, 1)
         self.block = lru_cache(2)(self._block)
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
         """(forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
-        forward, backward = Parts(), Parts()
-        kept, count = self.cfg.precision.fp8_bf16_layers, self.model.num_layers
-        for layer in layers:
-            fp8 = self.cfg.precision.fp8 != "none" and kept <= layer < count - kept
-            for whole, part in zip((forward, backward), self.block(fp8)):
-                whole.update(part)
-        for wanted, make in ((first, self.embedding), (last, self.head)):
-            if wanted:
-                for whole, part in zip((forward, backward), make()):
-                    whole.update(part)
+        works = [self.block(layer in fp8_layers(self.cfg)) for layer in layers]
+        works += [self.embedding()] if first else []
+        works += [self.head()] if last else []
+        forward, backward = (sum(parts, Parts()) for parts in zip(*works))
         return forward, backward
 
     # ---- a block
@@ -84,14 +80,13 @@ class Work:
         m, p = self.model, self.cfg.parallel
         h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
         w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
-        # n, k and what is communicated beside the product
-        layers = ((w, h, "gather"), (h, nd, "scatter"), (inner, h, "gather"), (h, f, "scatter"))
         forward, backward = Parts(), Parts()
-        for n, k, beside in layers:
+        # n, k and what is communicated beside the product
+        for n, k, beside in ((w, h, "gather"), (h, nd, "scatter"), (inner, h, "gather"), (h, f, "scatter")):
             self._linear(n, k, beside, fp8, forward, backward)
         for layer, adapter in self.adapters.items():
             x, y = ((self.slice, self.tokens / p.tp) if layer in ("qkv", "up") else (self.tokens / p.tp, self.slice))
-            x, y, some = x * adapter.inputs * self.item, y * adapter.outputs * self.item, adapter.targets
+            x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
             forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
         self._attention(forward, backward)
@@ -105,7 +100,7 @@ class Work:
             norm = 2 * self.slice * h
             again = {"qkv": norm, "out": 0, "up": norm, "down": self.tokens * (inner + f)}
             for layer in self.adapters if self.frozen else LAYERS:
-                backward["pointwise"] += self.machine.moved(again[layer] * self.item, layer != "out")
+                backward["pointwise"] += self.machine.moved(again[layer] * ITEM, layer != "out")
         return forward, backward
 
     def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
@@ -116,16 +111,16 @@ class Work:
         forward["gemm"] += y
         backward["gemm"] += dx + dw
         width = k if beside == "gather" else n  # h: what crosses ranks is hidden-sized
-        cast = 1 if fp8 else self.item
+        cast = 1 if fp8 else ITEM
         split = self.cfg.parallel.sequence_parallel
         if beside == "gather":
             if split:
                 self._tp(forward, cast * width, y, pieces=True)
                 if not frozen:
                     self._tp(backward, cast * width, dx)    # x is gathered again beside dx
-            self._tp(backward, self.item * width, dw)       # dx is scattered, or reduced, beside dW
+            self._tp(backward, ITEM * width, dw)            # dx is scattered, or reduced, beside dW
         else:
-            self._tp(forward, self.item * width, y, pieces=True)
+            self._tp(forward, ITEM * width, y, pieces=True)
             if split:
                 self._tp(backward, cast * width, dx, pieces=True)
 
@@ -157,51 +152,48 @@ class Work:
             backward["attention"] += self.machine.moved(20 * scores, 10)
         if p.cp == 1:
             return
-        size, kv = self.item, 2 * m.kv_heads * m.head_dim // p.tp
+        kv = 2 * m.kv_heads * m.head_dim // p.tp
         if p.cp_style == "ulysses":
-            moved = self.machine.collective(self.tokens * p.cp * (2 * share + kv) * size / p.cp, p.cp, p.tp)
+            moved = self.machine.collective(self.tokens * (2 * share + kv) * ITEM, p.cp, p.tp)
             forward["cp_exposed"] += moved
             backward["cp_exposed"] += moved
             return
-        hop = self.machine.message(self.tokens * kv * size, p.cp, p.tp)
+        hops, hop = p.cp - 1, self.machine.message(self.tokens * kv * ITEM, p.cp, p.tp)
         sums = hop * (2 if p.cp > 2 else 1)  # float32 beyond two terms
-        for parts, kernels, steps in ((forward, attend, [hop] * (p.cp - 1)),
-                                      (backward, back, [hop + sums] * (p.cp - 1))):
-            hidden = sum(min(step, kernels / p.cp) for step in steps)
-            parts["cp_hidden"] += hidden
-            parts["cp_exposed"] += sum(steps) - hidden
+        for parts, kernels, step in ((forward, attend, hop), (backward, back, hop + sums)):
+            hidden = min(step, kernels / p.cp)
+            parts["cp_hidden"] += hops * hidden
+            parts["cp_exposed"] += hops * (step - hidden)
+            parts["pointwise"] += self.machine.moved(hops * self.tokens * share * 3 * ITEM, hops)
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
-        merged = (p.cp - 1) * self.tokens * share * 3 * size
-        for parts in (forward, backward):
-            parts["pointwise"] += self.machine.moved(merged, p.cp - 1)
 
     def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[tuple[float, int], tuple[float, int]]:
         """(bytes, kernels) of the forward and of the backward: see minitron/fused.py for what each kernel moves."""
-        m, p, size = self.model, self.cfg.parallel, self.item
+        m, p = self.model, self.cfg.parallel
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
-        forward = backward = 2 * 4 * h * size * rows
+        forward = backward = 2 * 4 * h * ITEM * rows
         if m.positions == "rope":
-            forward += 2 * (w - (w - nd) // 2) * size * t
-        backward += 2 * w * size * t  # gradients of q, k, v side by side
+            forward += 2 * (w - (w - nd) // 2) * ITEM * t
+        backward += 2 * w * ITEM * t  # gradients of q, k, v side by side
         if not (fp8 and llama):
-            forward, backward = forward + (inner + f) * size * t, backward + (f + 2 * inner) * size * t
+            forward, backward = forward + (inner + f) * ITEM * t, backward + (f + 2 * inner) * ITEM * t
         if not llama and not self.frozen:
-            backward += (w + f) * size * t + 2 * h * size * rows  # bias gradients
+            backward += (w + f) * ITEM * t + 2 * h * ITEM * rows  # bias gradients
         if m.hidden_dropout:
-            forward, backward = forward + 2 * 5 * h * size * rows, backward + 2 * 2 * h * size * rows
+            forward, backward = forward + 2 * 5 * h * ITEM * rows, backward + 2 * 2 * h * ITEM * rows
         if p.tp > 1 and self.near and p.overlap_tp:  # a scatter ends in a sum of tp pieces
-            forward, backward = (x + 2 * h * size * (t + rows) for x in (forward, backward))
-        kernels = (3 + llama, 4 + llama) if llama else (3, 8)
+            forward, backward = (x + 2 * h * ITEM * (t + rows) for x in (forward, backward))
+        kernels = (4, 5) if llama else (3, 8)
         if not fp8:
             return (forward, kernels[0]), (backward, kernels[1])
         # Read, rows written, and columns for a weight gradient; what is gathered gets its columns afterwards.
         written = 1 if self.frozen else 2
-        cast = size + written
+        cast = ITEM + written
         forward += cast * (2 * h * rows + nd * t)
         backward += cast * (2 * h * rows + w * t) + (4 * 2 * h * t if p.tp > 1 and not self.frozen else 0)
         if llama:
-            forward += (inner * size + written * f) * t
-            backward += ((f + inner) * size + written * inner) * t
+            forward += (inner * ITEM + written * f) * t
+            backward += ((f + inner) * ITEM + written * inner) * t
         else:
             forward, backward = forward + cast * f * t, backward + cast * inner * t
         return (forward, kernels[0] + 4), (backward, kernels[1] + 6)
@@ -209,19 +201,17 @@ class Work:
     # ---- the ends
 
     def embedding(self) -> tuple[Parts, Parts]:
-        m, size = self.model, self.item
-        forward, backward = Parts(), Parts()
-        forward["pointwise"] = self.machine.moved(3 * m.hidden_size * size * self.tokens, 3)
-        backward["pointwise"] = self.machine.moved(5 * m.hidden_size * 4 * self.tokens, 3)
-        for parts in (forward, backward):
-            parts["tp_exposed"] = self.machine.collective(m.hidden_size * size * self.tokens, self.cfg.parallel.tp, 1)
+        rows = self.model.hidden_size * self.tokens
+        moved = self.machine.collective(rows * ITEM, self.cfg.parallel.tp, 1)
+        forward, backward = (Parts(pointwise=self.machine.moved(num_bytes, 3), tp_exposed=moved)
+                             for num_bytes in (3 * ITEM * rows, 5 * 4 * rows))
         return forward, Parts() if self.frozen else backward
 
     def head(self) -> tuple[Parts, Parts]:
         """The final norm, the product with the vocabulary and the loss; never in FP8."""
-        m, v, size = self.model, self.model.padded_vocab_size // self.cfg.parallel.tp, self.item
+        h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
-        self._linear(v, m.hidden_size, "gather", False, forward, backward)
-        forward["pointwise"] += self.machine.moved((4 * m.hidden_size * self.slice + v * self.tokens) * size, 6)
-        backward["pointwise"] += self.machine.moved((4 * m.hidden_size * self.slice + 2 * v * self.tokens) * size, 4)
+        self._linear(v, h, "gather", False, forward, backward)
+        forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens) * ITEM, 6)
+        backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM, 4)
         return forward, backward

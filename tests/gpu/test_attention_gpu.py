@@ -98,7 +98,7 @@ def test_auto_on_hopper_is_cudnn_and_flash_for_documents():
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("documents", [None, [np.array([0, 100, 256, 512]), np.array([0, 300, 512])]])
+@pytest.mark.parametrize("documents", [None, ((0, 100, 256, 512), (0, 300, 512))])
 def test_attention_of_a_fused_projection_without_a_host_sync(name, documents):
     """The layer's way in: q, k and v are views into one [s, b, (n + 2 g) d] tensor; nothing may wait for the GPU."""
     backend = backend_named(name, head_dim=128)
