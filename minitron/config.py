@@ -166,7 +166,8 @@ class DataConfig:
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
     every: int | None = key(100, "steps between saves, 0: only at the run's end, null: not even there", NOT_NEGATIVE)
-    keep: int = key(2, "the newest checkpoints that are kept, 0: all", NOT_NEGATIVE)
+    keep: int = key(2, "the newest checkpoints of this run that are kept, 0: all; those that it left by going back do "
+                    "not count, and go when it passes their steps", NOT_NEGATIVE)
     resume: bool = key(True, "go on from the newest checkpoint in dir")
     resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import resource
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
 from minitron.checkpoint.format import CheckpointError, Reader, Writer
 from minitron.checkpoint.load import Start, find, restore
-from minitron.checkpoint.save import Checkpointer, State, copy_beside, host_memory
+from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.config import Config
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
@@ -58,9 +59,9 @@ def train(trainer: Trainer, done: int, until: int) -> list[dict]:
     return figures
 
 
-def save(trainer: Trainer, cfg: Config, step: int) -> None:
+def save(trainer: Trainer, cfg: Config, step: int, after: int = -1) -> None:
     with Log(cfg, trainer.mesh.rank, trainer.mesh.world.size) as log:
-        saves = Checkpointer(cfg, trainer.state, {}, log, step=-1)
+        saves = Checkpointer(cfg, trainer.state, {}, log, after)
         saves.save(step, step * cfg.train.global_batch_size)
         saves.wait()
 
@@ -71,7 +72,7 @@ def leg(cfg: Config, until: int) -> list[dict]:
     if start.resume:
         save(trainer, saving(cfg, Path(cfg.checkpoint.dir) / "again"), start.step)
     figures = train(trainer, start.step, until)
-    save(trainer, cfg, until)
+    save(trainer, cfg, until, start.step)
     return figures
 
 
@@ -218,7 +219,7 @@ def test_the_save_is_of_its_moment_and_waits_for_none(tmp_path, monkeypatch, cha
         saves.thread.submit(gate.wait)
         saves.save(2, 8)
         figures = train(trainer, 2, 4)
-        assert not (tmp_path / "late").exists()
+        assert not list(tmp_path.glob("late/step_*"))
         gate.set()
         saves.wait()
         saves.save(2, 8)                                 # once is enough
@@ -286,19 +287,60 @@ def test_a_failing_disk_costs_the_checkpoint_and_not_the_run(ranks, tmp_path):
         assert lines[1].startswith("checkpoint of step 2 failed, training goes on: ")
         assert "step_00000002.tmp-" in lines[1] and "rank_00001.safetensors: file too large" in lines[1]
         assert figures == ranks(2, whole, cfg, 3)[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000003"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "owner.1", "step_00000001", "step_00000003"]
     Reader(tmp_path).verify()
 
 
 def test_the_directory_is_lost_during_the_run(tmp_path, capsys):
     cfg = saving(config(LLAMA, LONG), tmp_path / "gone")
     trainer, _ = start_trainer(cfg)
-    (tmp_path / "gone").rmdir()
-    (tmp_path / "gone").touch()
-    save(trainer, cfg, 1)
+    with Log(cfg, 0, 1) as log:
+        saves = Checkpointer(cfg, trainer.state, {}, log)
+        shutil.rmtree(tmp_path / "gone")
+        (tmp_path / "gone").touch()
+        saves.save(1, 4)
+        saves.wait()
     assert f"checkpoint of step 1 failed, training goes on: {tmp_path}/gone: file exists\n" == capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="gone: file exists"):
-        find(cfg)
+    for start in find, lambda cfg: Checkpointer(cfg, trainer.state, {}, log):
+        with pytest.raises(CheckpointError, match="gone: file exists"):
+            start(cfg)
+
+
+def two_runs(cfg: Config) -> list[str]:
+    """A second run starts where the first saves; both save step 2, the first one also step 3."""
+    trainer, _ = start_trainer(cfg)
+    with Log(cfg, trainer.mesh.rank, trainer.mesh.world.size) as log:
+        lines = []
+        log.info = lines.append
+        first = Checkpointer(cfg, trainer.state, {}, log)
+        first.save(1, 4)
+        first.wait()
+        second = Checkpointer(cfg, trainer.state, {}, log, step=1)
+        for saves in second, first:
+            saves.save(2, 8)
+        second.wait()
+        try:
+            first.save(3, 12)
+        except CheckpointError as error:
+            lines.append(str(error))
+        second.save(3, 12)
+        second.wait()
+    return lines
+
+
+def test_a_second_run_in_one_directory_takes_it_over(ranks, tmp_path):
+    """The first notices, touches nothing there, loses nothing of its own, and ends."""
+    for lines in ranks(2, two_runs, saving(config(LLAMA, LONG), tmp_path, keep=1)):
+        said = [line for line in lines if "taken over" in line]
+        assert len(said) == 2 and [" saved: " in line for line in lines].count(True) == 4
+        for line in said:
+            assert line.startswith(f"checkpoint.dir={tmp_path} was taken over by process ")
+            assert "started 20" in line and "; only one run at a time can save there: end one of them, or" in line
+        assert said[1].endswith(f"; this run's step 2 is in {tmp_path}/aside.1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["aside.1", "latest", "owner.2", "step_00000003"]
+    for folder, step in (tmp_path, 3), (tmp_path / "aside.1", 2):
+        Reader(folder).verify()
+        assert Reader(folder).iteration == step
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -412,7 +454,8 @@ def test_the_same_command_goes_on(tmp_path, capsys):
     first, then = command("cut", 5, *saves), command("cut", 8, *saves)
     assert "resumed" not in first and f"resumed from {tmp_path}/saves/step_00000005\n" in then
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
-    assert sorted(p.name for p in (tmp_path / "saves").iterdir()) == ["latest", "step_00000006", "step_00000008"]
+    assert sorted(p.name for p in (tmp_path / "saves").iterdir()) == [
+        "latest", "owner.2", "step_00000006", "step_00000008"]
     assert "consumed samples" not in command("cut", 8, *saves)  # nothing is left to do
     assert "weights of" in command("new", 1, f"checkpoint.load={tmp_path / 'saves'}")
     assert losses_of(tmp_path / "new")[1] < losses_of(tmp_path / "whole")[1]

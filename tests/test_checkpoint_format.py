@@ -3,6 +3,7 @@ refused, and what is killed in between leaves the checkpoint before it."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -17,7 +18,18 @@ from hypothesis import strategies as st
 
 from minitron.checkpoint import format as files
 from minitron.checkpoint.boxes import Box, Piece, boxes_of_range, covers, to_global
-from minitron.checkpoint.format import CheckpointError, Reader, Writer, begin, commit, newest, write_shard
+from minitron.checkpoint.format import (
+    CheckpointError,
+    Reader,
+    TakenOver,
+    Writer,
+    begin,
+    claim,
+    commit,
+    make_writable,
+    newest,
+    write_shard,
+)
 from minitron.mesh import Axis
 from minitron.parallel.tensor import Shard
 
@@ -237,9 +249,10 @@ def test_a_box_that_is_not_what_the_index_says(tmp_path):
         Reader(tmp_path).read("b.bias", "param", (0,), (7,))
 
 
-@pytest.mark.parametrize("path", ["nothing", "."])
-def test_no_checkpoint_there(tmp_path, path):
-    with pytest.raises(CheckpointError, match="index.json: no such file or directory"):
+@pytest.mark.parametrize("path, why", [("nothing", "no such file or directory"), (".", "no such file or directory"),
+                                       ("x" * 300, "file name too long")])
+def test_no_checkpoint_there(tmp_path, path, why):
+    with pytest.raises(CheckpointError, match=f"(index.json|latest): {why}"):
         Reader(tmp_path / path)
 
 
@@ -276,7 +289,7 @@ def save_until(directory: Path, moment: int) -> list[int]:
         try:
             for step in 1, 2, 2, 3:
                 shard = write_shard((folder := begin(directory, step, 8)) / "a.safetensors", [piece(step)])
-                commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1)
+                commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1)
                 done.append(step)
         except Killed:
             pass
@@ -312,10 +325,61 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
     for step in 1, 2, 9:
         write(tmp_path, step)
-    commit(begin(tmp_path, 3, 0), {"iteration": 3}, [], keep=2)
-    assert list(files.checkpoints(tmp_path)) == [2, 3, 9]
-    commit(begin(tmp_path, 10, 0), {"iteration": 10}, [])
-    assert list(files.checkpoints(tmp_path)) == [2, 3, 9, 10]
+    def save(step: int, after: int, keep: int) -> list[int]:
+        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep, after)
+        return list(files.checkpoints(tmp_path))
+
+    assert save(3, 2, keep=2) == [2, 3, 9]
+    assert save(8, 3, keep=2) == [3, 8, 9]
+    assert save(10, 8, keep=0) == [3, 8, 9, 10]
+    # of the run before it went back to 3: neither counts, nor pushes 8 out
+    (tmp_path / "step_00000010").rename(tmp_path / "step_00000012")
+    assert save(11, 8, keep=2) == [8, 11, 12]
+    assert save(12, 11, keep=2) == [11, 12]
+    assert save(13, 12, keep=2) == [12, 13]
+
+
+def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
+    """Whoever came first keeps its hands off; a killed run's number stops nobody, and nobody's files are in the way."""
+    first, mine = claim(tmp_path), {"iteration": 1, **ABOUT}
+    under_way = begin(tmp_path, 1, 0, first)
+    second = claim(tmp_path)
+    for call in (lambda: begin(tmp_path, 1, 0, first), lambda: commit(under_way, mine, [], owner=first)):
+        with pytest.raises(TakenOver, match=f"was taken over by process {os.getpid()} on .*, started 20"):
+            call()
+    other = begin(tmp_path, 1, 0, second)
+    assert not under_way.exists() and other.exists()
+    commit(other, mine, [], owner=second)
+    (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
+    begin(tmp_path, 2, 0, second)
+    assert claim(tmp_path) == 1
+
+
+def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
+    """Between a look at the owner and a rename another run may start, save, and clear up: then the rename fails."""
+    under_way, rmtree = begin(tmp_path, 1, 0), shutil.rmtree
+    (under_way / "a").touch()
+
+    def deletes(path, **options):
+        if path.name.startswith("step_"):
+            with pytest.raises(CheckpointError, match="step_00000001.tmp-.*: no such file"):
+                commit(under_way, {"iteration": 1, **ABOUT}, [])
+            assert path.name.startswith(under_way.name)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", deletes)
+    begin(tmp_path, 2, 0)
+    assert newest(tmp_path) is None and not under_way.exists()
+
+
+def test_a_mount_that_cannot_rename_folders_is_refused_at_the_start(tmp_path, monkeypatch):
+    """As gcsfuse does by default in a bucket without folders."""
+    def rename(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointError, match=r"folders cannot be renamed \(Too many open files\).*; use a disk, or"):
+        make_writable(tmp_path)
 
 
 def test_latest(tmp_path):

@@ -1,7 +1,6 @@
 """Hugging Face folders both ways: logits and weights equal transformers', whatever cannot be converted is one line."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -24,11 +23,9 @@ from minitron.config import Config
 from minitron.mesh import Mesh
 from minitron.model.gpt import GPT, Batch
 from minitron.testing import assert_close_rel
+from tools import convert_hf
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("convert_hf", ROOT / "tools" / "convert_hf.py")
-convert_hf = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(convert_hf)
 
 # Both compute in float32; sums run in another order.
 TOLERANCE = 1e-5
@@ -466,11 +463,11 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_pat
 
 
 def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
-    def full(*arguments):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     convert("import", folders("llama"), tmp_path / "there")
-    monkeypatch.setattr(convert_hf, "safetensors_header", full)
+    monkeypatch.setattr(convert_hf, "header", full)
     message = error_of(convert, "export", tmp_path / "there", tmp_path / "back")
     assert message.endswith("back cannot be written ([Errno 28] No space left on device); nothing is left of it")
     assert os.listdir(tmp_path) == ["there"]
@@ -479,12 +476,10 @@ def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 MEMORY = """
-import importlib.util, sys, threading
-spec = importlib.util.spec_from_file_location("convert_hf", sys.argv[1])
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+import sys, threading
 import torch
 from minitron.checkpoint import format
+from tools import convert_hf as tool
 tool.BLOCK_VALUES, format.SHARD_BYTES = 1 << 20, 4 << 20
 
 def owned():
@@ -526,7 +521,7 @@ def test_memory_is_that_of_one_tensor(tmp_path):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(hf.settings_of(model, "bf16")))
     (tmp_path / "measure.py").write_text(MEMORY)
     run = subprocess.run(
-        [sys.executable, "measure.py", ROOT / "tools" / "convert_hf.py"],
+        [sys.executable, "measure.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

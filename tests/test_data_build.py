@@ -232,8 +232,6 @@ def test_mock_items_depend_on_seed_and_index_alone(tmp_path):
     assert all(len(MockDataset(50, 9, 3, 0)[i].starts) == 0 for i in range(3))
     with pytest.raises(IndexError, match="sample 3 of 3"):
         MockDataset(50, 9, 3, 0)[3]
-    with pytest.raises(ValueError, match="document_length=0.5: a document has at least one token"):
-        MockDataset(50, 9, 3, 0, 0.5)
 
 
 def test_mock_documents_of_at_most_so_many_tokens():

@@ -142,10 +142,11 @@ def test_a_killed_build_is_built_again(tmp_path):
     assert [again[i].tokens.tolist() for i in range(7)] == samples
 
 
-def test_a_cache_directory_that_cannot_be_made_is_an_error(tmp_path):
+@pytest.mark.parametrize("name", ["cache", "x" * 300])
+def test_a_cache_directory_that_cannot_be_made_is_an_error(tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"data\.cache_dir=.*file/cache.*choose a directory"):
-        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, tmp_path / "file" / "cache", 9)
+    with pytest.raises(ValueError, match=rf"data\.cache_dir=.*file/{name}.*choose a directory"):
+        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, tmp_path / "file" / name, 9)
 
 
 def test_a_full_disk_while_building_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):

@@ -158,6 +158,7 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
         ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
         ([tmp_path / "nothing", *good], "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint"),
+        ([folder, *good, "--base", "x"], f"base=x is for adapters, and {folder} holds a whole model; leave it out"),
         ([folder], "the following arguments are required: --prompt"),
     ]:
         with pytest.raises(ValueError) as caught:

@@ -57,6 +57,16 @@ def test_a_restart_replaces_what_the_earlier_attempt_wrote(tmp_path_factory, att
     assert run.evals == sorted(evals.items()) and run.unigram_entropy == len(attempts) - 1
 
 
+@pytest.mark.parametrize("steps, at", [([1, 2], 9), ([7, 8], 2), ([5, 5, 3], 4)])
+def test_an_evaluation_outside_of_the_steps_is_drawn_and_steps_in_any_order(steps, at):
+    run = plot_run.Run("run", None, steps, [1.0] * len(steps), [1.0] * len(steps), [(at, 2.0)])
+    rows = plot_run.draw([run], unicode=True).split("\n")
+    found = [row.index("\u25cf") for row in rows[1:-1] if "\u25cf" in row]
+    first, last = min(steps + [at]), max(steps + [at])
+    assert found == [plot_run.MARGIN + round((2 * (plot_run.WIDTH - plot_run.MARGIN - 3) - 1) * (at - first)
+                                             / (last - first)) // 2]
+
+
 def test_an_unfinished_last_line_and_missing_values_are_no_mistake(tmp_path):
     lines = [*records([3.0, math.nan, 2.0]), {"kind": "step", "step": 4, "loss": None}, {"kind": "memory", "bytes": 1}]
     run = plot_run.read_run(write(tmp_path, lines, tail='{"kind": "st'))
@@ -210,6 +220,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path, capsys, monkeypatc
     directory = write(tmp_path, records([2.0, 1.0]))
     assert "cannot be written" in error_of(directory, "--png", tmp_path / "no" / "such" / "folder.png")
     assert "cannot be written" in error_of(directory, "--png", tmp_path / "loss.xyz")
+    assert "cannot be written" in error_of(directory, "--png", tmp_path)
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     message = error_of(directory)

@@ -1,7 +1,6 @@
 """The two data tools, run as users run them, as scripts; what needs no process of its own is called directly."""
 
 import gzip
-import importlib.util
 import json
 import lzma
 import os
@@ -17,20 +16,11 @@ import zstandard
 
 from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
 from minitron.data.tokenizers import ByteTokenizer, load_tokenizer
+from tools import check_data, preprocess_data
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}  # the tools find their own checkout
 TEXTS = ["hello", "", "caf\u00e9 \U0001f600", "line\nbreak", " ", "x" * 3000] * 3
-
-
-def module(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-preprocess_data, check_data = module("preprocess_data"), module("check_data")
 
 
 def tool(name, *arguments, **changes):
@@ -296,6 +286,22 @@ def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
         assert "error: an encoding process was killed" in stderr
     assert not (tmp_path / "out_text_document.bin").exists() and not (tmp_path / "out_text_document.idx").exists()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def test_a_worker_killed_in_the_middle_of_its_answer_is_noticed():
+    """In a pipe that the others hold open too, the rest of it was waited for for ever."""
+    batch = preprocess_data.Batch("file", 1, [lines_of(["z" * 5_000_000]).rstrip()], 0)
+    with preprocess_data.Workers(2, preprocess_data.Job("bytes", ("text",), False)) as pool:
+        pipe = pool.idle.get()
+        pipe.send(batch)
+        assert pipe.poll(60)  # it has begun to write, and cannot end before somebody reads
+        os.kill(pool.processes[0].pid, signal.SIGKILL)
+        with pytest.raises((EOFError, OSError)):
+            pipe.recv()
+        pool.idle.put(pipe)
+        answers = [pool.submit(batch).exception(60) for _ in range(2)]
+    assert sorted(str(answer) for answer in answers)[0] == "None"
+    assert any("an encoding process was killed; it may have run out of memory" in str(a) for a in answers)
 
 
 def write(prefix, documents, dtype=np.uint16, sidecar=None):

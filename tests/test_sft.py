@@ -19,7 +19,7 @@ from minitron.data.build import build_datasets
 from minitron.data.docstrings import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
-from minitron.data.sft import Documents, SFTDataset, encode_chat
+from minitron.data.sft import Documents, encode_chat
 from minitron.data.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
 from minitron.mesh import Mesh
 from minitron.model.gpt import GPT

@@ -232,6 +232,8 @@ def test_an_unknown_spec_is_an_error(spec):
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2"])
 def test_a_missing_file_is_an_error(kind, tmp_path):
     with pytest.raises(ValueError, match="no such tokenizer file; nothing is downloaded"):
+        load_tokenizer(f"{kind}:{'x' * 300}")  # of which not even stat says anything: the name is too long
+    with pytest.raises(ValueError, match="no such tokenizer file; nothing is downloaded"):
         load_tokenizer(f"{kind}:{tmp_path / 'absent'}")
 
 

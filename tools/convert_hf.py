@@ -16,12 +16,10 @@ Left out: tokenizers (copy the tokenizer's files beside exported weights) and dr
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
 import shutil
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -35,11 +33,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron import cli
 from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import Merged, Weights, best_kind, open_weights
+from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, open_weights
 from minitron.checkpoint.boxes import Box
-from minitron.checkpoint.format import Writer
+from minitron.checkpoint.format import Writer, header
 from minitron.config import Config, ModelConfig, PrecisionConfig
 from minitron.precision import DTYPES
 from tools.command import Parser, run
@@ -80,8 +77,7 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
     """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = hf.Reader(source, vocab_multiple)
     shapes = {name: reader.shape(name) for name in reader.names()}
-    stored = functools.reduce(torch.promote_types, (reader.dtype(name, "param") for name in shapes))
-    dtype = dtype or next(name for name, kind in DTYPES.items() if kind == stored)
+    dtype = dtype or reader.precision
     config, values = Config(model=reader.model, precision=PrecisionConfig(dtype)), sum(map(math.prod, shapes.values()))
     with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
         with Writer(folder, 0, asdict(config)) as writer:
@@ -100,10 +96,7 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
     reader = open_weights(source, base)
     if isinstance(reader, hf.Reader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
-    if base is not None and not isinstance(reader, Merged):
-        raise ValueError(f"--base={base} is for adapters, and {source} holds a whole model; leave it out")
-    sections = {name: keys for name, keys in reader.config.items() if name in ("model", "precision")}
-    cfg = cli.from_tree(sections, str(reader.index))
+    cfg = config_of(reader)
     dtype = dtype or cfg.precision.dtype
     settings, kinds = hf.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)
 
@@ -185,26 +178,12 @@ def write_model(folder: Path, model: ModelConfig, dtype: torch.dtype, tensors: I
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="exporting") as bar:
         for file, shard in zip(files, shards, strict=True):
             with open(folder / file, "xb") as out:
-                out.write(safetensors_header(shard, dtype))
+                out.write(header(((part.name, dtype, part.stored) for part in shard), format="pt"))
                 for part in shard:
                     name, tensor = next(tensors)
                     assert name == part.name and tensor.shape == part.stored
                     out.write(tensor.view(torch.uint8).numpy())
                     bar.update(tensor.nbytes)
-
-
-def safetensors_header(parts: list[hf.Part], dtype: torch.dtype) -> bytes:
-    """What precedes the data of a file: written by hand, because the library wants all tensors of a file at once.
-
-    Eight bytes of length, then JSON, filled with spaces so that the data is aligned.
-    """
-    header, end, names = {"__metadata__": {"format": "pt"}}, 0, {kind: name for name, kind in hf.STORED_DTYPES.items()}
-    for part in parts:
-        start, end = end, end + math.prod(part.shape) * dtype.itemsize
-        header[part.name] = {"dtype": names[dtype], "shape": part.stored, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 @contextlib.contextmanager

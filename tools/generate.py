@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -159,13 +159,10 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
     dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
     does not match.
     """
-    folder = Path(path).expanduser()
-    if (folder / "config.json").exists():
-        reader, data = hf.Reader(folder), {}
-        stored = reduce(torch.promote_types, {reader.dtype(name, "param") for name in reader.names()})
-        cfg = Config(model=reader.model, precision=PrecisionConfig(next(n for n, d in DTYPES.items() if d == stored)))
+    reader, folder, data = open_weights(path, base), Path(path).expanduser(), {}
+    if isinstance(reader, hf.Reader):
+        cfg = Config(model=reader.model, precision=PrecisionConfig(reader.precision))
     else:
-        reader = open_weights(path, base)
         reader.verify()
         sections = {name: reader.config[name] for name in ("model", "data")}
         cfg = cli.from_tree(sections | {"precision": {"dtype": reader.config["precision"]["dtype"]}}, str(reader.index))

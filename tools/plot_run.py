@@ -82,7 +82,7 @@ def read_run(directory: Path) -> Run:
                 run.rewind(record["step"])
             restarted = record["kind"] == "run" or restarted and "step" not in record
             add_record(run, record)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
     if not finite(run.loss):
         raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
@@ -166,7 +166,8 @@ def draw(runs: list[Run], unicode: bool) -> str:
     values = [x for run in runs for x in run.loss + [loss for _, loss in run.evals] if math.isfinite(x)] + entropies
     low, high = min(values), max(values)
     pad = 0.04 * (high - low) or 0.5
-    first, last = min(run.steps[0] for run in runs), max(run.steps[-1] for run in runs)
+    steps = [step for run in runs for step in (*run.steps, *(at for at, _ in run.evals))]
+    first, last = min(steps), max(steps)
     canvas = Canvas(WIDTH - MARGIN - 3, HEIGHT - 6, (first, max(last, first + 1)), (low - pad, high + pad))
 
     for entropy in entropies:
@@ -294,7 +295,7 @@ def save_png(runs: list[Run], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
 

@@ -21,14 +21,15 @@ import json
 import lzma
 import multiprocessing
 import os
+import queue
 import signal
 import sys
-import threading
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -94,21 +95,13 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) ->
     with contextlib.ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, sidecar)) for prefix in prefixes]
-        # After the writers on the stack: it is shut down before they finalize or discard.
-        spawn = multiprocessing.get_context("spawn")
-        pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, _exit_with_parent))
+        pool = stack.enter_context(Workers(workers, job))  # after the writers on the stack: they finalize without it
         bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding"))
-        try:
-            for batch, encoded in _in_order(pool, job, read_batches(inputs), workers * BATCHES_PER_WORKER):
-                for key, writer, (tokens, lengths) in zip(job.keys, writers, encoded, strict=True):
-                    _write(writer, tokens, lengths)
-                    num_tokens[key] += sum(lengths)
-                bar.update(batch.read_bytes)
-        except BrokenProcessPool as error:
-            raise ValueError(f"an encoding process was killed ({error}); it may have run out of memory: use fewer "
-                             "--workers") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for batch, encoded in _in_order(pool, read_batches(inputs), workers * BATCHES_PER_WORKER):
+            for key, writer, (tokens, lengths) in zip(job.keys, writers, encoded, strict=True):
+                _write(writer, tokens, lengths)
+                num_tokens[key] += sum(lengths)
+            bar.update(batch.read_bytes)
         for key, count in num_tokens.items():
             if not count:
                 raise ValueError(f"--input {' '.join(inputs)}: not a token under the key {key!r}; give files with "
@@ -193,13 +186,65 @@ def _write(writer: IndexedWriter, tokens: bytes, lengths: list[int]) -> None:
         begin += length
 
 
-def _in_order(pool: ProcessPoolExecutor, job: Job, batches: Iterator[Batch],
-              limit: int) -> Iterator[tuple[Batch, list]]:
+class Workers(contextlib.AbstractContextManager):
+    """Processes that encode, each with a pipe of its own and a thread that waits at its end.
+
+    A ProcessPoolExecutor has one pipe for the results of all: if a worker is killed while it writes there, the others
+    keep the pipe open, and whoever reads waits for the rest for ever.  A pipe of its own ends with its worker.
+    """
+
+    def __init__(self, count: int, job: Job):
+        spawn = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()       # else the first process starts it, which lets signals through again
+        self.processes, self.idle, self.threads = [], queue.SimpleQueue(), ThreadPoolExecutor(count)
+        for _ in range(count):
+            here, there = spawn.Pipe()
+            self.processes.append(spawn.Process(target=_work, args=(there, job), daemon=True))
+            with _without_interrupts():
+                self.processes[-1].start()
+            there.close()
+            self.idle.put(here)
+
+    def submit(self, batch: Batch) -> Future:
+        return self.threads.submit(self._encode, batch)
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.terminate()     # a thread that waits for it sees its pipe end
+        self.threads.shutdown(cancel_futures=True)
+
+    def _encode(self, batch: Batch) -> list:
+        pipe = self.idle.get()
+        try:
+            pipe.send(batch)
+            result = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ValueError("an encoding process was killed; it may have run out of memory: use fewer --workers"
+                             ) from error
+        finally:
+            self.idle.put(pipe)
+        if isinstance(result, ValueError):
+            raise result
+        return result
+
+
+def _work(pipe: Connection, job: Job) -> None:
+    """A worker process, until its parent ends, however it ends."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                result = encode_batch(job, batch)
+            except ValueError as error:
+                result = error
+            pipe.send(result)
+
+
+def _in_order(pool: Workers, batches: Iterator[Batch], limit: int) -> Iterator[tuple[Batch, list]]:
     """Encode batches in the pool, at most `limit` under way; yields (batch, result) in the order of the batches."""
     under_way = deque()
     for batch in batches:
-        with _without_interrupts():  # submit() starts the workers
-            under_way.append((batch, pool.submit(encode_batch, job, batch)))
+        under_way.append((batch, pool.submit(batch)))
         if len(under_way) == limit:
             done, future = under_way.popleft()
             yield done, future.result()
@@ -246,14 +291,6 @@ def _zstandard_lines(raw: BinaryIO) -> Iterator[bytes]:
 def _tokenizer(spec: str):
     """The tokenizer of a worker process, loaded at its first batch."""
     return load_tokenizer(spec)
-
-
-def _exit_with_parent() -> None:
-    """In a worker: end when the parent ends, however it ends; it would else wait for work for ever."""
-    def wait() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    threading.Thread(target=wait, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from minitron import cli
 from minitron.checkpoint import hf
-from minitron.checkpoint.format import CheckpointError, Reader, newest
+from minitron.checkpoint.format import CheckpointError, Reader, disk_errors, newest
 from minitron.config import Config, ModelConfig
 from minitron.model.lora import adapted
 
@@ -44,12 +44,14 @@ def open_weights(path: str, base: str | None = None, vocab_multiple: int = Model
     vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
     """
     folder = Path(path).expanduser()
-    if (folder / "config.json").exists():
-        return hf.Reader(folder, vocab_multiple)
-    if not (folder / "index.json").exists() and newest(folder) is None:
+    with disk_errors(folder):
+        foreign, own = ((folder / name).exists() for name in ("config.json", "index.json"))
+    if not foreign and not own and newest(folder) is None:
         raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
-    reader = Reader(folder)
+    reader = hf.Reader(folder, vocab_multiple) if foreign else Reader(folder)
     if reader.config.get("finetune", {}).get("kind") != "lora":
+        if base is not None:
+            raise CheckpointError(f"base={base} is for adapters, and {folder} holds a whole model; leave it out")
         return reader
     cfg = config_of(reader)
     base = base or base_of(cfg)

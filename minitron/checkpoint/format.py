@@ -4,6 +4,7 @@ Problem: training is killed at any moment, also inside a save; disks fill up and
 layout; and a checkpoint may come from anywhere, so opening one must not run code. The idea:
 
     runs/a/latest                                   the name of the newest, and a checksum of that name
+    runs/a/owner.7                                  the seventh run to save here: its process, host and start
     runs/a/step_00000020/index.json                 which box of which tensor is in which file; each file's checksum
     runs/a/step_00000020/rank_00003.safetensors     boxes of tensors (boxes.py), written by one rank
     runs/a/step_00000030.tmp-5e0c91d2/              a save under way, or what is left of one that was killed
@@ -14,6 +15,12 @@ layout; and a checkpoint may come from anywhere, so opening one must not run cod
   3. Checksums cover every byte and are made from the memory that was to be written. The index has each file's, and its
      own in its first line. CRC-32 sees any flip of up to 32 neighbouring bits, and 1 - 2^-32 of all other damage, at
      6 GB/s a core. It is no protection against forgery.
+  4. No lock, which a killed run could not give back: whoever starts takes the directory over, and the run before, if
+     it lives, finds that out before it deletes or renames anything.
+
+2. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
+others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it; without a `latest`, in a
+first save, it is an error, for index or checksums find it.
 
 index.json: {"format": "minitron-checkpoint", "version": 1, "iteration": 20, "consumed_samples": 320, "config": {...},
     "layout": {"world": 8, "tp": 2, ...}, "state": {small named values},
@@ -31,12 +38,14 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
+from math import prod
 from pathlib import Path
 
 import torch
@@ -44,12 +53,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
+from minitron.precision import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
-# The names of a dtype in the index and in safetensors.
-NAMES = {torch.float32: ("fp32", "F32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("fp16", "F16")}
-DTYPES = {name: dtype for dtype, (name, _) in NAMES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index
+STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
 STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
+OWNER = re.compile(r"owner\.(\d+)")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
@@ -57,6 +67,10 @@ BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: one line that names the file."""
+
+
+class TakenOver(CheckpointError):
+    """Another run saves in this directory now."""
 
 
 @contextmanager
@@ -80,14 +94,15 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 def newest(directory: Path) -> Path | None:
     """The checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
 
-    Raises CheckpointError if `latest` is damaged or what it names is missing.
+    Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
     """
     pointer = directory / "latest"
-    if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
-        return next(reversed(checkpoints(directory).values()), None)
-    _size(pointer)
-    with open(pointer, "rb") as file:
-        text = file.read(256).decode(errors="replace")
+    with disk_errors(pointer):
+        if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
+            return next(reversed(checkpoints(directory).values()), None)
+        _size(pointer)
+        with open(pointer, "rb") as file:
+            text = file.read(256).decode(errors="replace")
     name = text.split(" ")[0]
     if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
@@ -97,18 +112,53 @@ def newest(directory: Path) -> Path | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Make the directory if it is not there, and try to write. Raises CheckpointError."""
+    """Make the directory if it is not there, and try what a save does. Raises CheckpointError."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
+        (probe / "file").touch()
+        try:
+            _remove(probe)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
+                                  "save has to; use a disk, or a bucket with a hierarchical namespace") from error
 
 
-def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
+def claim(directory: Path) -> int:
+    """Take a directory over: the number of its new owner, for `begin` and `commit`. Raises CheckpointError.
+
+    Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
+    """
+    make_writable(directory)
+    with disk_errors(directory):
+        before = _owners(directory)
+        number = max(before, default=0) + 1
+        with open(directory / f"owner.{number}", "x", encoding="utf-8") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
+        for path in before.values():
+            path.unlink(missing_ok=True)
+    return number
+
+
+def _owners(directory: Path) -> dict[int, Path]:
+    return {int(match[1]): path for path in directory.glob("owner.*") if (match := OWNER.fullmatch(path.name))}
+
+
+def _check_owner(directory: Path, owner: int | None) -> None:
+    """Raises TakenOver if the directory has another owner. None: nobody's, as that of a tool."""
+    owners = _owners(directory) if owner is not None else {}
+    if (newest := max(owners, default=owner)) != owner:
+        raise TakenOver(f"checkpoint.dir={directory} was taken over by {owners[newest].read_text(errors='replace')}; "
+                        "only one run at a time can save there: end one of them, or give it another")
+
+
+def begin(directory: Path, iteration: int, num_bytes: int, owner: int | None = None) -> Path:
     """A fresh temporary folder for a save; what killed saves left goes. CheckpointError without room for num_bytes."""
     make_writable(directory)
     with disk_errors(directory):
-        for stale in directory.glob("step_*.tmp-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        _check_owner(directory, owner)
+        for stale in directory.glob("*.tmp-*"):
+            _remove(stale)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
@@ -118,9 +168,13 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0) -> None:
-    """Make a filled temporary folder the newest checkpoint. about: the index but files and tensors, which come from
-    the shards (`write_shard`). keep: how many checkpoints up to this iteration stay, 0: all. Raises CheckpointError.
+def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0, after: int = 0,
+           owner: int | None = None) -> None:
+    """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
+
+    about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
+    checkpoints stay, 0: all. after: the iteration of its save before this one, or that it went on from. What lies
+    between the two it has left by going back: they do not count, and go. What lies beyond this one stays for now.
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     files, tensors = {}, {}
@@ -133,36 +187,31 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
     with disk_errors(directory):
         _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
         _sync(temporary)
-        replaced = None
-        if folder.exists():  # of a run that went back to before it: out of the way, and gone once the new one is there
-            replaced = _doomed(folder)
-            os.rename(folder, replaced)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if replaced is not None:
-                os.rename(replaced, folder)
-            raise
+        _check_owner(directory, owner)
+        replaced = _hide(folder)  # if it is there, of a run that went back to before it
+        os.rename(temporary, folder)
         _sync(directory)
         _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
         os.replace(directory / "latest.tmp", directory / "latest")
         _sync(directory)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
-        passed = [folder for step, folder in checkpoints(directory).items() if step <= about["iteration"]]
-        for folder in passed[:-keep] if keep else []:
-            _remove(folder)
-
-
-def _doomed(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if keep:
+            passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
+            ours = [step for step in passed if step <= after or step == about["iteration"]]
+            for step in passed.keys() - set(ours[-keep:]):
+                _remove(passed[step])
 
 
 def _remove(folder: Path) -> None:
-    """Rename it first, so that no half of it is ever taken for a checkpoint."""
-    doomed = _doomed(folder)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
+    shutil.rmtree(_hide(folder), ignore_errors=True)  # the next save tries again
+
+
+def _hide(folder: Path) -> Path:
+    """Rename what is to be removed, so that no half of it is ever taken for a checkpoint, nor committed as one."""
+    hidden = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        os.rename(folder, hidden)
+    return hidden
 
 
 def _sync(folder: Path) -> None:
@@ -180,15 +229,26 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]
 
     Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
     """
-    header, boxes, end = {}, [], 0
-    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
-        key, begin, end, (dtype, code) = f"{kind}:{name}:{number}", end, end + tensor.nbytes, NAMES[tensor.dtype]
-        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        boxes.append((name, whole, kind, dtype, {"file": path.name, "key": key, "start": start, "shape": tensor.shape}))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    boxes = [(name, whole, kind, NAMES[tensor.dtype],
+              {"file": path.name, "key": f"{kind}:{name}:{number}", "start": start, "shape": tensor.shape})
+             for number, (name, kind, whole, start, tensor) in enumerate(pieces)]
+    begin = header((box["key"], piece.tensor.dtype, box["shape"]) for piece, (*_, box) in zip(pieces, boxes))
     with disk_errors(path):
-        return {path.name: _write(path, [struct.pack("<Q", len(text)), text, *(p.tensor for p in pieces)])}, boxes
+        return {path.name: _write(path, [begin, *(piece.tensor for piece in pieces)])}, boxes
+
+
+def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
+    """What a safetensors file of these (name, dtype, shape) begins with; their data follow in the same order.
+
+    By hand, for the library wants all tensors at once: eight bytes of length, then JSON, filled up so that data align.
+    """
+    entries, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 class Writer(AbstractContextManager):
@@ -313,16 +373,14 @@ class Reader:
         as memory of this process.
         """
         wanted = Box(tuple(start), tuple(shape))
-        if any(first + size > whole for first, size, whole in zip(*wanted, self.shape(name), strict=True)):
-            raise CheckpointError(f"{self.index}: {kind} of {name} has shape {list(self.shape(name))}, and "
-                                  f"{list(wanted.shape)} from {list(wanted.start)} on is asked for")
+        assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
         for file, key, stored in self._boxes(name, kind):
             if common := stored.meet(wanted):
                 try:
                     with safe_open(self.path / file, framework="pt") as opened:
                         part = opened.get_slice(key)
-                        if (part.get_dtype(), tuple(part.get_shape())) != (NAMES[result.dtype][1], stored.shape):
+                        if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
                             raise CheckpointError(f"{self.path / file}: {key} is not of the dtype and shape that "
                                                   "index.json says")
                         result[common.within(wanted)] = part[common.within(stored)]

@@ -36,11 +36,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron import cli
-from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import ModelConfig
 from minitron.precision import DTYPES
 
-STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
 
 
@@ -223,7 +223,6 @@ class Reader:
     """A Hugging Face folder with the read interface of `format.Reader`; every tensor has the one kind "param".
 
     Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.
-
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
     Raises CheckpointError in one line that names the file or the tensor.
     """
@@ -256,6 +255,11 @@ class Reader:
     def dtype(self, name: str, kind: str) -> torch.dtype:
         """The one that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
+
+    @property
+    def precision(self) -> str:
+        """The name in precision.DTYPES of the one that holds all tensors exactly."""
+        return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box [start, start + shape) of a global tensor, in the format of the file."""

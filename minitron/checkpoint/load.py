@@ -15,7 +15,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -64,15 +64,13 @@ def find(cfg: Config) -> Start:
         directory = Path(c.dir).expanduser()
         make_writable(directory)
         reader = None
-        try:
+        with _or_another(directory):
             if c.resume:
                 folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
                 reader = None if folder is None else Reader(folder)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_other(directory)}") from error
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
-            _check_finetune(reader, cfg)
+            _check_keys(reader, "run", _trained(reader.config), _trained(asdict(cfg)), "checkpoint.dir")
             if not {"data", "optimizer_steps"} <= reader.state.keys():
                 raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
                                       f"{reader.path} and another checkpoint.dir")
@@ -98,21 +96,19 @@ def check_data(start: Start, info: dict) -> None:
 def restore(start: Start, state: State) -> None:
     """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all."""
     mesh = state.mesh
-    decide(start.step, _check_same, mesh)
+    decide(lambda: start.step, _check_same, mesh)
     if start.reader is start.frozen is None:
         return
     reader, optimizer = start.reader, state.optimizer
-    failure, resuming = None, False
-    try:
+
+    def fill() -> None:
         if start.frozen is not None:
             _fill(start.frozen, list(_frozen(start.frozen, state)), mesh)
         if reader is not None:
-            resuming = start.resume
-            _fill(reader, list(_wanted(start, state)), mesh)
-    except CheckpointError as error:
-        other = f"; {_other(reader.path.parent, reader.path)}" if resuming else ""
-        failure = CheckpointError(f"{error}{other}")
-    decide(failure, lambda _: None, mesh)  # raised by all, so that none waits for another in a collective
+            with _or_another(reader.path.parent, reader) if start.resume else nullcontext():
+                _fill(reader, list(_wanted(start, state)), mesh)
+
+    decide(fill, lambda _: None, mesh)
     for bucket, master in zip(optimizer.gradients.buckets, optimizer.masters, strict=True):
         bucket.data_slice.copy_(master)
     optimizer.gradients.gather_parameters()
@@ -184,43 +180,45 @@ def _back(directory: Path, step: int) -> Path:
     A damaged newest one may be why the user goes back. Once others descend from `step`, it is an error: to begin there
     again would lose what followed.
     """
+    def descends(reader: Reader) -> bool:
+        return reader.config.get("checkpoint", {}).get("resume_step") == step
+
     try:
         folder = newest(directory)
-        if folder is not None and _descends(folder, step):
+        if folder is not None and descends(Reader(folder)):
             return folder
     except CheckpointError:
-        for folder in checkpoints(directory).values():
-            descends = False
-            with suppress(CheckpointError):
-                descends = _descends(folder, step)
-            if descends:
-                raise
+        if any(map(descends, _sound(directory))):
+            raise
     return directory / STEP_NAME(step)
 
 
-def _descends(folder: Path, step: int) -> bool:
-    return Reader(folder).config.get("checkpoint", {}).get("resume_step") == step
-
-
-def _other(directory: Path, bad: Path | None = None) -> str:
-    """What the user can do instead: the newest checkpoint before the bad one, else after it, that has a good index."""
-    found = checkpoints(directory)
-    limit = max((step for step, folder in found.items() if folder == bad), default=max(found, default=0))
-    for step in sorted(found, key=lambda step: (step > limit, -step)):
+def _sound(directory: Path) -> Iterator[Reader]:
+    """The checkpoints whose index is good."""
+    for folder in checkpoints(directory).values():
         with suppress(CheckpointError):
-            folder = found[step]
-            if folder != bad and Reader(folder):
-                return f"checkpoint.resume_step={step} goes back to {folder.name}"
-    return "there is no other checkpoint; checkpoint.resume=false begins anew"
+            yield Reader(folder)
 
 
-def _check_finetune(reader: Reader, cfg: Config) -> None:
-    """Raises CheckpointError unless the saved run trained the same parameters."""
-    saved = _trained(reader.config)
-    for key, now in _trained(asdict(cfg)).items():
+@contextmanager
+def _or_another(directory: Path, bad: Reader | None = None) -> Iterator[None]:
+    """Adds to an error where to go back to: the newest before the bad one, else after it, that has a good index."""
+    try:
+        yield
+    except CheckpointError as error:
+        others = [reader for reader in _sound(directory) if bad is None or reader.path != bad.path]
+        best = max(others, key=lambda o: (bad is None or o.iteration < bad.iteration, o.iteration), default=None)
+        advice = ("there is no other checkpoint; checkpoint.resume=false begins anew" if best is None else
+                  f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}")
+        raise CheckpointError(f"{error}; {advice}") from error
+
+
+def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other: str) -> None:
+    """Raises CheckpointError unless all of our keys were the same in the saved configuration."""
+    for key, now in ours.items():
         if saved.get(key) != now:
-            raise CheckpointError(f"{reader.index} is of another run: {key} was {saved.get(key)} and is {now}; set it "
-                                  "to that, or use another checkpoint.dir")
+            raise CheckpointError(f"{reader.index} is of another {what}: {key} was {saved.get(key)} and is {now}; set "
+                                  f"it to that, or use another {other}")
 
 
 def _trained(config: Mapping) -> dict:
@@ -234,12 +232,10 @@ def _trained(config: Mapping) -> dict:
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
-    ours, saved = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
-                   for m in (asdict(cfg.model), reader.config["model"]))
-    for name in names:
-        if ours[name] != saved[name]:
-            raise CheckpointError(f"{reader.index} is of another model: model.{name} was {saved[name]} and "
-                                  f"is {ours[name]}; set it to that, or use another checkpoint")
+    saved, ours = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
+                   for m in (reader.config["model"], asdict(cfg.model)))
+    saved, ours = ({f"model.{name}": m[name] for name in names} for m in (saved, ours))
+    _check_keys(reader, "model", saved, ours, "checkpoint")
 
 
 def _check_same(steps: list[int]) -> None:

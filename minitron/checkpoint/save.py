@@ -17,7 +17,8 @@ state the rank holds (96 GB for 8 billion of them on one GPU), page-locked where
 All ranks write, each what no other writes: of a parameter that is replicated over tp or tied between stages the first
 copy only. They agree over a gloo group of their own, in the thread, where no training collective meets them: rank 0
 makes the folder, every rank reports what it wrote or what went wrong, rank 0 commits or clears up. So a failing disk
-costs a checkpoint and a line in the log, not the run.
+costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once
+more, in a folder aside, and ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.format import CheckpointError, begin, commit, write_shard
+from minitron.checkpoint.format import CheckpointError, TakenOver, begin, claim, commit, write_shard
 from minitron.config import Config
 from minitron.fp8 import Fp8Gemm
 from minitron.log import Log
@@ -105,7 +106,8 @@ class Checkpointer:
     """Saves a run into checkpoint.dir. Make it, `save` and `wait` on all ranks alike.
 
     data: what identifies the order of samples (`Datasets.info`). step: that the run begins after, already saved or 0.
-    Raises CheckpointError, on all ranks, where a host has no memory for the copy.
+    Raises CheckpointError, on all ranks: where a host has no memory for the copy, where nothing can be saved, and in
+    `save` and `wait` if another run has taken the directory over.
     """
 
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
@@ -119,12 +121,12 @@ class Checkpointer:
         kinds = [bucket.kind for bucket in state.optimizer.gradients.buckets]
         ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in kinds]
         sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
-        self.memory = failure = None
-        try:
+        self.directory = Path(cfg.checkpoint.dir).expanduser()
+
+        def take_memory() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
-        except CheckpointError as error:
-            failure = error
-        decide(failure, lambda _: None, mesh, self.group)
+
+        self.owner = decide(take_memory, lambda _: claim(self.directory), mesh, self.group)
         self.host = {kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
                      for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(state.optimizer.gradients, self.host))
@@ -166,24 +168,27 @@ class Checkpointer:
         """In the thread: from the copy to a checkpoint, together with the other ranks' threads."""
         if copied is not None:
             copied.synchronize()
-        c, mesh, temporary, started = self.cfg.checkpoint, self.mesh, None, time.perf_counter()
+        mesh, temporary, started = self.mesh, None, time.perf_counter()
         layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg),
                  "layout": layout | {"vp": len(self.state.chunks)},
                  "state": {name: value.item() for name, value in scalars.items()} | {
                      "data": self.data, "base": self.state.base}}
-        size = sum(piece.tensor.nbytes for piece in mine)
+        size, keep, owner = sum(piece.tensor.nbytes for piece in mine), self.cfg.checkpoint.keep, self.owner
         try:
-            directory = Path(c.dir).expanduser()
-            temporary = decide(size, lambda sizes: begin(directory, step, sum(sizes)), mesh, self.group)
-            try:
-                shard = write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine)
-            except CheckpointError as error:
-                shard = error  # for rank 0 to hear of
-            decide(shard, lambda shards: commit(temporary, about, shards, c.keep), mesh, self.group)
+            temporary = decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), owner), mesh,
+                               self.group)
+            decide(lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
+                   lambda shards: commit(temporary, about, shards, keep, self.saved, owner), mesh, self.group)
         except CheckpointError as error:
             if temporary is not None and mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, TakenOver):
+                self.log.info(f"{error}; here this run saves aside, and ends")
+                self.directory /= f"aside.{owner}"
+                self._write(step, consumed_samples, mine, scalars, None)
+                aside = f"; this run's step {step} is in {self.directory}" if self.saved == step else ""
+                raise TakenOver(f"{error}{aside}") from error
             return self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
         self.saved = step
         self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
@@ -225,12 +230,17 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
 
 
-def decide(value: Any, rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
-    """rule(the values of all ranks) as rank 0 finds it, on every rank.
+def decide(own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh,
+           group: dist.ProcessGroup | None = None) -> Any:
+    """rule([own() of every rank]) as rank 0 finds it, on every rank.
 
-    A CheckpointError among the values, or of the rule, is raised on every rank. What travels between these ranks is
-    pickled in memory; no file is ever unpickled.
+    A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
+    collective. What travels between these ranks is pickled in memory; no file is ever unpickled.
     """
+    try:
+        value = own()
+    except CheckpointError as error:
+        value = error
     together, values, answer = mesh.world.size > 1, [value], [None]
     if together:
         values = [None] * mesh.world.size if mesh.rank == 0 else None

@@ -19,9 +19,8 @@ Left out: separate files for validation, but for sft; the test split is only set
 """
 
 import itertools
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +74,7 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
         return _mock(data.document_length, vocab_size, seq_len, seed, train_samples, valid_samples)
     cache_dir = Path(os.path.expanduser(data.cache_dir))
     if data.source == "sft":
-        return _sft(data, vocab_size, seq_len, seed, train_samples, valid_samples)
+        return _sft(data, cache_dir, vocab_size, seq_len, seed, train_samples, valid_samples)
     info = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
         if data.tokenizer != "corpus":
@@ -89,12 +88,13 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
         tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer)
     files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache_dir) for prefix in prefixes]
 
-    def part(file: IndexedDataset, which: int, num_samples: int) -> GPTDataset:
-        sequences = _sequences(file, data.split, which)
-        return GPTDataset(file, sequences, num_samples, seq_len, seed, cache_dir, vocab_size)
+    def dataset(which: int, num_samples: int) -> GPTDataset | BlendedDataset:
+        wanted = [num_samples] if weights is None else [part_samples(num_samples, s) for s in normalize(weights)]
+        parts = [GPTDataset(file, _sequences(file, data.split, which), samples, seq_len, seed, cache_dir, vocab_size)
+                 for file, samples in zip(files, wanted, strict=True)]
+        return parts[0] if weights is None else BlendedDataset(parts, weights, num_samples, cache_dir)
 
-    train = _blend(files, weights, TRAIN, train_samples, cache_dir, part)
-    valid = _blend(files, weights, VALID, valid_samples, cache_dir, part) if valid_samples else None
+    train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
     info |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "weights": weights,
              "data": [file.fingerprint for file in files], "tokens": [file.num_tokens for file in files],
              "train_samples": train_samples, "valid_samples": valid_samples,
@@ -112,10 +112,9 @@ def _mock(longest: int | None, vocab_size: int, seq_len: int, seed: int, train_s
     return Datasets(train, valid, None, {"source": "mock", "train": order, "valid": order})
 
 
-def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
-         ) -> Datasets:
+def _sft(data: DataConfig, cache_dir: Path, vocab_size: int, seq_len: int, seed: int, train_samples: int,
+         valid_samples: int) -> Datasets:
     """The order of samples does not depend on their number, which is therefore no part of what identifies it."""
-    cache_dir = Path(os.path.expanduser(data.cache_dir))
     corpus = data.tokenizer == "corpus"
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
@@ -181,16 +180,6 @@ def _sequences(file: IndexedDataset | Documents, split: str, which: int) -> rang
     return sequences
 
 
-def _blend(files: list[IndexedDataset], weights: list[float] | None, which: int, num_samples: int, cache_dir: Path,
-           part: Callable[[IndexedDataset, int, int], GPTDataset]) -> GPTDataset | BlendedDataset:
-    """One file as it is, or the blend of all; `part(file, which, num_samples)` makes the dataset of one file."""
-    if weights is None:
-        return part(files[0], which, num_samples)
-    parts = [part(file, which, part_samples(num_samples, share))
-             for file, share in zip(files, normalize(weights), strict=True)]
-    return BlendedDataset(parts, weights, num_samples, cache_dir)
-
-
 def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, cache_dir: Path) -> IndexedDataset:
     """Open a dataset; check its index, its ids and, by PREFIX.json, that they are those of the tokenizer."""
     file = IndexedDataset(prefix)
@@ -206,7 +195,7 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
     if file.num_bin_bytes > SCAN_BYTES:
         scan_ids(file, vocab_size, count=PEEK_TOKENS)
     else:
-        build_once(cache_dir / f"ids-{file.fingerprint}-v{vocab_size}", lambda folder: _scan(folder, file, vocab_size))
+        build_once(cache_dir / f"ids-{file.fingerprint}-v{vocab_size}", lambda _: scan_ids(file, vocab_size))
     return file
 
 
@@ -214,8 +203,3 @@ def _check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
     if needed > vocab_size:
         raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}; set "
                          f"model.vocab_size={needed}")
-
-
-def _scan(folder: Path, file: IndexedDataset, vocab_size: int) -> None:
-    found = {"data": file.prefix, "largest_id": scan_ids(file, vocab_size)}
-    (folder / "scan.json").write_text(json.dumps(found) + "\n")

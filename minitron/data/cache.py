@@ -28,9 +28,9 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
     tries in turn and reports the same error).
     """
     final = Path(directory)
-    if final.is_dir():
-        return final
     try:
+        if final.is_dir():
+            return final
         final.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(final.parent, os.W_OK):
             raise PermissionError(f"{final.parent} is not writable")
@@ -55,12 +55,10 @@ def reading(directory: Path) -> Iterator[None]:
 
 def _build(final: Path, build: Callable[[Path], None]) -> None:
     partial = final.with_name(final.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         build(partial)
         os.replace(partial, final)
     finally:
-        if partial.exists():
-            shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)

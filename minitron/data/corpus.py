@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,10 +68,7 @@ def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.P
     Raises ValueError when there is no source, or too little text for `vocab_size` pieces.
     """
     sources = read_sources(root)
-    digest = hashlib.sha256(repr(sorted(TRAINER.items())).encode())
-    for name, content in sources:
-        digest.update(f"{name}\n{len(content)}\n".encode() + content)
-    fingerprint = digest.hexdigest()[:16]
+    fingerprint = fingerprint_of(sources, repr(sorted(TRAINER.items())).encode())
     folder = build_once(Path(cache_dir) / f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}",
                         lambda folder: _build(folder, sources, vocab_size, fingerprint))
     with reading(folder):
@@ -96,6 +92,14 @@ def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes
         raise ValueError(f"data.source=corpus: no .py sources in {root} (this Python was installed without them); use "
                          "another Python, or data.source=indexed with your own data")
     return sources
+
+
+def fingerprint_of(sources: list[tuple[str, bytes]], made_by: bytes) -> str:
+    """16 hex digits of the sources and of how something is made from them."""
+    digest = hashlib.sha256(made_by)
+    for name, content in sources:
+        digest.update(f"{name}\n{len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fingerprint: str) -> None:
@@ -126,20 +130,15 @@ def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fing
 def _train(texts: list[str], vocab_size: int) -> bytes:
     """Train the BPE on all texts, cut into pieces; returns the model file's bytes."""
     model = io.BytesIO()
+    pieces = (text[begin:begin + TRAINING_PIECE] for text in texts for begin in range(0, len(text), TRAINING_PIECE))
     try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=_pieces(texts), model_writer=model,
-                                                 vocab_size=vocab_size, minloglevel=2, **TRAINER)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=pieces, model_writer=model, vocab_size=vocab_size,
+                                                 minloglevel=2, **TRAINER)
     except RuntimeError as error:
         raise ValueError(f"data.source=corpus: {sum(map(len, texts))} characters of source do not give "
                          f"model.vocab_size={vocab_size} pieces ({' '.join(str(error).split())}); "
                          "model.vocab_size=4096 suits the whole library") from error
     return model.getvalue()
-
-
-def _pieces(texts: list[str]) -> Iterator[str]:
-    for text in texts:
-        for begin in range(0, len(text), TRAINING_PIECE):
-            yield text[begin:begin + TRAINING_PIECE]
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:

@@ -12,7 +12,6 @@ Left out: private functions, and first lines that end in the middle of a sentenc
 """
 
 import ast
-import hashlib
 import json
 import os
 import platform
@@ -21,9 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minitron.data.cache import build_once
-from minitron.data.corpus import read_sources
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+from minitron.data.corpus import fingerprint_of, read_sources
 
 
 def build_docstrings(cache_dir: str | os.PathLike, root: str | os.PathLike | None = None) -> Path:
@@ -32,10 +29,8 @@ def build_docstrings(cache_dir: str | os.PathLike, root: str | os.PathLike | Non
     root: the folder of sources, by default this Python's standard library.  Raises ValueError when there is no source.
     """
     sources = read_sources(root)
-    digest = hashlib.sha256(Path(__file__).read_bytes())        # another form of the pairs is another file
-    for name, content in sources:
-        digest.update(f"{name}\n{len(content)}\n".encode() + content)
-    folder = Path(cache_dir) / f"docstrings-{platform.python_version()}-{digest.hexdigest()[:16]}"
+    fingerprint = fingerprint_of(sources, Path(__file__).read_bytes())  # another form of the pairs is another file
+    folder = Path(cache_dir) / f"docstrings-{platform.python_version()}-{fingerprint}"
     return build_once(folder, lambda folder: _build(folder, sources)) / "docstrings.jsonl"
 
 
@@ -59,7 +54,7 @@ def explained(name: str, content: bytes) -> Iterator[tuple[str, str]]:
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
         for node in body:
-            if isinstance(node, (ast.ClassDef, *FUNCTIONS)) and not node.name.startswith("_"):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
                 if isinstance(node, ast.ClassDef):
                     yield from walk(node.body, f"{prefix}{node.name}.")
                 elif (first := (ast.get_docstring(node) or "").split("\n")[0].strip()).endswith("."):

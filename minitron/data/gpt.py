@@ -148,12 +148,6 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> Plan:
     return Plan(epochs, samples, before_last if apart else samples)
 
 
-def build_document_index(sequences: range, plan: Plan, rng: np.random.RandomState) -> np.ndarray:
-    """int32 [epochs * sequences]: every epoch's copy, shuffled together or with the last epoch apart."""
-    index = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), plan.epochs)
-    return _shuffle_in_two(index, len(index) - len(sequences) if plan.last_apart else len(index), rng)
-
-
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
     """[num_samples + 1, 2]: (position in document_index, offset in tokens) of stream token k * seq_len.
 
@@ -176,20 +170,6 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
     return rows
 
 
-def build_shuffle_index(plan: Plan, rng: np.random.RandomState) -> np.ndarray:
-    """uint32 [samples] (int64 beyond its range): a permutation, in two ranges when the last epoch is apart."""
-    fits = plan.samples < np.iinfo(np.uint32).max - 1
-    index = np.arange(plan.samples, dtype=np.uint32 if fits else np.int64)
-    return _shuffle_in_two(index, plan.first_samples, rng)
-
-
-def _shuffle_in_two(index: np.ndarray, first: int, rng: np.random.RandomState) -> np.ndarray:
-    rng.shuffle(index[:first])
-    if first < len(index):
-        rng.shuffle(index[first:])
-    return index
-
-
 def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: range) -> None:
     """Build the three arrays of `key` and write them into `folder`, with the key beside them for the curious."""
     tokens = int(indexed.lengths[sequences.start:sequences.stop].sum(dtype=np.int64))
@@ -197,11 +177,16 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
         raise ValueError(f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, "
                          f"fewer than one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change "
                          "data.split")
-    plan = plan_epochs(tokens, key["samples"], key["seq_len"])
-    rng = np.random.RandomState(key["seed"])
-    documents = build_document_index(sequences, plan, rng)
-    np.save(folder / "document.npy", documents, allow_pickle=False)
-    np.save(folder / "sample.npy", build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"]),
-            allow_pickle=False)
-    np.save(folder / "shuffle.npy", build_shuffle_index(plan, rng), allow_pickle=False)
+    plan, rng = plan_epochs(tokens, key["samples"], key["seq_len"]), np.random.RandomState(key["seed"])
+    documents = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), plan.epochs)
+    fits = plan.samples < np.iinfo(np.uint32).max - 1
+    shuffle = np.arange(plan.samples, dtype=np.uint32 if fits else np.int64)
+    last = len(sequences) if plan.last_apart else 0
+    for index, first in (documents, len(documents) - last), (shuffle, plan.first_samples):
+        for part in index[:first], index[first:]:       # of two ranges, if the last epoch is apart
+            if len(part):
+                rng.shuffle(part)
+    cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])
+    for name, array in ("document", documents), ("sample", cuts), ("shuffle", shuffle):
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
     (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")

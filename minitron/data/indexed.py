@@ -11,6 +11,8 @@ Two documents, [7, 8, 9] and [4, 5], as uint16: `.bin` holds 10 bytes, lengths a
 indices 0 1 2.  Document d is the sequences document_indices[d] .. document_indices[d + 1] - 1; text written by
 tools/preprocess_data.py has one sequence a document.
 
+Modes belong to multimodal data and are passed over.
+
 The writer works under temporary names and renames at the end, the .idx last: a dataset with an .idx is complete.
 PREFIX.json beside them (ours, optional) says which tokenizer made the tokens; datasets of others lack it.
 
@@ -25,7 +27,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,6 @@ VERSION = 1
 DTYPES = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
           6: np.dtype("<f8"), 7: np.dtype("<f4"), 8: np.dtype("<u2")}
 _HEADER = struct.Struct("<9sQBQQ")          # magic, version, dtype code, sequences, document indices
-_COPY_BYTES = 64 << 20
 _BLOCK_SEQUENCES = 1 << 20
 _DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check_data.py checks a dataset in full)"
 
@@ -43,6 +44,15 @@ _DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check
 class DataError(ValueError):
     """A file of tokens is missing, damaged, or not what it was taken for.  During training no other ValueError is the
     user's to mend, so an entry point can print one line for this one and a traceback for the rest."""
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Turns the OSError of a file that is there and cannot be read into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); correct its permissions") from error
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -54,24 +64,22 @@ class IndexedDataset:
     """A dataset opened by memory map; `len()` counts sequences.
 
     lengths: int32 [sequences], in tokens.  pointers: int64 [sequences], in bytes.  document_indices: int64
-    [documents + 1].  modes: int8 [sequences], or None where the file has none.  All are read-only views of the map.
+    [documents + 1].  All are read-only views of the map.
     Opening reads the header and the last sequence; `check_index` reads the rest.
-    Raises DataError when a file is missing, is no Megatron index, or is of another size than the index says.
+    Raises DataError when a file is missing, unreadable, no Megatron index, or of another size than the index says.
     """
 
+    @_readable()
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = os.fspath(prefix)
-        self.dtype, num_sequences, num_indices, has_modes = _read_header(self.prefix)
+        self.dtype, num_sequences, num_indices = _read_header(self.prefix)
         index = np.memmap(f"{self.prefix}.idx", dtype=np.uint8, mode="r")
-        sections = [(np.dtype("<i4"), num_sequences), (np.dtype("<i8"), num_sequences), (np.dtype("<i8"), num_indices),
-                    (np.dtype("i1"), num_sequences if has_modes else 0)]
-        views, offset = [], _HEADER.size
-        for dtype, count in sections:
-            views.append(np.frombuffer(index, dtype, count, offset))
-            offset += count * dtype.itemsize
-        self.lengths, self.pointers, self.document_indices, modes = views
-        self.modes = modes if has_modes else None
+        after_lengths = _HEADER.size + 4 * num_sequences
+        self.lengths = np.frombuffer(index, "<i4", num_sequences, _HEADER.size)
+        self.pointers = np.frombuffer(index, "<i8", num_sequences, after_lengths)
+        self.document_indices = np.frombuffer(index, "<i8", num_indices, after_lengths + 8 * num_sequences)
         self._bin = self._map_tokens()
+        self.num_bin_bytes = len(self._bin)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,25 +87,19 @@ class IndexedDataset:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens offset .. offset + length - 1 of a sequence (to its end by default), a read-only view [length].
 
-        Raises DataError when the sequence does not lie within .bin, ValueError when the slice exceeds the sequence.
+        Raises DataError when the sequence does not lie within .bin.
         """
         stored, begin = int(self.lengths[sequence]), int(self.pointers[sequence])
         if not (0 <= stored and 0 <= begin <= len(self._bin) - stored * self.dtype.itemsize):
             raise DataError(f"{self.prefix}.idx: sequence {sequence} has {stored} tokens from byte {begin} on, and "
                             f".bin {len(self._bin)} bytes; {_DAMAGED}")
         length = stored - offset if length is None else length
-        if not (0 <= offset and 0 <= length <= stored - offset):
-            raise ValueError(f"{self.prefix}: sequence {sequence} has {stored} tokens; tokens {offset} to "
-                             f"{offset + length} were asked for; stay within the sequence")
+        assert 0 <= offset and 0 <= length <= stored - offset, "the slice stays within the sequence"
         return np.frombuffer(self._bin, self.dtype, length, begin + offset * self.dtype.itemsize)
 
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
-
-    @property
-    def num_bin_bytes(self) -> int:
-        return len(self._bin)
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Tokens begin .. end - 1 of the whole .bin, whatever their sequence: a view for scans."""
@@ -125,7 +127,7 @@ class IndexedDataset:
         return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
 
-class IndexedWriter:
+class IndexedWriter(AbstractContextManager):
     """Write PREFIX.bin and PREFIX.idx; nothing appears under these names before `finalize`.
 
     As a context manager it finalizes on success and deletes its temporary files on an error.  sidecar: a dict for
@@ -148,76 +150,47 @@ class IndexedWriter:
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if kind is None:
                 self.finalize()
         finally:
-            self.discard()
+            try:
+                with _writing(self.prefix):
+                    self._bin.close()       # writes what is buffered, which a full disk refuses
+            finally:
+                for name in "bin", "idx":
+                    Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
 
     def add_document(self, document: np.ndarray | Sequence[np.ndarray]) -> None:
         """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""
         for sequence in [document] if isinstance(document, np.ndarray) else document:
             tokens = self._as_tokens(np.asarray(sequence))
-            self._write(tokens)
+            with _writing(self.prefix):
+                self._bin.write(tokens.tobytes())
             self._lengths.append(len(tokens))
         self._document_indices.append(len(self._lengths))
 
-    def add_dataset(self, part: IndexedDataset) -> None:
-        """Append all documents of another dataset of the same dtype, as when shards are merged."""
-        if part.dtype != self.dtype:
-            raise DataError(f"{part.prefix}.idx: dtype {part.dtype} differs from {self.dtype} of {self.prefix}; "
-                            "preprocess both with one tokenizer")
-        if part.modes is not None:
-            raise DataError(f"{part.prefix}.idx: has modes (multimodal data), which {self.prefix} would lose; "
-                            "merge text datasets only")
-        check_index(part)
-        before, size = len(self._lengths), part.num_tokens
-        step = _COPY_BYTES // self.dtype.itemsize
-        for begin in range(0, size, step):
-            self._write(part.tokens(begin, min(begin + step, size)))
-        self._lengths.frombytes(part.lengths.tobytes())
-        self._document_indices.frombytes((part.document_indices[1:] + before).tobytes())
-
     def finalize(self) -> None:
         """Write the index and rename: .bin first, .idx last, so that whoever sees an .idx sees a whole dataset."""
-        with _writing(self.prefix):
-            self._finalize()
-
-    def discard(self) -> None:
-        """Delete the temporary files."""
-        try:
-            with _writing(self.prefix):
-                self._bin.close()       # writes what is buffered, which a full disk refuses
-        finally:
-            for kind in ("bin", "idx"):
-                Path(f"{self.prefix}.{kind}{self._suffix}").unlink(missing_ok=True)
-
-    def _finalize(self) -> None:
         lengths = np.frombuffer(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        with open(f"{self.prefix}.idx{self._suffix}", "xb") as index:
-            index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
-            for section in (lengths, pointers, np.frombuffer(self._document_indices, "<i8")):
-                index.write(section.tobytes())
-            _flush_to_disk(index)
-        _flush_to_disk(self._bin)
-        self._bin.close()
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)      # an older dataset disappears before its .bin changes
-        os.replace(f"{self.prefix}.bin{self._suffix}", f"{self.prefix}.bin")
-        Path(f"{self.prefix}.json").unlink(missing_ok=True)
-        if self.sidecar is not None:
-            Path(f"{self.prefix}.json").write_text(json.dumps(self.sidecar, indent=1) + "\n")
-        os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
-
-    def _write(self, tokens: np.ndarray) -> None:
         with _writing(self.prefix):
-            self._bin.write(tokens.tobytes())
+            with open(f"{self.prefix}.idx{self._suffix}", "xb") as index:
+                index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
+                for section in (lengths, pointers, np.frombuffer(self._document_indices, "<i8")):
+                    index.write(section.tobytes())
+                _flush_to_disk(index)
+            _flush_to_disk(self._bin)
+            self._bin.close()
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an older dataset disappears before its .bin changes
+            os.replace(f"{self.prefix}.bin{self._suffix}", f"{self.prefix}.bin")
+            Path(f"{self.prefix}.json").unlink(missing_ok=True)
+            if self.sidecar is not None:
+                Path(f"{self.prefix}.json").write_text(json.dumps(self.sidecar, indent=1) + "\n")
+            os.replace(f"{self.prefix}.idx{self._suffix}", f"{self.prefix}.idx")
 
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1:
@@ -231,23 +204,23 @@ class IndexedWriter:
         return tokens.astype(self.dtype, copy=False)
 
 
+@_readable()
 def read_sidecar(prefix: str | os.PathLike) -> dict | None:
     """PREFIX.json, which says what tokenizer made the dataset; None where there is none (a foreign dataset)."""
     path = Path(f"{os.fspath(prefix)}.json")
     if not path.is_file():
         return None
+    fix = "delete it or preprocess the data again"
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); delete it or preprocess the data again") from error
+        raise DataError(f"{path}: not JSON ({error}); {fix}") from error
     kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}
-    missing = kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set())
-    if missing:
-        raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; delete it or preprocess the data again")
+    if missing := kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set()):
+        raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; {fix}")
     for key, kind in kinds.items():
         if type(sidecar[key]) is not kind:
-            raise DataError(f"{path}: {key}={sidecar[key]!r} is no {'text' if kind is str else 'integer'}; delete the "
-                            "file or preprocess the data again")
+            raise DataError(f"{path}: {key}={sidecar[key]!r} is no {'text' if kind is str else 'integer'}; {fix}")
     return sidecar
 
 
@@ -276,8 +249,8 @@ def check_index(dataset: IndexedDataset) -> None:
                         f"{shown.tolist()} at {falls[0] if len(falls) else 'both ends'}; {_DAMAGED}")
 
 
-def _read_header(prefix: str) -> tuple[np.dtype, int, int, bool]:
-    """dtype, sequences, document indices and whether there are modes, checked against the size of PREFIX.idx."""
+def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
+    """dtype, sequences and document indices, checked against the size of PREFIX.idx."""
     path = f"{prefix}.idx"
     if not os.path.isfile(path):
         raise DataError(f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
@@ -299,10 +272,10 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int, bool]:
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size < expected:
         raise DataError(truncated)
-    if size not in (expected, expected + num_sequences):
+    if size not in (expected, expected + num_sequences):    # without or with modes
         raise DataError(f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or "
                         "preprocess it again")
-    return DTYPES[code], num_sequences, num_indices, size != expected
+    return DTYPES[code], num_sequences, num_indices
 
 
 @contextmanager

@@ -18,8 +18,7 @@ class MockDataset:
 
     def __init__(self, vocab_size: int, seq_len: int, num_samples: int, seed: int,
                  document_length: float | None = None, longest: int | None = None):
-        if document_length is not None and document_length < 1:
-            raise ValueError(f"document_length={document_length}: a document has at least one token; use 1 or more")
+        assert document_length is None or document_length >= 1
         self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples
         self.seed, self.document_length, self.longest = seed, document_length, longest
 

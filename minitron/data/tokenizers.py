@@ -168,12 +168,8 @@ def load_llama3(path: Path) -> TiktokenTokenizer:
     return TiktokenTokenizer(ranks, special, LLAMA3_SPLIT, "<|end_of_text|>")
 
 
-def load_llama2(path: Path) -> SentencePieceTokenizer:
-    """tokenizer.model of Llama 2, or any SentencePiece model with an end-of-sentence piece."""
-    return SentencePieceTokenizer(_read(path), str(path))
-
-
-_LOADERS = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2}
+_LOADERS = {"gpt2": load_gpt2, "llama3": load_llama3,
+            "llama2": lambda path: SentencePieceTokenizer(_read(path), str(path))}
 
 
 def cut_long_spaces(text: str) -> list[str]:
@@ -198,7 +194,7 @@ def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     try:
         return path.read_bytes()
