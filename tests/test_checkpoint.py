@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
 import resource
 import shutil
@@ -442,6 +443,18 @@ def test_a_directory_that_is_not_shared(ranks, tmp_path):
     ranks(1, leg, saving(config(LLAMA, LONG), tmp_path / "0"), 1)
     for message in ranks(2, sees_another, saving(config(LLAMA, LONG), tmp_path)):
         assert "ranks would start after steps [0, 1]; checkpoint.dir must be one directory" in message
+
+
+@pytest.mark.parametrize("more", [{}, {"finetune": {"kind": "lora"}}])
+def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
+    """Adapters need theirs for good: their step 1 would have taken the place of the base's."""
+    cfg = saving(config(LLAMA, LONG), tmp_path)
+    save(start_trainer(cfg)[0], cfg, 1)
+    for path in tmp_path, os.path.relpath(tmp_path / "step_00000001"):
+        anew = saving(config(LLAMA, LONG, more), tmp_path, resume=False, load=str(path))
+        with pytest.raises(CheckpointError, match=f"^checkpoint.load={path} lies in checkpoint.dir={tmp_path}, where"):
+            find(anew)
+        find(saving(anew, tmp_path / "another"))
 
 
 @pytest.mark.parametrize("change, message", [
