@@ -227,6 +227,9 @@ def test_signals_are_as_before_afterwards():
     with Stop(Mesh.offline(), SimpleNamespace(), 1):
         assert [signal.getsignal(number) for number in stop_module.SIGNALS] != before
     assert [signal.getsignal(number) for number in stop_module.SIGNALS] == before
+    with Stop(Mesh.offline(), SimpleNamespace(), 1) as stop:  # a library, loaded before Python, had set a handler
+        stop.before[signal.SIGUSR1] = None
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 # ---- skipped updates ----------------------------------------------------------------------------------------------
