@@ -215,9 +215,10 @@ Written by `python benchmarks/calibration.py`; no figure is typed in. Constants:
 
 The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of Megatron's
 kind; own rows are minitron's runs. Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed:
-what the published runs held is not known. Where a row has no measured memory, the predicted one is that of minitron in
-this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own peak and what
-GPUs of a node share.
+what the published runs held is not known. A3 Mega's row is planned without its recipe's attention dropout, which
+minitron computes by plain formulas. Where a row has no measured memory, the predicted one is that of minitron in this
+layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs
+of a node share.
 
 Left out of the model of time: stragglers and congestion, which grow with the scale, host time, data, checkpoints,
 evaluation, and that power limits slow some kernels more than others; of packed documents, that their kernel is another
