@@ -5,7 +5,7 @@ each case the newest); and what NVIDIA, Google and Jülich published, from publi
 the results, a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone
 tells, and writes them to devices.json:
 
-    in_step                  on own runs of one and two GPUs
+    in_step                  on own runs of one GPU
     tp_exposed, dp_exposed   on the smallest scale of every table with H100
 
 by the least sum of squared relative errors, one constant after another until none moves. All devices get the same
@@ -34,7 +34,6 @@ from minitron.planner.plan import Plan, plan
 
 FOLDER = Path(__file__).resolve().parent
 DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"
-OWN_FITTED_GPUS = 2
 STEPS = {"in_step": 0.005, "tp_exposed": 0.05, "dp_exposed": 0.05}  # of the search, and its grid
 ROUNDS = 10  # each kind of row has its own error to make small, so that the two could chase each other
 
@@ -70,7 +69,7 @@ def own_rows(path: Path) -> list[Row]:
             found[record["case"]] = Row(
                 record["case"], case.gpus, tuple(case.arguments(record["fp8"])), gpu[0].lower(),
                 record["ours"]["step_seconds"], record["ours_gib"], record["ours"].get("floor_gemm_seconds"),
-                fitted="device" if case.gpus <= OWN_FITTED_GPUS else "")
+                fitted="device" if case.gpus == 1 else "")
     return list(found.values())
 
 
@@ -208,16 +207,17 @@ Written by `python benchmarks/calibration.py`; no figure is typed in. Constants:
 - Measured alone on an H200: products, attention, copies, NVLink. Those of H100 and A100 are scaled by data sheets, and
   networks between nodes are data sheets' or assumed; each source says which. The share of memory traffic that
   products do not hide is left open by their times from 0 to 0.6, and was chosen with the published FP8 runs in view.
-- Fitted: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of up to {own} GPUs, for all
-  devices; the exposed shares tp {tp:g} and dp {dp:g} of communication, on the smallest scale of each table with H100,
-  for all fabrics. Nothing is fitted on memory.
+- Fitted: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU, for all devices; the
+  exposed shares tp {tp:g} and dp {dp:g} of communication, on the smallest scale of each table with H100, for all
+  fabrics. Nothing is fitted on memory.
 - Held out: larger scales, own runs of more GPUs, all of A100 and A3 Mega, later versions of the published software.
 
 The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of Megatron's
 kind; own rows are minitron's runs. Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed:
-what the published runs held is not known. Where a row has no measured memory, the predicted one is that of minitron in
-this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own peak and what
-GPUs of a node share.
+what the published runs held is not known. A3 Mega's row is planned without its recipe's attention dropout, which
+minitron computes by plain formulas. Where a row has no measured memory, the predicted one is that of minitron in this
+layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs
+of a node share.
 
 Left out of the model of time: stragglers and congestion, which grow with the scale, host time, data, checkpoints,
 evaluation, and that power limits slow some kernels more than others; of packed documents, that their kernel is another
@@ -227,7 +227,7 @@ these), and the start of a run."""
 
 def _method(machines: Machines) -> str:
     device, fabric = next(iter(machines[0].values())), next(iter(machines[1].values()))
-    return METHOD.format(in_step=device.in_step, own=OWN_FITTED_GPUS, tp=fabric.tp_exposed, dp=fabric.dp_exposed)
+    return METHOD.format(in_step=device.in_step, tp=fabric.tp_exposed, dp=fabric.dp_exposed)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import GPT3, LLAMA, config, mesh_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron import cli, dryrun, meta, plain
 from minitron.config import FinetuneConfig
@@ -42,9 +43,21 @@ def fp8(kind, **precision):
 def real_trace(cfg):
     """What one gloo rank communicates in building and in one step, on a CPU."""
     torch.set_num_threads(1)
-    recorder = Recorder()
-    run_step(prepare(cfg, recorded(mesh_of(cfg), recorder)))
+    recorder, mesh, calls = Recorder(), mesh_of(cfg), Calls()
+    with calls:
+        run_step(prepare(cfg, recorded(mesh, recorder)))
+    assert calls.count == len(recorder.records)  # nothing goes past the recorder
     return recorder.records
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches torch's process groups."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op.namespace == "c10d"
+        return op(*args, **(kwargs or {}))
 
 
 LAYOUTS = [

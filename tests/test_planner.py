@@ -17,12 +17,12 @@ from minitron.mesh import Mesh
 from minitron.model.gpt import GPT
 from minitron.pipeline.schedule import Exchange, make, operations
 from minitron.pipeline.simulate import simulate
-from tools import plan_search as search_module
 from minitron.planner.machine import Device, Fabric, Machine, read_machines
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Step, plan, room_gib
-from tools.plan_search import RECOMPUTE, changes, layouts, remedy, search
 from minitron.planner.work import Work, document_tokens, total
+from tools import plan_search as search_module
+from tools.plan_search import RECOMPUTE, changes, layouts, remedy, search
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")

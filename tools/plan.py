@@ -26,9 +26,9 @@ from minitron import cli
 from minitron.config import Config
 from minitron.planner.machine import Machine, read_machines
 from minitron.planner.plan import Plan, plan, room_gib
-from tools.plan_search import Found, changes, remedy, search, written
 from minitron.planner.work import HIDDEN
 from tools.command import Parser, run
+from tools.plan_search import Found, changes, remedy, search, written
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
 MEANINGS = {

@@ -44,13 +44,16 @@ def draw(job: Plan, folder: Path) -> Iterator[Path]:
 
 
 def memory_curve(job: Plan) -> list[tuple[float, float]]:
-    """(seconds, GiB) of the fullest pipeline rank: what lasts, and activations as operations leave and free them."""
+    """(seconds, GiB) of the fullest pipeline rank, a line's corners: what lasts, and activations, of which a forward
+    leaves more with every block and a backward frees them again.
+    """
     sizes = Step(job.cfg, job.world, job.machine).memory
     live = lasting = job.memory.total() - job.memory["activations"] - job.memory["working"]
     pp, curve = job.cfg.parallel.pp, [(0.0, lasting / 2**30)]
     for event in job.timeline.events:
         if event.rank == job.fullest:
             saved = sizes.saved(event.action.chunk * pp + event.rank)
+            curve.append((event.start, live / 2**30))
             live += saved if type(event.action) is Forward else -saved
             curve.append((event.end, live / 2**30))
     return curve
@@ -82,7 +85,7 @@ def memory(job: Plan):
             axes.axhspan(bottom, bottom + size, color=color, label=part, lw=0)
         bottom += size
     times, sizes = zip(*memory_curve(job))
-    axes.fill_between(times, bottom, sizes, step="post", color="#e07b39", label="activations", lw=0)
+    axes.fill_between(times, bottom, sizes, color="#e07b39", label="activations", lw=0)
     axes.axhline(room_gib(job.machine), color="#c94f4f", ls="--", label="room")
     axes.set(xlabel="seconds of a step", ylabel="GiB", xlim=(0, job.timeline.makespan), ylim=(0, None),
              title=f"Memory of pipeline rank {job.fullest}, the fullest")
@@ -97,7 +100,7 @@ def time_bars(plans: list[Plan]):
     names, left = [f"{p.world} GPUs" for p in plans], [0.0] * len(plans)
     for part, color in COLORS.items():
         widths = [p.seconds[part] for p in plans]
-        if max(widths) > 0.002 * plans[0].step_seconds:
+        if max(widths) > 1e-6:  # a difference of sums may be nothing but rounding
             axes.barh(names, widths, 0.7, left, color=color, label=part.replace("_", " "))
         left = [x + width for x, width in zip(left, widths)]
     axes.invert_yaxis()
@@ -120,9 +123,9 @@ def curves(proportional: list[Plan], fixed: list[Plan]):
         for p in plans:
             if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
                 axes.annotate(f"{p.mfu_percent:.1f} %", (p.world, p.tokens_per_second), xytext=(0, above), fontsize=8,
-                              ha="center", textcoords="offset points", color=color)
+                              ha="right" if above > 0 else "left", textcoords="offset points", color=color)
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s", title="Scaling, with MFU")
-    axes.margins(0.08, 0.1)
+    axes.margins(0.1, 0.1)
     axes.set_xticks(worlds, worlds)
     axes.minorticks_off()
     axes.legend(frameon=False)
