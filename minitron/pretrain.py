@@ -15,6 +15,7 @@ import torch.distributed as dist
 from minitron import cli, dryrun, profiling
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, check_data, find, restore
+from minitron.collectives import all_reduce_
 from minitron.config import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
@@ -75,6 +76,9 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
             train(trainer, data, log, stop, start.step, start.consumed_samples)
             if finetune:
                 log.summary()
+            mesh.activity.begin("end")
+            all_reduce_(through := torch.zeros(1, device=device), mesh.world)
+            through.item()  # rank 0, which may serve the store, leaves when nobody will ask there any more
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -135,7 +135,7 @@ class Stop:
     def __exit__(self, *_) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
         self.wire.close()
 
     def _listen(self, heard: socket.socket) -> None:

@@ -3,6 +3,7 @@
     none
     sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
     nan       a weight becomes NaN before step 3
+    late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitron import pretrain
+from minitron import pretrain, stop
 from minitron.pipeline import executor
 from minitron.train import Trainer
 
@@ -103,7 +104,19 @@ def nan():
     Trainer.step = poisoned
 
 
+def late(port):
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+    now = stop.Stop.now
+
+    def waits(gates):
+        if os.environ["RANK"] == "1" and gates.mesh.activity.step == 3:
+            time.sleep(3)
+        return now(gates)
+
+    stop.Stop.now = waits
+
+
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1].split("@")
-    {"none": lambda: None, "sleep": sleep, "nan": nan}[fault](*arguments)
+    {"none": lambda: None, "sleep": sleep, "nan": nan, "late": late}[fault](*arguments)
     pretrain.main(sys.argv[2:])

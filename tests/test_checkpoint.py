@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import re
 import resource
 import shutil
 import threading
@@ -17,7 +19,7 @@ import torch
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 
 from minitron import pretrain
-from minitron.checkpoint.format import CheckpointError, Reader, Writer
+from minitron.checkpoint.format import CheckpointError, Reader, TakenOver, Writer, begin, claim, write_shard
 from minitron.checkpoint.load import Start, find, restore
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.config import Config
@@ -262,6 +264,11 @@ def test_a_host_without_memory_for_the_copy(ranks, tmp_path, monkeypatch):
     assert calls[-1] == address                          # before the memory goes to somebody else
 
 
+def names_in(directory: Path) -> list[str]:
+    """What lies there, without what tells owners of the same number apart."""
+    return sorted(re.sub(r"^(owner|aside)\.(\d+)-\w{8}$", r"\1.\2", path.name) for path in directory.iterdir())
+
+
 def fails_on_rank_1(cfg: Config) -> tuple[list[str], list[dict]]:
     """Saves of steps 1, 2 and 3; during that of step 2 the files of rank 1 may not grow, as on a disk that is full."""
     trainer, _ = start_trainer(cfg)
@@ -287,7 +294,7 @@ def test_a_failing_disk_costs_the_checkpoint_and_not_the_run(ranks, tmp_path):
         assert lines[1].startswith("checkpoint of step 2 failed, training goes on: ")
         assert "step_00000002.tmp-" in lines[1] and "rank_00001.safetensors: file too large" in lines[1]
         assert figures == ranks(2, whole, cfg, 3)[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "owner.1", "step_00000001", "step_00000003"]
+    assert names_in(tmp_path) == ["latest", "owner.1", "step_00000001", "step_00000003"]
     Reader(tmp_path).verify()
 
 
@@ -336,11 +343,38 @@ def test_a_second_run_in_one_directory_takes_it_over(ranks, tmp_path):
         for line in said:
             assert line.startswith(f"checkpoint.dir={tmp_path} was taken over by process ")
             assert "started 20" in line and "; only one run at a time can save there: end one of them, or" in line
-        assert said[1].endswith(f"; this run's step 2 is in {tmp_path}/aside.1")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["aside.1", "latest", "owner.2", "step_00000003"]
-    for folder, step in (tmp_path, 3), (tmp_path / "aside.1", 2):
+        aside, = tmp_path.glob("aside.*")
+        assert said[1].endswith(f"; this run's step 2 is in {aside}")
+    assert names_in(tmp_path) == ["aside.1", "latest", "owner.2", "step_00000003"]
+    for folder, step in (tmp_path, 3), (aside, 2):
         Reader(folder).verify()
         assert Reader(folder).iteration == step
+
+
+def cleared_away(cfg: Config) -> str:
+    """While rank 1 writes its file, a second run takes the directory over and begins to save."""
+    trainer, _ = start_trainer(cfg)
+
+    def late(path: Path, mine: list) -> tuple:
+        if trainer.mesh.rank == 1 and "aside" not in str(path):
+            begin(path.parents[1], 2, 0, claim(path.parents[1]))
+        return write_shard(path, mine)
+
+    with pytest.MonkeyPatch.context() as patch, Log(cfg, trainer.mesh.rank, trainer.mesh.world.size) as log:
+        patch.setattr("minitron.checkpoint.save.write_shard", late)
+        saves = Checkpointer(cfg, trainer.state, {}, log)
+        saves.save(1, 4)
+        with pytest.raises(TakenOver) as raised:
+            saves.wait()
+    return str(raised.value)
+
+
+def test_a_save_that_the_next_run_has_cleared_away_is_made_aside(ranks, tmp_path):
+    """A run that is told to end, and its successor is already there: this save is its last."""
+    messages = ranks(2, cleared_away, saving(config(LLAMA, LONG, {"parallel": {"tp": 2}}), tmp_path))
+    aside, = tmp_path.glob("aside.*")
+    assert len(set(messages)) == 1 and messages[0].endswith(f"; this run's step 1 is in {aside}")
+    Reader(aside).verify()
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -411,6 +445,18 @@ def test_a_directory_that_is_not_shared(ranks, tmp_path):
         assert "ranks would start after steps [0, 1]; checkpoint.dir must be one directory" in message
 
 
+@pytest.mark.parametrize("more", [{}, {"finetune": {"kind": "lora"}}])
+def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
+    """Adapters need theirs for good: their step 1 would have taken the place of the base's."""
+    cfg = saving(config(LLAMA, LONG), tmp_path)
+    save(start_trainer(cfg)[0], cfg, 1)
+    for path in tmp_path, os.path.relpath(tmp_path / "step_00000001"):
+        anew = saving(config(LLAMA, LONG, more), tmp_path, resume=False, load=str(path))
+        with pytest.raises(CheckpointError, match=f"^checkpoint.load={path} lies in checkpoint.dir={tmp_path}, where"):
+            find(anew)
+        find(saving(anew, tmp_path / "another"))
+
+
 @pytest.mark.parametrize("change, message", [
     ({"num_layers": 4}, "index.json is of another model: model.num_layers was 5 and is 4; set it to that, or"),
     ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
@@ -454,8 +500,7 @@ def test_the_same_command_goes_on(tmp_path, capsys):
     first, then = command("cut", 5, *saves), command("cut", 8, *saves)
     assert "resumed" not in first and f"resumed from {tmp_path}/saves/step_00000005\n" in then
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
-    assert sorted(p.name for p in (tmp_path / "saves").iterdir()) == [
-        "latest", "owner.2", "step_00000006", "step_00000008"]
+    assert names_in(tmp_path / "saves") == ["latest", "owner.2", "step_00000006", "step_00000008"]
     assert "consumed samples" not in command("cut", 8, *saves)  # nothing is left to do
     assert "weights of" in command("new", 1, f"checkpoint.load={tmp_path / 'saves'}")
     assert losses_of(tmp_path / "new")[1] < losses_of(tmp_path / "whole")[1]

@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -352,7 +354,29 @@ def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
     commit(other, mine, [], owner=second)
     (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
     begin(tmp_path, 2, 0, second)
-    assert claim(tmp_path) == 1
+    assert claim(tmp_path).startswith("1-")
+    with pytest.raises(TakenOver):            # the numbers begin again, and yet it is none of the two that were
+        begin(tmp_path, 2, 0, first)
+
+
+def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_path, monkeypatch):
+    both = threading.Barrier(2)
+
+    def together(directory, owners=files._owners):
+        found = owners(directory)
+        both.wait(10)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(files, "_owners", together)
+        owners = list(threads.map(claim, [tmp_path] * 2))
+    monkeypatch.undo()
+    assert [owner[:2] for owner in owners] == ["1-", "1-"]
+    begin(tmp_path, 1, 0, max(owners))
+    with pytest.raises(TakenOver):
+        begin(tmp_path, 1, 0, min(owners))
+    begin(tmp_path, 1, 0, third := claim(tmp_path))
+    assert third.startswith("2-") and len(list(tmp_path.glob("owner.*"))) == 1
 
 
 def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -135,6 +136,15 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
         assert before <= passed[0] <= after + 1  # a thread may stand between the gate and its note of it
 
 
+def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Run(tmp_path, f"late@{port}", "train.steps=3", ranks=2) as run:
+        status, _, output = run.end()
+    assert status == 0, output
+
+
 def test_a_signal_during_an_evaluation_ends_it(tmp_path):
     with Run(tmp_path, "none", "train.eval_every=4", "train.eval_steps=1000000", f"checkpoint.dir={tmp_path / 'saved'}",
              ranks=2) as run:
@@ -217,6 +227,9 @@ def test_signals_are_as_before_afterwards():
     with Stop(Mesh.offline(), SimpleNamespace(), 1):
         assert [signal.getsignal(number) for number in stop_module.SIGNALS] != before
     assert [signal.getsignal(number) for number in stop_module.SIGNALS] == before
+    with Stop(Mesh.offline(), SimpleNamespace(), 1) as stop:  # a library, loaded before Python, had set a handler
+        stop.before[signal.SIGUSR1] = None
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 # ---- skipped updates ----------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ Problem: training is killed at any moment, also inside a save; disks fill up and
 layout; and a checkpoint may come from anywhere, so opening one must not run code. The idea:
 
     runs/a/latest                                   the name of the newest, and a checksum of that name
-    runs/a/owner.7                                  the seventh run to save here: its process, host and start
+    runs/a/owner.7-5e0c91d2                         the seventh run to save here: its process, host and start
     runs/a/step_00000020/index.json                 which box of which tensor is in which file; each file's checksum
     runs/a/step_00000020/rank_00003.safetensors     boxes of tensors (boxes.py), written by one rank
-    runs/a/step_00000030.tmp-5e0c91d2/              a save under way, or what is left of one that was killed
+    runs/a/step_00000030.tmp-8d21f06b/              a save under way, or what is left of one that was killed
 
   1. Safetensors and JSON are data only.
   2. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
@@ -59,7 +59,7 @@ FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
 STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
-OWNER = re.compile(r"owner\.(\d+)")
+OWNER = re.compile(r"owner\.((\d+)-\w{8})")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
@@ -124,39 +124,45 @@ def make_writable(directory: Path) -> None:
                                   "save has to; use a disk, or a bucket with a hierarchical namespace") from error
 
 
-def claim(directory: Path) -> int:
-    """Take a directory over: the number of its new owner, for `begin` and `commit`. Raises CheckpointError.
+def claim(directory: Path) -> str:
+    """Take a directory over: its new owner, for `begin` and `commit`, as "7-5e0c91d2". Raises CheckpointError.
 
     Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
+    The number says who came last. The rest tells apart who came at the same instant, or before somebody emptied the
+    directory, where numbers begin again.
     """
     make_writable(directory)
     with disk_errors(directory):
         before = _owners(directory)
-        number = max(before, default=0) + 1
-        with open(directory / f"owner.{number}", "x", encoding="utf-8") as file:
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
-        for path in before.values():
-            path.unlink(missing_ok=True)
-    return number
+        owner = f"{max((number for number, _ in before), default=0) + 1}-{secrets.token_hex(4)}"
+        (directory / f"owner.{owner}").write_text(
+            f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
+        for _, name in before:
+            (directory / f"owner.{name}").unlink(missing_ok=True)
+    return owner
 
 
-def _owners(directory: Path) -> dict[int, Path]:
-    return {int(match[1]): path for path in directory.glob("owner.*") if (match := OWNER.fullmatch(path.name))}
+def _owners(directory: Path) -> list[tuple[int, str]]:
+    """(number, owner), the one that counts last."""
+    return sorted((int(match[2]), match[1]) for path in directory.glob("owner.*")
+                  if (match := OWNER.fullmatch(path.name)))
 
 
-def _check_owner(directory: Path, owner: int | None) -> None:
+def check_owner(directory: Path, owner: str | None) -> None:
     """Raises TakenOver if the directory has another owner. None: nobody's, as that of a tool."""
-    owners = _owners(directory) if owner is not None else {}
-    if (newest := max(owners, default=owner)) != owner:
-        raise TakenOver(f"checkpoint.dir={directory} was taken over by {owners[newest].read_text(errors='replace')}; "
-                        "only one run at a time can save there: end one of them, or give it another")
+    owners = _owners(directory) if owner is not None else []
+    if owners and owners[-1][1] != owner:
+        with disk_errors(directory):
+            newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
+        raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; only one run at a time can save "
+                        "there: end one of them, or give it another")
 
 
-def begin(directory: Path, iteration: int, num_bytes: int, owner: int | None = None) -> Path:
+def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None) -> Path:
     """A fresh temporary folder for a save; what killed saves left goes. CheckpointError without room for num_bytes."""
     make_writable(directory)
     with disk_errors(directory):
-        _check_owner(directory, owner)
+        check_owner(directory, owner)
         for stale in directory.glob("*.tmp-*"):
             _remove(stale)
         free = shutil.disk_usage(directory).free
@@ -169,7 +175,7 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: int | None = N
 
 
 def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0, after: int = 0,
-           owner: int | None = None) -> None:
+           owner: str | None = None) -> None:
     """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
 
     about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
@@ -187,7 +193,7 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
     with disk_errors(directory):
         _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
         _sync(temporary)
-        _check_owner(directory, owner)
+        check_owner(directory, owner)
         replaced = _hide(folder)  # if it is there, of a run that went back to before it
         os.rename(temporary, folder)
         _sync(directory)

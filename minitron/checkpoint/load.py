@@ -170,6 +170,10 @@ def _open_base(cfg: Config) -> Weights:
                               "Hugging Face folder or a minitron checkpoint")
     key = "checkpoint.load=" if cfg.finetune.base is None else "finetune.base="
     reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple, key=key)
+    directory = cfg.checkpoint.dir
+    if directory is not None and reader.path.resolve() in checkpoints(Path(directory).expanduser().resolve()).values():
+        raise CheckpointError(f"{key}{path} lies in checkpoint.dir={directory}, where this run's saves would delete "
+                              "it; use another checkpoint.dir")
     _check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
     return reader
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.format import CheckpointError, TakenOver, begin, claim, commit, write_shard
+from minitron.checkpoint.format import CheckpointError, TakenOver, begin, check_owner, claim, commit, write_shard
 from minitron.config import Config
 from minitron.fp8 import Fp8Gemm
 from minitron.log import Log
@@ -168,31 +168,41 @@ class Checkpointer:
         """In the thread: from the copy to a checkpoint, together with the other ranks' threads."""
         if copied is not None:
             copied.synchronize()
-        mesh, temporary, started = self.mesh, None, time.perf_counter()
+        mesh, started = self.mesh, time.perf_counter()
         layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg),
                  "layout": layout | {"vp": len(self.state.chunks)},
                  "state": {name: value.item() for name, value in scalars.items()} | {
                      "data": self.data, "base": self.state.base}}
-        size, keep, owner = sum(piece.tensor.nbytes for piece in mine), self.cfg.checkpoint.keep, self.owner
+        size = sum(piece.tensor.nbytes for piece in mine)
         try:
-            temporary = decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), owner), mesh,
-                               self.group)
-            decide(lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
-                   lambda shards: commit(temporary, about, shards, keep, self.saved, owner), mesh, self.group)
+            self._to_disk(about, mine, size)
+        except TakenOver as error:
+            self.log.info(f"{error}; here this run saves aside, and ends")
+            self.directory /= f"aside.{self.owner}"
+            self._write(step, consumed_samples, mine, scalars, None)
+            aside = f"; this run's step {step} is in {self.directory}" if self.saved == step else ""
+            raise TakenOver(f"{error}{aside}") from error
         except CheckpointError as error:
-            if temporary is not None and mesh.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, TakenOver):
-                self.log.info(f"{error}; here this run saves aside, and ends")
-                self.directory /= f"aside.{owner}"
-                self._write(step, consumed_samples, mine, scalars, None)
-                aside = f"; this run's step {step} is in {self.directory}" if self.saved == step else ""
-                raise TakenOver(f"{error}{aside}") from error
             return self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
         self.saved = step
         self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
                       f"{time.perf_counter() - started:.2f} s")
+
+    def _to_disk(self, about: dict, mine: list[Piece], size: int) -> None:
+        """Raises CheckpointError and TakenOver, on all ranks alike."""
+        mesh, keep, owner, temporary = self.mesh, self.cfg.checkpoint.keep, self.owner, None
+        try:
+            temporary = decide(lambda: size, lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner),
+                               mesh, self.group)
+            decide(lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
+                   lambda shards: commit(temporary, about, shards, keep, self.saved, owner), mesh, self.group)
+        except CheckpointError:
+            if temporary is not None and mesh.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            # Whoever took the directory over may have cleared this save away, in the midst of a file.
+            decide(lambda: None, lambda _: check_owner(self.directory, owner), mesh, self.group)
+            raise
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
