@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -209,8 +211,11 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     world = options.world
     cfg.check(world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this without a traceback
-    print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
+    try:
+        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)), flush=True)
+    except BrokenPipeError:  # its reader, `head`, has seen enough; the flush at the interpreter's end must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def choose_ranks(names: str, pp: int, world: int) -> list[int]:

@@ -310,7 +310,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         process.stdout.read(10)
         process.stdout.close()  # with more to come than a pipe holds
-        assert process.stderr.read() == b"" and process.wait() == -signal.SIGPIPE
+        assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE
 
 
 def test_the_table(capsys):
