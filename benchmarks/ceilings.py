@@ -137,6 +137,7 @@ def write_device(rows: list[Row], properties, path: Path) -> None:
     fabric = replace(fabric, source=f"benchmarks/ceilings.py inside of the node; the rest as {devices[like].fabric}")
     tables = [{name: asdict(one) for name, one in (table | {"here": mine}).items()}
               for table, mine in ((devices, here), (fabrics, fabric))]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(zip(("devices", "fabrics"), tables)), indent=1) + "\n", encoding="utf-8")
 
 
