@@ -3,8 +3,8 @@
     config -> mesh -> model -> pipeline schedule -> optimizer -> loop (step, log, save)
 
 `build` makes the parts, each from a file that teaches one idea. `Trainer.step` is a training step of any layout.
-`train` is the loop around it. The device never waits for the host: step n + 1 is queued while n runs its last backward,
-and the figures of n are logged after that.
+`train` is the loop around it. It queues step n + 1 while the device is in the last backward of n, so that the device
+goes on without a pause; the figures of n are logged after that.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class GPTDataset:
 
     def __init__(self, indexed: IndexedDataset, sequences: range, num_samples: int, seq_len: int, seed: int,
                  cache_dir: str | os.PathLike, vocab_size: int):
-        self.indexed, self.seq_len, self.vocab_size = indexed, seq_len, vocab_size
+        self.indexed, self.vocab_size = indexed, vocab_size
         key = {"data": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], "samples": num_samples,
                "seq_len": seq_len, "seed": seed}
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]

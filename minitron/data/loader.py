@@ -32,7 +32,7 @@ class Loader:
     def __init__(self, dataset, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
         self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
-        self.separate, self.seq_len = cfg.data.separate_documents, cfg.train.seq_len
+        self.separate = cfg.data.separate_documents
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: tuple[int, Future] | None = None
