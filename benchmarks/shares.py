@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 Kernel = tuple[str, float, float]  # name, start, end, in one unit
 
@@ -69,10 +69,17 @@ def table(kernels: list[Kernel], steps: int, rows: int = 30) -> str:
 
 
 def record(step: Callable[[int], object], steps: int) -> list[Kernel]:
-    """The GPU's kernels and copies during `steps` calls of step(i), times in us."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    """The GPU's kernels and copies during `steps` calls of step(i), times in us.
+
+    One more comes before: ranks start their profilers up to a second apart, and would wait for each other in the first.
+    """
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+                 schedule=schedule(wait=0, warmup=1, active=1)) as profiler:
+        step(0)
+        torch.cuda.synchronize()
+        profiler.step()
         for i in range(steps):
-            step(i)
+            step(1 + i)
         torch.cuda.synchronize()
     return [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()
             if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
