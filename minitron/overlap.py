@@ -3,12 +3,15 @@
 Problem: under sequence parallelism a linear layer gathers its input, or scatters its output, and the GPU's matrix
 units are idle meanwhile: a fifth of the step of a 70B block at tp 4. A collective on a stream of its own can run
 beside an independent product, but it needs streaming multiprocessors, which a product does not give up before its end.
-The idea: cut the product by rows, one piece for each rank, and move one piece while another is computed. Over NVLink
-ranks read each other's memory directly ("symmetric memory"), with copy engines, which take no multiprocessor:
+The idea: cut the product by rows and move one piece while another is computed. Over NVLink ranks read each other's
+memory directly ("symmetric memory"), with copy engines, which take no multiprocessor:
 
     gather, then product, 4 ranks                     product, then reduce-scatter, seen by rank 0
-    rank 0's GEMM   [x0 W][x1 W][x2 W][x3 W]          GEMM    [for rank 1][for 2][for 3][own]
-    copies          [ x1 ][ x2 ][ x3 ]                copies              [from 3][from 2][from 1]  then a sum of four
+    rank 0's GEMM   [x0 W][x1 W][x2 and x3 W]         GEMM    [for ranks 2 and 3][for 1][own]
+    copies          [ x1 ][ x2 ][ x3 ]                copies                     [from 2][from 3][from 1]  then a sum
+
+The own piece is first, or last, since nobody waits for it; the others double, so that few are needed: a product of
+8 ranks has 4 pieces, which takes the host half as long as one for each rank, and large ones are more efficient.
 
 In the backward pass there are two products, and each collective has one that does not depend on it; there the products
 stay whole, which is more efficient, and the copies run beside them.
@@ -20,14 +23,16 @@ asynchronous where a product is independent of them. Both have the same four met
     consume   consume(rows, parts): a product of parts that belong to these rows of the gathered matrix
     produce   produce(rows, out): writes these rows of the partial sums to `out`
 
-Left out: communication between nodes, which share no memory: there `choose` takes Separate.
+Left out: communication between nodes, which share no memory, and among 3 or 6 ranks: there `choose` takes Separate.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from itertools import accumulate
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,147 +92,170 @@ class Separate:
 class Pipelined:
     """Symmetric memory between the GPUs of one node. Collective over the axis, as every method is.
 
-    Three streams beside the current one: `copies` for what travels, `side` for every second piece of a product, so that
-    the end of one piece and the beginning of the next share the GPU, and `signals`.
+    Two streams beside the current one: `side` for every second piece of a product, so that the end of one piece and the
+    beginning of the next share the GPU, and `copies` for what travels.
 
     What is to be read by others is written to memory that they see, then a barrier says that it is there. Barriers are
-    kernels, which a product that fills the GPU would hold up to its end: `signals` has the priority to get the first
+    kernels, which a product that fills the GPU would hold up to its end: `copies` has the priority to get the first
     multiprocessor that a tile sets free. Only copies wait for barriers, so a rank that is ahead goes on with the
     products that it has the operands for.
 
     The memory has two halves, used in turn: whoever has passed the barrier of one use knows that the use before it is
     over on all ranks, so none has to end with a barrier too.
+
+    The products of a layer take the GPU some milliseconds, and the host has no more than that to launch all of this:
+    hence events that are used again, few changes of the stream, and views that are made once.
     """
 
     overlap = True
 
-    def __init__(self, axis: Axis, sum_parts: Callable[[Tensor], Tensor]):
-        self.axis, self._sum_parts = axis, sum_parts
-        self.side, self.copies, self.signals = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
-        self._halves: dict[str, list] = {}
+    def __init__(self, axis: Axis, device: torch.device, sum_parts: Callable[[Tensor], Tensor]):
+        self.axis, self.device, self._sum_parts = axis, device, sum_parts
+        self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+        self._groups = _groups(axis.size, axis.rank)
+        self._event = torch.cuda.Event()  # of what a stream waits for at once
+        self._there = [torch.cuda.Event() for _ in self._groups[1:]]
+        self._arrival = {use: torch.cuda.Event() for use in ("gather", "scatter")}
+        self._halves: dict[str, list[_Half]] = {}
         self._pending: set[str] = set()
 
     def gather(self, parts: Parts) -> Callable[[], Parts]:
-        parts, whole, memory = self._publish(parts)
-        self._pending.add("gather")
-        with torch.cuda.stream(self.copies):
-            for source in self._ring(1):
-                self._fetch(memory, source, whole)
-        there = self.copies.record_event()
+        parts, whole, memory = self._begin_gather(parts)
+        with _On(self.copies, self._main()):
+            self._publish(memory, parts)
+            for group in reversed(self._groups):
+                self._fetch(memory, group, whole)
+        finish = self._finish("gather")
 
-        def finish() -> Parts:
+        def gathered() -> Parts:
             nonlocal parts  # until here they are read
-            torch.cuda.current_stream().wait_event(there)  # not for a scatter that has begun meanwhile
-            self._pending.remove("gather")
+            finish()
             parts = None
             return whole
 
-        return finish
+        return gathered
 
     def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
-        parts, whole, memory = self._publish(parts)
-        main, m = torch.cuda.current_stream(), parts[0].shape[0]
-        self.side.wait_stream(main)
-        for i, source in enumerate(self._ring(0)):  # the own piece first: it needs no copy
-            stream, pieces = (main, self.side)[i % 2], parts
-            if i > 0:
-                with torch.cuda.stream(self.copies):
-                    pieces = self._fetch(memory, source, whole)
-                stream.wait_event(self.copies.record_event())
-            with torch.cuda.stream(stream):
-                consume(slice(source * m, (source + 1) * m), pieces)
-        if keep:
-            with torch.cuda.stream(self.copies):
-                self._fetch(memory, self.axis.rank, whole)
-        main.wait_stream(self.side)
-        main.wait_stream(self.copies)
+        parts, whole, memory = self._begin_gather(parts)
+        main, m, pieces = self._main(), parts[0].shape[0], [parts]  # the own piece first: it needs no copy
+        self._after(self.side, main)
+        with _On(self.copies, main):
+            self._publish(memory, parts)
+            for group, there in zip(self._groups[1:], self._there):
+                pieces.append(self._fetch(memory, group, whole))
+                there.record(self.copies)
+            if keep:
+                self._fetch(memory, self._groups[0], whole)
+        for first, stream in enumerate((main, self.side)):
+            with _On(stream, main):
+                for i in range(first, len(pieces), 2):
+                    if i > 0:
+                        stream.wait_event(self._there[i - 1])
+                    consume(self._groups[i].rows(m), pieces[i])
+        self._after(main, self.side)
+        self._after(main, self.copies)
         return whole if keep else None
 
     def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
-        main, m = torch.cuda.current_stream(), shape[0] // self.axis.size
-        partial, received, memory = self._partial_sums(shape, like)
-        self.side.wait_stream(main)
-        for i, target in enumerate(self._ring(1)):  # the own piece last: nobody waits for it
-            stream, own = (main, self.side)[i % 2], target == self.axis.rank
-            with torch.cuda.stream(stream):
-                produce(slice(target * m, (target + 1) * m), received[target] if own else partial[target])
+        main, m = self._main(), shape[0] // self.axis.size
+        partial, received, memory = self._begin_scatter(shape, like)
+        self._after(self.side, main)
+        for i, group in enumerate(reversed(self._groups)):  # the own piece last: nobody waits for it
+            stream, own = (main, self.side)[i % 2], i + 1 == len(self._groups)
+            with _On(stream, main):
+                rows = group.rows(m)
+                produce(rows, received[self.axis.rank] if own else partial[rows])
             if not own:
-                self._announce(memory, stream)  # everyone has produced as many pieces
-                with torch.cuda.stream(self.copies):
-                    self._receive(memory, (2 * self.axis.rank - target) % self.axis.size, received)
-        main.wait_stream(self.side)
-        main.wait_stream(self.copies)
+                self._after(self.copies, stream)
+                with _On(self.copies, main):
+                    memory.barrier()  # everyone has produced as many pieces
+                    self._receive(memory, group, received)
+        self._after(main, self.side)
+        self._after(main, self.copies)
         return self._sum_parts(received)
 
     def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
         """The product stays whole; its parts travel beside what the current stream does next."""
-        partial, received, memory = self._partial_sums(shape, like)
-        self._pending.add("scatter")
-        produce(slice(None), partial.flatten(0, 1))
-        self._announce(memory, torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            for source in self._ring(1):
-                self._receive(memory, source, received)
-        there = self.copies.record_event()
+        partial, received, memory = self._begin_scatter(shape, like)
+        main = self._main()
+        produce(slice(None), partial)
+        self._after(self.copies, main)
+        with _On(self.copies, main):
+            memory.barrier()
+            for group in reversed(self._groups):
+                self._receive(memory, group, received)
+        finish = self._finish("scatter")
 
-        def finish() -> Tensor:
-            torch.cuda.current_stream().wait_event(there)
-            self._pending.remove("scatter")
+        def scattered() -> Tensor:
+            finish()
             return self._sum_parts(received)
+
+        return scattered
+
+    def _main(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device.index)  # without an index torch looks for the device, for 10 us
+
+    def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+        """What is launched on `later` from here on comes after what `earlier` has."""
+        self._event.record(earlier)
+        later.wait_event(self._event)
+
+    def _finish(self, use: str) -> Callable[[], None]:
+        """Waits for the copies so far, not for those of another use that begins meanwhile."""
+        there = self._arrival[use]
+        there.record(self.copies)
+        self._pending.add(use)
+
+        def finish() -> None:
+            self._main().wait_event(there)
+            self._pending.remove(use)
 
         return finish
 
-    def _ring(self, first: int) -> list[int]:
-        """All ranks from the `first` after this one on: at any time everyone reads from another one."""
-        return [(self.axis.rank + step) % self.axis.size for step in range(first, first + self.axis.size)]
-
-    def _announce(self, memory, stream: torch.cuda.Stream) -> None:
-        """Copies from here on find what all ranks have written on `stream` so far."""
-        self.signals.wait_stream(stream)
-        with torch.cuda.stream(self.signals):
-            memory.barrier(channel=0)
-        self.copies.wait_stream(self.signals)
-
-    def _publish(self, parts: Parts):
-        """Parts where others see them: (the parts, space for everyone's, the handle to everyone's)."""
+    def _begin_gather(self, parts: Parts) -> tuple[Parts, Parts, _Half]:
+        """(the parts, space for everyone's, memory that all see)."""
         parts = [part.contiguous() for part in parts]
         whole = [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
-        _, memory = self._half("gather", sum(map(_room, parts)), parts[0].device)
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            for mine, part in zip(_views(memory, self.axis.rank, parts), parts):
-                mine.copy_(part)
-        self._announce(memory, self.copies)
+        memory = self._half("gather", sum(map(_room, parts)))
+        self._after(self.copies, self._main())
         return parts, whole, memory
 
-    def _fetch(self, memory, source: int, whole: Parts) -> Parts:
-        pieces = [out.chunk(self.axis.size)[source] for out in whole]
-        for piece, theirs in zip(pieces, _views(memory, source, pieces)):
-            piece.copy_(theirs)
-        return pieces
+    def _publish(self, memory: _Half, parts: Parts) -> None:
+        for part, there in zip(parts, memory.views(self.axis.rank, parts)):
+            there.copy_(part)
+        memory.barrier()
 
-    def _partial_sums(self, shape: tuple[int, int], like: Tensor):
-        """(space that others see, space for what they have for this rank, both [tp, m/tp, n]; handle to everyone's)."""
-        shape, size = (self.axis.size, shape[0] // self.axis.size, shape[1]), shape[0] * shape[1] * like.itemsize
-        buffer, memory = self._half("scatter", size, like.device)
-        return buffer[:size].view(like.dtype).view(shape), like.new_empty(shape), memory
+    def _fetch(self, memory: _Half, group: _Group, whole: Parts) -> Parts:
+        """These ranks' pieces of the whole."""
+        pieces = [out.chunk(self.axis.size) for out in whole]
+        for source in group.sources:
+            mine = [piece[source] for piece in pieces]
+            for piece, theirs in zip(mine, memory.views(source, mine)):
+                piece.copy_(theirs)
+        return [out[group.rows(piece[0].shape[0])] for out, piece in zip(whole, pieces)]
 
-    def _receive(self, memory, source: int, received: Tensor) -> None:
-        """What `source` has for this rank."""
-        piece = received[source]
-        piece.copy_(memory.get_buffer(source, piece.shape, piece.dtype, self.axis.rank * piece.numel()))
+    def _begin_scatter(self, shape: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor, _Half]:
+        """(space [m, n] that others see, space [tp, m/tp, n] for what they have for this rank, memory that all see)."""
+        memory = self._half("scatter", shape[0] * shape[1] * like.itemsize)
+        received = like.new_empty(self.axis.size, shape[0] // self.axis.size, shape[1])
+        return memory.view(self.axis.rank, shape, like.dtype, 0), received, memory
 
-    def _half(self, use: str, need: int, device: torch.device):
-        """(buffer, handle to everyone's) of `need` bytes or more. Grows in the first microbatches of a run only."""
+    def _receive(self, memory: _Half, group: _Group, received: Tensor) -> None:
+        """What these ranks have for this one."""
+        for source in group.sources:
+            piece = received[source]
+            piece.copy_(memory.view(source, piece.shape, piece.dtype, self.axis.rank * piece.numel()))
+
+    def _half(self, use: str, need: int) -> _Half:
+        """`need` bytes or more. Grows in the first microbatches of a run only."""
         assert use not in self._pending, f"a {use} begins before the one before it was finished"
         halves = self._halves.setdefault(use, [])
-        if not halves or halves[0][0].nbytes < need:
+        if not halves or halves[0].nbytes < need:
             self.axis.activity.enter("rendezvous", self.axis, need)
             torch.cuda.synchronize()
             dist.barrier(self.axis.group)  # someone may still read the old memory
-            buffers = [symmetric_memory.empty(need, dtype=torch.uint8, device=device) for _ in range(2)]
-            halves[:] = [(buffer, symmetric_memory.rendezvous(buffer, self.axis.group.group_name))
-                         for buffer in buffers]
+            buffers = [symmetric_memory.empty(need, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            halves[:] = [_Half(buffer, self.axis.group.group_name) for buffer in buffers]
             self.axis.activity.leave()
         halves.reverse()
         return halves[0]
@@ -235,21 +263,71 @@ class Pipelined:
     @property
     def nbytes(self) -> int:
         """Of shared memory on this rank, which is none of the caching allocator's."""
-        return sum(buffer.nbytes for halves in self._halves.values() for buffer, _ in halves)
+        return sum(half.nbytes for halves in self._halves.values() for half in halves)
+
+
+class _On:
+    """What is launched within is launched on `stream`. As torch.cuda.stream, which takes the host 20 us."""
+
+    def __init__(self, stream: torch.cuda.Stream, main: torch.cuda.Stream):
+        self.stream, self.main = stream, main
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self.main)
+
+
+class _Group(NamedTuple):
+    """Ranks [first, first + len(sources)), in the order in which this rank reads from them."""
+
+    first: int
+    sources: list[int]
+
+    def rows(self, m: int) -> slice:
+        """Where their pieces of m rows are."""
+        return slice(self.first * m, (self.first + len(self.sources)) * m)
+
+
+def _groups(size: int, rank: int) -> list[_Group]:
+    """Whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of eight ...
+
+    The i-th group of a rank has the rank in its own i-th groups: they have produced its pieces after as many barriers.
+    And at any time everyone reads from another one.
+    """
+    blocks = [range(1)] + [range(2**i, 2 ** (i + 1)) for i in range(size.bit_length() - 1)]
+    return [_Group(rank // len(block) * len(block) ^ block.start, [rank ^ i for i in block]) for block in blocks]
+
+
+class _Half:
+    """A buffer of every rank that all ranks see. Making it is collective."""
+
+    def __init__(self, buffer: Tensor, group_name: str):
+        self.nbytes, self._buffer = buffer.nbytes, buffer
+        self._memory = symmetric_memory.rendezvous(buffer, group_name)
+        self._views: dict[tuple, Tensor] = {}
+
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+        """Elements of the dtype from `start` on, in the buffer of `rank`."""
+        key = rank, shape, dtype, start
+        if key not in self._views:
+            self._views[key] = self._memory.get_buffer(rank, shape, dtype, start)
+        return self._views[key]
+
+    def views(self, rank: int, parts: Parts) -> Parts:
+        """Tensors like `parts`, one after another, in the buffer of `rank`."""
+        starts = accumulate(map(_room, parts), initial=0)
+        return [self.view(rank, part.shape, part.dtype, start // part.itemsize) for part, start in zip(parts, starts)]
+
+    def barrier(self) -> None:
+        """On the current stream: what it comes after has been done by all ranks."""
+        self._memory.barrier(channel=0)
 
 
 def _room(part: Tensor) -> int:
     """Bytes from the start of this part to that of the next."""
     return -(-part.nbytes // 256) * 256
-
-
-def _views(memory, rank: int, parts: Parts) -> Parts:
-    """Tensors like `parts`, one after another, in the memory of `rank`."""
-    views, start = [], 0
-    for part in parts:
-        views.append(memory.get_buffer(rank, part.shape, part.dtype, start // part.itemsize))
-        start += _room(part)
-    return views
 
 
 def see_each_other(axis: Axis, device: torch.device) -> bool:
@@ -271,6 +349,7 @@ def choose(axis: Axis, device: torch.device, overlap: bool, ops: ModuleType) -> 
 
     ops: what has the `sum_parts` to use.
     """
-    if overlap and see_each_other(axis, device):
-        return Pipelined(axis, ops.sum_parts)
+    halves = axis.size & (axis.size - 1) == 0
+    if overlap and halves and see_each_other(axis, device):
+        return Pipelined(axis, device, ops.sum_parts)
     return Separate(axis, overlap)
