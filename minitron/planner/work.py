@@ -130,7 +130,9 @@ class Work:
         seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
         if not p.sequence_parallel:
             seconds *= 2  # an all-reduce
-        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else beside * (1 - pieces / p.tp)
+        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else beside
+        if pieces:
+            can_hide /= 2  # the largest piece is half of the product
         hidden = min(seconds, can_hide) * (1 - exposed_share)
         parts["tp_hidden"] += hidden
         parts["tp_exposed"] += seconds - hidden
