@@ -12,7 +12,7 @@ from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers
 
 from minitron import overlap, plain
 from minitron.mesh import Axis, Mesh
-from minitron.optim import sums
+from minitron.optim import slices
 from minitron.overlap import Pipelined, Separate
 from minitron.testing import assert_close_rel
 
@@ -175,28 +175,33 @@ def test_three_ranks_have_no_halves():
         assert type(overlap.choose(Axis("tp", 0, 3, (0, 1, 2)), torch.device("cuda", 0), True, plain)) is Separate
 
 
-def test_sums_by_copies_equal_those_of_the_process_group(ranks, tmp_path):
-    for pairs in ranks(3, both_sums, str(tmp_path)):
-        assert len(pairs) == 2 * 3
+def test_slices_by_copies_equal_those_of_the_process_group(ranks, tmp_path):
+    for pairs in ranks(3, both_slices, str(tmp_path)):
+        assert len(pairs) == 2 * 2 * 3
         for mine, other in pairs:
             assert_close_rel(mine, other, 1e-6)
 
 
-def both_sums(folder):
-    """Two steps of three buffers, whose slices have one, three and two pieces and a bit: what this rank owns of them."""
+def both_slices(folder):
+    """Two steps of three buffers, whose slices have one, three and two pieces and a bit: what comes of them here."""
     axis, draw = Mesh.create().dp_cp, torch.Generator().manual_seed(dist.get_rank())
     sizes, device, results = [300, 600, 450], torch.device("cpu"), []
-    with on_files(folder, axis), mock.patch.object(sums, "symmetric_memory", overlap.symmetric_memory), \
-            mock.patch.object(sums, "PIECE_BYTES", 4 * 70):
-        for maker in (sums.CopiedSums(axis, device, sum(sizes), plain.sum_parts), sums.Sums(axis, device)):
-            buffers = [maker.zeros(size) for size in sizes]
-            assert not any(buffer.any() for buffer in buffers)
+    with on_files(folder, axis), mock.patch.object(slices, "symmetric_memory", overlap.symmetric_memory), \
+            mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
+        for maker in (slices.CopiedSlices(axis, device, 6 * sum(sizes), plain.sum_parts), slices.Slices(axis, device)):
+            grads, params = ([maker.zeros(n, dtype) for n in sizes] for dtype in (torch.float32, torch.bfloat16))
+            assert not any(buffer.any() for buffer in grads + params)
             for _ in range(2):
-                for buffer in buffers:
-                    buffer.copy_(torch.randn(len(buffer), generator=draw))
-                for handle in [maker.reduce(buffer) for buffer in buffers]:
+                for grad in grads:
+                    grad.copy_(torch.randn(len(grad), generator=draw))
+                for handle in [maker.reduce(grad) for grad in grads]:
                     handle.wait()
                 dist.barrier()  # the optimizer's all-reduce
-                results.append([maker.own(buffer).clone() for buffer in buffers])
+                sums = [maker.own(grad).clone() for grad in grads]
+                for param, total in zip(params, sums):
+                    maker.own(param).copy_(total)
+                for handle in [maker.gather(param) for param in params]:
+                    handle.wait()
+                results.append(sums + [param.float() for param in params])
             draw.manual_seed(dist.get_rank())
     return [(mine, other) for a, b in zip(results[:2], results[2:]) for mine, other in zip(a, b)]

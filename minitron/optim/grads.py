@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from minitron.collectives import Done, all_gather_into, all_reduce_
 from minitron.mesh import Axis, Mesh
-from minitron.optim.sums import Sums, choose_sums
+from minitron.optim.slices import Slices, choose_slices
 from minitron.parallel.tensor import choose_ops
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
@@ -125,14 +125,12 @@ class Bucket:
     `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], sums: Sums, overlap: bool):
-        self.plan, self.kind, self.axis, self.sums, self.overlap = plan, plan.kind, sums.axis, sums, overlap
-        axis = sums.axis
+    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: Slices, overlap: bool):
+        self.plan, self.kind, self.slices, self.overlap = plan, plan.kind, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
-        self.data = torch.zeros(plan.size, dtype=plan.kind.dtype, device=sums.device)
-        self.grad = sums.zeros(plan.size)
-        self.data_slice = self.data.chunk(axis.size)[axis.rank]
-        self.grad_slice = sums.own(self.grad)
+        self.data = slices.zeros(plan.size, plan.kind.dtype)
+        self.grad = slices.zeros(plan.size, torch.float32)
+        self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
         self.beside: torch.cuda.Stream | None = None  # where the norm is taken at once; None: nobody has asked for that
@@ -165,7 +163,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Start the reduce-scatter, in place, and what follows it."""
-        self.reduction = self.sums.reduce(self.grad)
+        self.reduction = self.slices.reduce(self.grad)
         if self.beside is not None:
             self.beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.beside):
@@ -173,7 +171,7 @@ class Bucket:
                 self.square = square_norms([self.grad_slice])
 
     def start_gather(self) -> None:
-        self.gather = all_gather_into(self.data, self.data_slice, self.axis, wait=False)
+        self.gather = self.slices.gather(self.data)
 
     def wait_gather(self) -> None:
         self.gather.wait()
@@ -223,10 +221,10 @@ class Gradients:
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
-        total = sum(plan.size for _, plans in planned for plan in plans)
-        self.sums = choose_sums(mesh.dp_cp, mesh.device, total, overlap, choose_ops(mesh.device))
+        nbytes = sum(plan.size * (4 + plan.kind.dtype.itemsize) for _, plans in planned for plan in plans)
+        self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, choose_ops(mesh.device))
         for chunk, (named, plans) in zip(chunks, planned):
-            buckets = [Bucket(plan, named, self.sums, overlap) for plan in plans]
+            buckets = [Bucket(plan, named, self.slices, overlap) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:

@@ -1,0 +1,143 @@
+"""Slices of the flat buffers between data ranks: by the process group, or by the copy engines of one node's GPUs.
+
+Problem: NCCL's reduce-scatter and all-gather are kernels. While they run, which is most of the last backward pass and
+of the first forward pass, they hold a sixth of the GPU's multiprocessors. The idea: over NVLink a rank can read what
+the others have in their buffers ("symmetric memory"). Copy engines bring the slices, and a short kernel adds gradients:
+
+    reduce   backward of the bucket, barrier  ->  slice 0 of ranks 1, 2, 3   ->  own slice 0 += the three of them
+    gather   update of slice 0, barrier       ->  slices 1, 2, 3 of the ranks that own them
+
+Traffic is that of a ring, (P - 1) / P of a bucket in and as much out. Gradients come in pieces, which land in one of two
+stages, while what is in the other one is being added up. Only barriers and additions take multiprocessors.
+
+Others read a rank's gradients until their own sums are done. That is so when a collective that follows
+`Gradients.finish` has ended here, and the optimizer begins with one: so whatever the next step writes comes later. They
+read its parameters until their forward pass, which comes before that collective of the next step, and so before its
+next update.
+
+`Slices` is the plain twin; it runs anywhere. Left out: several nodes, which share no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from minitron import overlap
+from minitron.collectives import Done, Pending, all_gather_into, reduce_scatter_into
+from minitron.mesh import Axis
+
+PIECE_BYTES = 64 << 20  # of one rank's slice: a stage has room for one from each of the others
+
+
+class Slices:
+    """By the process group, whatever it is."""
+
+    nbytes = 0
+
+    def __init__(self, axis: Axis, device: torch.device):
+        self.axis, self.device = axis, device
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer whose slices are reduced or gathered, a multiple of the ranks long."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def own(self, buffer: Tensor) -> Tensor:
+        """This rank's slice."""
+        return buffer.chunk(self.axis.size)[self.axis.rank]
+
+    def reduce(self, buffer: Tensor) -> Done | Pending:
+        """Begin: own(buffer), float32, becomes the sum of everyone's. All ranks do the same ones in the same order."""
+        return reduce_scatter_into(self.own(buffer), buffer, self.axis, wait=False)
+
+    def gather(self, buffer: Tensor) -> Done | Pending:
+        """Begin: the other slices become what their owners have there. In the same order on all ranks."""
+        return all_gather_into(buffer, self.own(buffer), self.axis, wait=False)
+
+
+class CopiedSlices(Slices):
+    """By copy engines. nbytes: of all buffers together. Making it is collective over the axis."""
+
+    def __init__(self, axis: Axis, device: torch.device, nbytes: int, sum_parts: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__(axis, device)
+        self._sum_parts, self._used, self.nbytes = sum_parts, 0, nbytes
+        axis.activity.enter("rendezvous", axis, nbytes)
+        self._shared = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+        self._memory = symmetric_memory.rendezvous(self._shared, axis.group.group_name)
+        axis.activity.leave()
+        self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
+        self._signals = torch.cuda.Stream(priority=-1)  # barriers are not to wait for a product's end
+        piece = min(PIECE_BYTES, nbytes // axis.size) // 4
+        self._stages = [torch.empty(axis.size - 1, piece, dtype=torch.float32, device=device) for _ in range(2)]
+        self._free: list = [Done(), Done()]  # when what was in a stage has been added
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        start, self._used = self._used, self._used + numel * dtype.itemsize
+        return self._shared[start:self._used].view(dtype)
+
+    def reduce(self, buffer: Tensor) -> Arrival:
+        self._announce()
+        for piece in self.own(buffer).split(self._stages[0].shape[1]):
+            self._add(piece)
+        return self._free[0]
+
+    def gather(self, buffer: Tensor) -> Arrival:
+        slices = buffer.chunk(self.axis.size)
+        self._announce()
+        with torch.cuda.stream(self._copies):
+            for owner in self._others():
+                slices[owner].copy_(self._of(owner, slices[owner]))
+            return Arrival(self._copies.record_event())
+
+    def _announce(self) -> None:
+        """Copies from here on find what all ranks have written on their current stream so far."""
+        self._signals.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._signals):
+            self._memory.barrier(channel=0)
+        self._copies.wait_stream(self._signals)
+
+    def _add(self, piece: Tensor) -> None:
+        """To this piece of the own slice what the others have for it, at the same place of their buffers."""
+        self._stages.reverse()
+        self._free.reverse()
+        stage = self._stages[0][:, :piece.numel()]
+        with torch.cuda.stream(self._copies):
+            self._free[0].wait()
+            for part, source in zip(stage, self._others()):
+                part.copy_(self._of(source, piece))
+        self._adds.wait_stream(self._copies)
+        with torch.cuda.stream(self._adds):
+            self._sum_parts(stage, piece)
+            self._free[0] = Arrival(self._adds.record_event())
+
+    def _others(self) -> list[int]:
+        """Each rank begins with another one."""
+        return [(self.axis.rank + i) % self.axis.size for i in range(1, self.axis.size)]
+
+    def _of(self, rank: int, mine: Tensor) -> Tensor:
+        """What a rank has where this one has `mine`."""
+        return self._memory.get_buffer(rank, mine.shape, mine.dtype, mine.storage_offset())
+
+
+class Arrival:
+    """The handle of slices under way."""
+
+    def __init__(self, event: torch.cuda.Event):
+        self.event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+def choose_slices(axis: Axis, device: torch.device, nbytes: int, overlapped: bool, ops: ModuleType) -> Slices:
+    """CopiedSlices between GPUs of one node that can read each other's memory. Collective over the axis.
+
+    nbytes: of all buffers together; ops: what has the `sum_parts` to use.
+    """
+    if overlapped and nbytes and overlap.see_each_other(axis, device):  # a stage may train nothing
+        return CopiedSlices(axis, device, nbytes, ops.sum_parts)
+    return Slices(axis, device)
