@@ -93,10 +93,12 @@ class DelayedScaling:
         self.amax, self.scale = torch.zeros_like(self.limits), torch.ones_like(self.limits)
         self.history = self.limits.new_zeros(HISTORY, len(roles))
         self.axes, self.cold = axes, True
+        self._of_each = list(zip(self.scale.split(1), self.amax.split(1)))  # views [1]: every cast asks for two
 
     def of(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
         """(scale, amax) of tensor i, views [1]: no scale as long as there is no history, no amax unless `record`."""
-        return None if self.cold else self.scale[i:i + 1], self.amax[i:i + 1] if record else None
+        scale, amax = self._of_each[i]
+        return None if self.cold else scale, amax if record else None
 
     def advance(self) -> None:
         """The magnitudes noted since the last call enter the history. Once per step; collective over the axes."""

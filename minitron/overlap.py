@@ -227,12 +227,12 @@ class Pipelined:
 
     def _fetch(self, memory: _Half, group: _Group, whole: Parts) -> Parts:
         """These ranks' pieces of the whole."""
-        pieces = [out.chunk(self.axis.size) for out in whole]
+        rows = [out.shape[0] // self.axis.size for out in whole]
         for source in group.sources:
-            mine = [piece[source] for piece in pieces]
+            mine = [out[source * m:(source + 1) * m] for out, m in zip(whole, rows)]
             for piece, theirs in zip(mine, memory.views(source, mine)):
                 piece.copy_(theirs)
-        return [out[group.rows(piece[0].shape[0])] for out, piece in zip(whole, pieces)]
+        return [out[group.rows(m)] for out, m in zip(whole, rows)]
 
     def _begin_scatter(self, shape: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor, _Half]:
         """(space [m, n] that others see, space [tp, m/tp, n] for what they have for this rank, memory that all see)."""

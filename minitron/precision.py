@@ -22,9 +22,10 @@ an ordinary `.grad`, so layers can be tested alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,7 +245,7 @@ class _Linear(torch.autograd.Function):
         ctx.layer, ctx.remake, ctx.leading = layer, remake, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
-        return layer.forward(payload).unflatten(0, (-1, *ctx.leading))
+        return unrows(layer.forward(payload), ctx.leading)
 
     @staticmethod
     def backward(ctx, dy):
@@ -257,7 +258,7 @@ class _Linear(torch.autograd.Function):
             x = (Payload(*ctx.saved_tensors) if ctx.remake is None else
                  layer.quantize(rows(ctx.remake()), columns=True, record=True))
         dx, dw = layer.backward(layer.quantize_grad(dy, columns=need_dw), x, need_dx)
-        return None if dx is None else dx.unflatten(0, (-1, *ctx.leading)), dw, db, None, None, None
+        return None if dx is None else unrows(dx, ctx.leading), dw, db, None, None, None
 
 
 def linear(x: Tensor, layer: Layer, remake: Callable[[], Tensor] | None = None) -> Tensor:
@@ -272,6 +273,11 @@ def linear(x: Tensor, layer: Layer, remake: Callable[[], Tensor] | None = None) 
 def rows(x: Tensor) -> Tensor:
     """[..., k] -> [m, k]"""
     return x.reshape(-1, x.shape[-1])
+
+
+def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
+    """[m, k] -> [s, *batch, k]"""
+    return x.view(-1, *batch, x.shape[-1])
 
 
 def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traffic: Traffic, again: bool):

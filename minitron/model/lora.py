@@ -37,7 +37,7 @@ from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter
 from minitron.config import Config, ModelConfig
 from minitron.model.gpt import GPT
 from minitron.parallel.tensor import Layout, ParallelLinear, Shard
-from minitron.precision import Layer, Traffic, rows
+from minitron.precision import Layer, Traffic, rows, unrows
 from minitron.rng import drop_by_name
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
@@ -134,7 +134,7 @@ class _Adapted(torch.autograd.Function):
             y[:, outputs].addmm_(u[:, columns], factor.t())
         ctx.save_for_backward(u, None if remake is not None else x)
         ctx.parts = adapter, layer, remake, keys
-        return y.unflatten(0, (-1, *x.shape[1:-1]))
+        return unrows(y, x.shape[1:-1])
 
     @staticmethod
     def backward(ctx, dy):
@@ -154,8 +154,8 @@ class _Adapted(torch.autograd.Function):
             if keys is None or not adapter.dropout:
                 dx.addmm_(du, adapter.a)  # no tensor of x's size beside dx
             else:
-                dx += rows(adapter.drop((du @ adapter.a).unflatten(0, (-1, *batch)), keys))
-            dx = dx.unflatten(0, (-1, *batch))
+                dx += rows(adapter.drop(unrows(du @ adapter.a, batch), keys))
+            dx = unrows(dx, batch)
         return dx, None, None, None, None, None, da, *db
 
 

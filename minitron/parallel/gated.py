@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minitron.precision import Layer, Payload, rows
+from minitron.precision import Layer, Payload, rows, unrows
 
 
 class _SwigluMLP(torch.autograd.Function):
@@ -35,7 +35,7 @@ class _SwigluMLP(torch.autograd.Function):
         saved = [payload.for_weight_grad() if needed else Payload(None)
                  for payload, needed in zip((cast, act), ctx.needs_input_grad[1:3])] if keep else []
         ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
-        return down.forward(act).unflatten(0, (-1, *ctx.leading))
+        return unrows(down.forward(act), ctx.leading)
 
     @staticmethod
     def backward(ctx, dy):
@@ -50,7 +50,7 @@ class _SwigluMLP(torch.autograd.Function):
         if need_up:
             cast = Payload(*saved[:4]) if saved else up.quantize(rows(ctx.remake()), columns=True, record=True)
         dx, dw_up = up.backward(d_inner, cast, need_dx)
-        dx = None if dx is None else dx.unflatten(0, (-1, *ctx.leading))
+        dx = None if dx is None else unrows(dx, ctx.leading)
         return dx, dw_up, dw_down, None, None, None, None, None
 
 
