@@ -90,10 +90,10 @@ def test_groups_communicate_over_exactly_the_ranks_of_their_axis(ranks, sizes):
 
 def test_a_mesh_of_16384_ranks_is_made_at_once():
     """It took 80 s while every rank listed the whole world for each of its ranks. Bound: 10 times of what it takes."""
-    sizes, start = {"tp": 8, "pp": 16, "cp": 2}, time.perf_counter()
+    sizes, start = {"tp": 8, "pp": 16, "cp": 2}, time.process_time()
     with fake_world(16384, 9000):
         assert coordinates(Mesh.create(**sizes, device="meta")) == coordinates(Mesh.offline(16384, 9000, **sizes))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_world_of_one_needs_no_groups(ranks):
