@@ -70,7 +70,9 @@ class RankPool:
 
     def __init__(self, preload: tuple[str, ...] = ()):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "numpy", __name__, *preload])
+        # symbolic_shapes: the first backward of a process imports it, with all of sympy, in half a second.
+        self._context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "numpy.random",
+                                              "torch.distributed.device_mesh", __name__, *preload])
         self._directory = tempfile.TemporaryDirectory(prefix="minitron-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []

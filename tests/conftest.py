@@ -1,13 +1,38 @@
 """Fixtures and settings that every test shares."""
 
+from pathlib import Path
+
 import hypothesis
 import pytest
+import torch
 
 from minitron.testing import RankPool
 
 # How long an example takes says more about the machine's other work than about the code.
 hypothesis.settings.register_profile("minitron", deadline=None)
 hypothesis.settings.load_profile("minitron")
+
+# Eight ranks keep both cores of a small machine busy, and some of these files bound the time that a run takes.
+ONE_AFTER_ANOTHER = {f"test_{name}" for name in ("faults", "invariance", "kill", "lora", "optim", "overlap", "testing")}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Of `-n auto`: one worker for those files, and one for the others. None on GPUs: each test has them for itself."""
+    return 0 if torch.cuda.is_available() else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker takes a whole file, for its fixtures; first of all, one takes those files as if they were one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "one after another" if Path(file).stem in ONE_AFTER_ANOTHER else file
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

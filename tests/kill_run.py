@@ -60,7 +60,8 @@ class Ranks:
     def __init__(self, store: dist.TCPStore, world: int, argv: list[str], output: Path):
         self.store, self.output = store, output  # it is served as long as somebody has it
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "hypothesis", "minitron.pretrain"])  # if no test has started it yet
+        context.set_forkserver_preload(["pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes",
+                                        "minitron.pretrain"])  # if no test has started it yet
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
                   "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
                   "TORCHELASTIC_RESTART_COUNT": 0, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests that this machine can run, from nothing: an environment, the pinned installs, pytest.
-#   bash tests/run.sh [PYTEST ARGUMENTS]     e.g. -k mesh, or -m '' for the slow tests too
+#   bash tests/run.sh [PYTEST ARGUMENTS]     e.g. -k mesh, -m '' for the slow tests too, or -n 0 for one after another
 # launch/venv.sh says where the environment lives and how it comes about. The tests of launch/*.sbatch need a Slurm, which
 # you install: apt install slurm-wlm munge.
 set -euo pipefail
@@ -10,4 +10,4 @@ use_venv plot,test
 [ -x "$VENV/bin/helm" ] || PYTHON=$(find_python) bash tests/get_helm.sh "$VENV/bin" ||
     echo "No helm to be had; tests/test_helm.py will be skipped"
 export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n auto "$@"

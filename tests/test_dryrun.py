@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def settings(base, **sections):
-    return config(base, sections)
+    """Half the layers and the batch of `base`, unless `sections` say otherwise."""
+    return config(base, {"model": {"num_layers": 4}, "train": {"global_batch_size": 4}}, sections)
 
 
 def fp8(kind, **precision):
@@ -69,7 +70,7 @@ LAYOUTS = [
     (4, settings(LLAMA, parallel=dict(cp=2, cp_style="ring"), data=dict(separate_documents=True))),
     (4, settings(LLAMA, parallel=dict(cp=2, cp_style="allgather", tp=2, overlap_tp=False))),
     (4, settings(GPT3, parallel=dict(pp=2, vp=2, cp=2, cp_style="ulysses"), train=dict(recompute="full"))),
-    (4, settings(GPT3, parallel=dict(pp=4, vp=2), train=dict(global_batch_size=6))),
+    (4, settings(GPT3, parallel=dict(pp=4, vp=2), model=dict(num_layers=8), train=dict(global_batch_size=6))),
     (8, settings(GPT3, parallel=dict(tp=2, pp=2, vp=2), train=dict(recompute="selective"))),
 ]
 
@@ -119,7 +120,8 @@ def test_ranks_agree_on_what_they_do_together():
 
 @pytest.mark.parametrize("pp,vp,num_microbatches", [(1, 1, 3), (2, 1, 4), (2, 2, 3), (4, 2, 6), (4, 2, 2)])
 def test_the_schedule_run_is_the_schedule_simulated(pp, vp, num_microbatches):
-    cfg = settings(LLAMA, parallel=dict(pp=pp, vp=vp), train=dict(global_batch_size=num_microbatches))
+    cfg = settings(LLAMA, model=dict(num_layers=8), parallel=dict(pp=pp, vp=vp),
+                   train=dict(global_batch_size=num_microbatches))
     simulated = simulate(make(pp, vp, num_microbatches), 1.0, 2.0, 0.1)
     for rank in range(pp):
         actions = [action for action, _ in dry_run(cfg, pp, rank).timeline]
@@ -305,7 +307,7 @@ def test_a_rank_of_2048_in_seconds_and_little_memory():
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "minitron.pretrain", "--dry-run", "--world", "2", "train.global_batch_size=1024",
+    command = [sys.executable, "-m", "minitron.pretrain", "--dry-run", "--world", "2", "train.global_batch_size=512",
                "parallel.pp=2", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         process.stdout.read(10)
