@@ -10,7 +10,7 @@ import unicodedata
 
 import matplotlib.image
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tools import plot_run
@@ -102,6 +102,7 @@ def decode(picture, rows):
 
 @settings(deadline=None)
 @given(st.lists(FINITE, min_size=1, max_size=30), st.one_of(st.none(), FINITE), st.booleans())
+@example([0.0, 2.439e-206], None, False)
 def test_the_picture_passes_through_every_point_and_fits_the_terminal(losses, entropy, evaluated):
     run = run_of(losses, evals=[(len(losses), 0.5)] if evaluated else [])
     rows, columns = plot_run.HEIGHT - 6, plot_run.WIDTH - plot_run.MARGIN - 3

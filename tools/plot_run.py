@@ -185,7 +185,8 @@ def draw(runs: list[Run], unicode: bool) -> str:
         ends[row] = ends.get(row, "") + f"{i}"
 
     lines = ["loss, nats per token"]
-    labels = {canvas.cell(first, y)[1]: f"{y:g}" for y in ticks(low - pad, high + pad, 6)}
+    labels = {canvas.cell(first, y)[1]: f"{y:g}" for y in ticks(low - pad, high + pad, 6)
+              if len(f"{y:g}") <= MARGIN - 2}  # no loss of a model has a longer one
     for row, body in enumerate(canvas.text(unicode)):
         axis = signs["tick"] if row in labels else signs["y"]
         mark = " " + ends.get(row, "") if len(runs) > 1 else ""
