@@ -99,7 +99,8 @@ class BlockScaling(TensorScaling):
     def _wrap(self, x: Operand) -> Float8BlockwiseQTensorStorage:
         return Float8BlockwiseQTensorStorage(
             rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale, columnwise_data=None,
-            columnwise_scale_inv=None, fp8_dtype=CODES[x.values.dtype], quantizer=None, is_2D_scaled=x.tiled, fake_dtype=torch.bfloat16)
+            columnwise_scale_inv=None, fp8_dtype=CODES[x.values.dtype], quantizer=None, is_2D_scaled=x.tiled,
+            fake_dtype=torch.bfloat16)
 
 
 def _run(quantizer: Quantizer, x: Tensor) -> dict:

@@ -138,7 +138,6 @@ class Pipelined:
     def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
         parts, whole, memory = self._begin_gather(parts)
         main, m, pieces = self._main(), parts[0].shape[0], [parts]  # the own piece first: it needs no copy
-        self._after(self.side, main)
         with _On(self.copies, main):
             self._publish(memory, parts)
             for group, there in zip(self._groups[1:], self._there):
@@ -149,11 +148,12 @@ class Pipelined:
         for first, stream in enumerate((main, self.side)):
             with _On(stream, main):
                 for i in range(first, len(pieces), 2):
-                    if i > 0:
+                    if i > 0:  # with the copies the side waits for what main did before them
                         stream.wait_event(self._there[i - 1])
                     consume(self._groups[i].rows(m), pieces[i])
         self._after(main, self.side)
-        self._after(main, self.copies)
+        if keep:  # else a product has waited for the last copy
+            self._after(main, self.copies)
         return whole if keep else None
 
     def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
@@ -293,8 +293,8 @@ class _Group(NamedTuple):
 def _groups(size: int, rank: int) -> list[_Group]:
     """Whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of eight ...
 
-    The i-th group of a rank has the rank in its own i-th groups: they have produced its pieces after as many barriers.
-    And at any time everyone reads from another one.
+    Those in a rank's i-th group have the rank in their own i-th one, so they produce its piece before the same barrier
+    as it does theirs. At any time everyone reads from another one.
     """
     blocks = [range(1)] + [range(2**i, 2 ** (i + 1)) for i in range(size.bit_length() - 1)]
     return [_Group(rank // len(block) * len(block) ^ block.start, [rank ^ i for i in block]) for block in blocks]

@@ -112,7 +112,8 @@ def test_pieces_double_and_each_stage_has_the_same_ranks_on_both_sides(size):
 def layers(folder, tp, remake):
     axis = Mesh.create(tp=tp).tp
     with on_files(folder, axis):
-        return two_layers_in_order(tp, True, lambda axis: Pipelined(axis, torch.device("cpu"), plain.sum_parts), "fp32", True, remake)
+        return two_layers_in_order(
+            tp, True, lambda axis: Pipelined(axis, torch.device("cpu"), plain.sum_parts), "fp32", True, remake)
 
 
 @pytest.mark.parametrize("tp, remake", [(2, False), (4, True)])

@@ -7,8 +7,8 @@ the others have in their buffers ("symmetric memory"). Copy engines bring the sl
     reduce   backward of the bucket, barrier  ->  slice 0 of ranks 1, 2, 3   ->  own slice 0 += the three of them
     gather   update of slice 0, barrier       ->  slices 1, 2, 3 of the ranks that own them
 
-Traffic is that of a ring, (P - 1) / P of a bucket in and as much out. Gradients come in pieces, which land in one of two
-stages, while what is in the other one is being added up. Only barriers and additions take multiprocessors.
+Traffic is that of a ring, (P - 1) / P of a bucket in and as much out. Gradients come in pieces, which land in one of
+two stages, while what is in the other one is being added up. Only barriers and additions take multiprocessors.
 
 Others read a rank's gradients until their own sums are done. That is so when a collective that follows
 `Gradients.finish` has ended here, and the optimizer begins with one: so whatever the next step writes comes later. They

@@ -190,7 +190,8 @@ class Memory:
         if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
         if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
-            held += 2 * (self.shards - 1) * min(PIECE_BYTES, self._lasting(rank)[1] // self.shards)
+            trained = sum(map(self.trained, self.stages(rank)))
+            held += 2 * (self.shards - 1) * min(PIECE_BYTES, (4 + ITEM) * trained // self.shards)
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:
