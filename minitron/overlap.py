@@ -138,6 +138,7 @@ class Pipelined:
     def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
         parts, whole, memory = self._begin_gather(parts)
         main, m, pieces = self._main(), parts[0].shape[0], [parts]  # the own piece first: it needs no copy
+        self._after(self.side, main)
         with _On(self.copies, main):
             self._publish(memory, parts)
             for group, there in zip(self._groups[1:], self._there):
@@ -148,12 +149,11 @@ class Pipelined:
         for first, stream in enumerate((main, self.side)):
             with _On(stream, main):
                 for i in range(first, len(pieces), 2):
-                    if i > 0:  # with the copies the side waits for what main did before them
+                    if i > 0:
                         stream.wait_event(self._there[i - 1])
                     consume(self._groups[i].rows(m), pieces[i])
         self._after(main, self.side)
-        if keep:  # else a product has waited for the last copy
-            self._after(main, self.copies)
+        self._after(main, self.copies)
         return whole if keep else None
 
     def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:

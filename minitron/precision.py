@@ -119,8 +119,6 @@ class Payload(NamedTuple):
 
     def of(self, parts: list[Tensor]) -> Payload:
         """A payload like this one from parts that were gathered (one after another, along dim 0) or one rank's own."""
-        if len(parts) == 1 and self.rows is not None:  # as most are; asked for each piece of a product
-            return Payload(parts[0].view(self.rows.dtype), *self[1:])
         parts, dims = iter(parts), (0, 1, 1, 0)  # where m is
         return Payload(*(x if self._is_whole(i) else _join(next(parts), x, dims[i]) for i, x in enumerate(self)))
 

@@ -106,7 +106,7 @@ class Trainer:
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
                 f"attention: {self.backend}, tp: {type(self.chunks[0].layout.comm).__name__.lower()}, "
-                f"gradients: {type(self.gradients.slices).__name__.lower()}, "
+                f"dp: {type(self.gradients.slices).__name__.lower()}, "
                 f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:

@@ -1,8 +1,8 @@
 """Slices of the flat buffers between data ranks: by the process group, or by the copy engines of one node's GPUs.
 
-Problem: NCCL's reduce-scatter and all-gather are kernels. While they run, which is most of the last backward pass and
-of the first forward pass, they hold a sixth of the GPU's multiprocessors. The idea: over NVLink a rank can read what
-the others have in their buffers ("symmetric memory"). Copy engines bring the slices, and a short kernel adds gradients:
+Problem: NCCL's reduce-scatter and all-gather are kernels. While they run, beside the last backward pass and the first
+forward pass, they hold multiprocessors that products need. The idea: over NVLink a rank can read what the others have
+in their buffers ("symmetric memory"). Copy engines bring the slices, and a short kernel adds gradients:
 
     reduce   backward of the bucket, barrier  ->  slice 0 of ranks 1, 2, 3   ->  own slice 0 += the three of them
     gather   update of slice 0, barrier       ->  slices 1, 2, 3 of the ranks that own them
