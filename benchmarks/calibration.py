@@ -27,10 +27,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
 from benchmarks.cases import CASES
-from minitron import cli
-from minitron.config import Config
-from minitron.planner.machine import Device, Fabric, Machine, read_machines
-from minitron.planner.plan import Plan, plan
+from minitron.config import cli
+from minitron.config.schema import Config
+from minitron.planning.machine import Device, Fabric, Machine, read_machines
+from minitron.planning.plan import Plan, plan
 
 FOLDER = Path(__file__).resolve().parent
 DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"

@@ -37,16 +37,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import measure, record
-from minitron import cli
 from minitron.checkpoint.format import CheckpointError, Reader
 from minitron.checkpoint.load import Start, find, restore
 from minitron.checkpoint.save import Checkpointer
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
-from minitron.log import Log
-from minitron.mesh import Mesh
 from minitron.pretrain import build_data, make_mesh
+from minitron.runtime.log import Log
 from minitron.train import build, choose_kernels, keep_collector_out
 
 LEGS = ("saving", "fresh", "resumed")
@@ -160,7 +160,7 @@ def leg(cfg: Config, args: argparse.Namespace) -> dict:
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, dir=str(args.dir), keep=1, resume=args.leg == "resumed",
                                           resume_step=None, async_save=True, load=None))
     with cli.user_errors(quiet=local_rank > 0):
-        cfg.check(world, capability)
+        rules.check(cfg, world, capability)
         choose_kernels(cfg, device)
         start = find(cfg)
         data = build_data(cfg, start)

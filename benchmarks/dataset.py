@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from benchmarks import record
-from minitron import cli
+from minitron.config import cli
 from minitron.data.corpus import build_corpus
 from minitron.data.indexed import IndexedDataset
 from minitron.data.tokenizers import Tokenizer, load_tokenizer

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitron.attention import Backend
+from minitron.kernels.attention import Backend
+from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.parallel.context import gathered_blocks, ring_blocks
-from minitron.precision import DTYPES, Gemm
 from minitron.train import Trainer
 
 

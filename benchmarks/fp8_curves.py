@@ -19,10 +19,10 @@ import torch
 
 from benchmarks import measure, record
 from benchmarks.cases import FP8_RECIPES
-from minitron import cli
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
 from minitron.data.loader import Loader
-from minitron.mesh import Mesh
 from minitron.optim.lr import learning_rate
 from minitron.pretrain import build_data
 from minitron.train import build, choose_kernels
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> dict:
             if fp8 == "none":  # whatever the configuration has
                 keys = ["precision.fp8=none", "precision.fp8_backend=te", "precision.fp8_bf16_layers=0"]
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
-            cfg.check(1, capability)
+            rules.check(cfg, 1, capability)
             choose_kernels(cfg, device)
             configs["bf16" if fp8 == "none" else fp8] = cfg
     curves = {name: losses(configs[name], device) for name in ("bf16", *args.recipes)}

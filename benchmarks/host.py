@@ -21,10 +21,11 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import record
-from minitron import attention, cli
+from minitron.comm.mesh import Mesh
+from minitron.config import cli
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.mesh import Mesh
+from minitron.kernels import attention
 from minitron.model.gpt import GPT
 from minitron.pipeline.schedule import make, stage_layers
 

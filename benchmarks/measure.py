@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from minitron import cli, flops
-from minitron.config import Config
+from minitron.config import cli, flops
+from minitron.config.schema import Config
 from minitron.data.gpt import Sample
 
 WARMUP = 3

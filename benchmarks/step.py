@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import floor, measure, record, shares
-from minitron import cli
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
-from minitron.mesh import Mesh
 from minitron.pretrain import build_data, make_mesh
 from minitron.train import build, choose_kernels, keep_collector_out
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> dict:
     world = int(os.environ.get("WORLD_SIZE", 1))
     device, capability = measure.choose_device()
     with cli.user_errors(quiet=int(os.environ.get("LOCAL_RANK", 0)) > 0):
-        cfg.check(world, capability)
+        rules.check(cfg, world, capability)
         if args.profile and capability is None:
             raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")
         backend, data = choose_kernels(cfg, device), build_data(cfg)

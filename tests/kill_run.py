@@ -1,4 +1,4 @@
-"""A training run that is killed at random moments and started again in random layouts: for tests/test_kill.py, and
+"""A training run that is killed at random moments and started again in random layouts: for tests/checkpoint/test_kill.py, and
 
     python tests/kill_run.py --kills 100 --seed 1
 
@@ -38,8 +38,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import record
-from minitron import cli, pretrain
+from minitron import pretrain
 from minitron.checkpoint.format import Reader, checkpoints, newest
+from minitron.config import cli, rules
 
 TORCHRUN_PATIENCE = 30.0  # seconds between its SIGTERM and its SIGKILL
 TEST_PATIENCE = 600.0     # seconds for a start that is not killed, on a machine with other work, too
@@ -159,7 +160,7 @@ def draw_layout(rng: random.Random) -> tuple[int, str, list[str]]:
         argv = [f"{key}={value}" for key, value in values.items()]
         cfg = cli.load([*MODEL, *argv])
         try:
-            cfg.check(world)
+            rules.check(cfg, world)
         except ValueError:
             continue
         p = cfg.parallel

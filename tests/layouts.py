@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.mesh import Mesh
 from minitron.model.lora import Adapter
-from minitron.overlap import Separate
+from minitron.parallel.overlap import Separate
 from minitron.parallel.tensor import Shard
 from minitron.train import Trainer, build
 

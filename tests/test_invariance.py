@@ -12,8 +12,9 @@ import json
 import pytest
 
 from layouts import GPT3, LLAMA, config, part_of, train_steps
-from minitron.config import ParallelConfig
-from minitron.optim.grads import Gradients
+from minitron.config import rules
+from minitron.config.schema import ParallelConfig
+from minitron.optim.buckets import Gradients
 from minitron.testing import assert_close_rel
 
 TOLERANCE = 1e-5
@@ -44,7 +45,7 @@ def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layo
     size = size_for(world, config(base, *layout).parallel)
     figures, gradients = twin(base, size, change)
     cfg = config(base, size, change, *layout)
-    cfg.check(world)
+    rules.check(cfg, world)
     results = ranks(world, run, cfg, timeout=120)
     for rank, (_, parts) in enumerate(results):
         for name, (grad, how) in parts.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minitron import cli
+from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).parents[1]

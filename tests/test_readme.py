@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minitron import cli
+from minitron.config import cli
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = "model|parallel|train|precision|optimizer|data|checkpoint|log|profile|finetune|lora"

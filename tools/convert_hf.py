@@ -37,8 +37,8 @@ from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, open_weights
 from minitron.checkpoint.boxes import Box
 from minitron.checkpoint.format import Writer, header
-from minitron.config import Config, ModelConfig, PrecisionConfig
-from minitron.precision import DTYPES
+from minitron.config.schema import Config, ModelConfig, PrecisionConfig
+from minitron.kernels.gemm import DTYPES
 from tools.command import Parser, run
 
 BLOCK_VALUES = 1 << 26          # of a tensor, read at a time: 256 MB in float32

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, make
-from minitron.pipeline.simulate import Event, Timeline, simulate
+from minitron.planning.simulate import Event, Timeline, simulate
 from tools.command import Parser, run
 
 WIDE = 200  # columns; most terminals wrap such a text beyond recognition

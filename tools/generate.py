@@ -14,7 +14,7 @@ change.  So they are kept, and each step computes one token in place of all of t
     prompt  a b c     queries a b c, keys a b c           causal, fills the cache
     then    d         query d, keys a b c (kept) d        everything is visible
 
-The cache is an attention backend around another one (minitron/attention.py): the model does not know of it.
+The cache is an attention backend around another one (minitron/kernels/attention.py): the model does not know of it.
 
 Left out: several prompts at once, beams, more than one GPU.
 """
@@ -32,17 +32,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron import attention, cli
-from minitron.attention import Backend
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import best_kind, open_weights
-from minitron.config import Config, DataConfig, PrecisionConfig
+from minitron.comm.mesh import Mesh
+from minitron.config import cli
+from minitron.config.schema import Config, DataConfig, PrecisionConfig
+from minitron.data.batch import Batch
 from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
-from minitron.mesh import Mesh
-from minitron.model.gpt import GPT, Batch
-from minitron.precision import DTYPES
+from minitron.kernels import attention
+from minitron.kernels.attention import Backend
+from minitron.kernels.gemm import DTYPES
+from minitron.model.gpt import GPT
 from tools.command import Parser, run
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron import cli
-from minitron.config import Config
-from minitron.planner.machine import Machine, read_machines
-from minitron.planner.plan import Plan, plan, room_gib
-from minitron.planner.work import HIDDEN
+from minitron.config import cli, rules
+from minitron.config.schema import Config
+from minitron.planning.machine import Machine, read_machines
+from minitron.planning.plan import Plan, plan, room_gib
+from minitron.planning.work import HIDDEN
 from tools.command import Parser, run
 from tools.plan_search import Found, changes, remedy, search, written
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     o = parse(argv)
     given, machine = cli.load(o.config), chosen(o)
     cfg = searchable(given, o.world) if o.search else given
-    cfg.check(o.world)
+    rules.check(cfg, o.world)
     job = plan(cfg, o.world, machine)
     if o.search:
         found = search(cfg, o.world, machine, o.count)
@@ -153,12 +153,12 @@ def table(job: Plan, tokens: float) -> str:
 def searchable(cfg: Config, world: int) -> Config:
     """The configuration, with the plainest layout in the place of one that breaks a rule for this world."""
     try:
-        cfg.check(world)
+        rules.check(cfg, world)
     except ValueError as error:
         plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
         cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
         try:
-            cfg.check(world)
+            rules.check(cfg, world)
         except ValueError:
             raise error from None
         print(f"the given layout cannot be: {error}", file=sys.stderr)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from minitron.config import rules
 from minitron.pipeline.schedule import Forward
-from minitron.planner.plan import Plan, Step, plan, room_gib
+from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools.draw_pipeline import draw_svg
 
 MOST_GPUS = 4096
@@ -66,7 +67,7 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
         batch = job.cfg.train.global_batch_size * (world // job.world if in_proportion else 1)
         cfg = replace(job.cfg, train=replace(job.cfg.train, global_batch_size=batch))
         try:
-            cfg.check(world)
+            rules.check(cfg, world)
         except ValueError:  # the batch has no sample for every rank
             break
         plans.append(plan(cfg, world, job.machine))

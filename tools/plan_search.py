@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from minitron.config import Config
-from minitron.planner.machine import Machine
-from minitron.planner.memory import Memory
-from minitron.planner.plan import Plan, Step, plan, room_gib
+from minitron.config import rules
+from minitron.config.schema import Config
+from minitron.planning.machine import Machine
+from minitron.planning.memory import Memory
+from minitron.planning.plan import Plan, Step, plan, room_gib
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -43,7 +44,7 @@ def search(cfg: Config, world: int, machine: Machine, count: int = 5) -> Found:
     reasons, fitting = Counter(), []
     for layout in layouts(cfg, world, machine):
         try:
-            layout.check(world)
+            rules.check(layout, world)
         except ValueError as error:
             reasons[f"breaks a rule of {str(error).partition('=')[0]}"] += 1  # the key, with which its line begins
             continue
@@ -132,7 +133,7 @@ def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
         if fitting and len(changes(cfg, layout)) > distance:
             break
         try:
-            layout.check(world)
+            rules.check(layout, world)
         except ValueError:
             continue
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)

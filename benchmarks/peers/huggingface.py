@@ -28,11 +28,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks import measure
-from minitron import cli
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
+from minitron.data.batch import Batch
 from minitron.data.loader import Loader
-from minitron.mesh import Mesh
-from minitron.model.gpt import Batch
 from minitron.pretrain import build_data
 
 try:
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = measure.arguments(__doc__, argv)
     world, (device, capability) = int(os.environ["WORLD_SIZE"]), measure.choose_device()
     with cli.user_errors():
-        cfg.check(world, capability)
+        rules.check(cfg, world, capability)
         measure.check_translated(cfg, "Hugging Face", tunes=True)
     _skip_what_it_has_not(cfg)
     dist.init_process_group("gloo" if capability is None else "nccl", device_id=None if capability is None else device)

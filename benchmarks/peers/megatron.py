@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import measure
-from minitron import cli
-from minitron.config import Config
+from minitron.config import cli, rules
+from minitron.config.schema import Config
 
 try:
     import transformer_engine.pytorch  # noqa: F401  Megatron-core imports without it, and then fails later
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     if capability is None:
         raise measure.skip("Megatron-core needs GPUs")
     with cli.user_errors():
-        cfg.check(world, capability)
+        rules.check(cfg, world, capability)
         measure.check_translated(cfg, "Megatron-core")
     dist.init_process_group("nccl", device_id=device)
     p = cfg.parallel

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import measure
-from minitron import cli
-from minitron.config import Config
+from minitron.config import cli, rules
+from minitron.config.schema import Config
 from minitron.pipeline.schedule import stage_layers
 
 try:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = measure.arguments(__doc__, argv)
     world, (device, capability) = int(os.environ["WORLD_SIZE"]), measure.choose_device()
     with cli.user_errors():
-        cfg.check(world, capability)
+        rules.check(cfg, world, capability)
         measure.check_translated(cfg, "torchtitan")
     _skip_what_it_has_not(cfg, device)
     dist.init_process_group("gloo" if capability is None else "nccl", device_id=None if capability is None else device)

@@ -15,6 +15,6 @@ if [ -n "${DATASET:-}" ] && [ ! -e "${PREFIX}_text_document.idx" ]; then
     "$python" tools/preprocess_data.py --input "$DATASET" --output-prefix "$PREFIX" --tokenizer "$TOKENIZER" --append-eod
 fi
 "$python" -c 'import sys
-from minitron import cli
+from minitron.config import cli, rules
 with cli.user_errors():
-    cli.load(sys.argv[2:]).check(int(sys.argv[1]))' "$@"
+    rules.check(cli.load(sys.argv[2:]), int(sys.argv[1]))' "$@"

@@ -29,10 +29,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitron import cli
 from minitron.checkpoint import hf
 from minitron.checkpoint.format import CheckpointError, Reader, disk_errors, newest
-from minitron.config import Config, ModelConfig
+from minitron.config import cli
+from minitron.config.schema import Config, ModelConfig
 from minitron.model.lora import adapted
 
 

@@ -53,7 +53,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
-from minitron.precision import DTYPES
+from minitron.kernels.gemm import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index

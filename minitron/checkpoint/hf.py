@@ -35,10 +35,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitron import cli
 from minitron.checkpoint.format import NAMES, STORED, CheckpointError
-from minitron.config import ModelConfig
-from minitron.precision import DTYPES
+from minitron.config import cli, rules
+from minitron.config.schema import ModelConfig
+from minitron.kernels.gemm import DTYPES
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
@@ -109,7 +109,7 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
             model["ffn_hidden_size"] = 4 * model["hidden_size"]
     cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
     try:
-        cfg.check(world=1)
+        rules.check(cfg, world=1)
     except ValueError as error:
         raise CheckpointError(f"{origin}: {error}") from error
     for key, allowed in (fixed | {"head_dim": (None, cfg.model.head_dim)}).items():

@@ -27,8 +27,8 @@ from minitron.checkpoint.adapter import Merged, Weights, base_of, best_kind, che
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
 from minitron.checkpoint.format import STEP_NAME, CheckpointError, Reader, checkpoints, make_writable, newest
 from minitron.checkpoint.save import State, decide, pieces
-from minitron.config import Config
-from minitron.mesh import Mesh
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")

@@ -41,14 +41,14 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
 from minitron.checkpoint.format import CheckpointError, TakenOver, begin, check_owner, claim, commit, write_shard
-from minitron.config import Config
-from minitron.fp8 import Fp8Gemm
-from minitron.log import Log
-from minitron.mesh import Mesh
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
+from minitron.kernels.fp8 import Fp8Gemm
 from minitron.model.gpt import GPT
-from minitron.optim.grads import Gradients
+from minitron.optim.buckets import Gradients
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
+from minitron.runtime.log import Log
 
 PATIENCE = timedelta(days=1)  # a save may take long; a rank that dies ends the wait for it at once
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitron.config import DataConfig
+from minitron.config.schema import DataConfig
 from minitron.data.blend import BlendedDataset, normalize, part_samples
 from minitron.data.cache import build_once
 from minitron.data.corpus import build_corpus

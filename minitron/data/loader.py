@@ -19,10 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
+from minitron.data.batch import Batch
 from minitron.data.gpt import Sample
-from minitron.mesh import Mesh
-from minitron.model.gpt import Batch
 from minitron.parallel.context import as_documents, local_positions
 
 

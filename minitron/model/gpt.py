@@ -21,40 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minitron import overlap
-from minitron.attention import Backend
-from minitron.collectives import slice_along
-from minitron.config import Config, ModelConfig
-from minitron.fp8 import Formats
-from minitron.mesh import Mesh
+from minitron.comm.collectives import slice_along
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config, ModelConfig
+from minitron.data.batch import Batch
+from minitron.kernels.attention import Backend
+from minitron.kernels.fp8 import Formats
+from minitron.kernels.gemm import DTYPES, Gemm, use
+from minitron.kernels.rng import attention_mask, dropout, token_keys
 from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
+from minitron.parallel import overlap
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
+from minitron.parallel.linear import Layer, Traffic, linear
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       choose_apex, choose_ops, lookup, vocab_parallel_cross_entropy)
-from minitron.precision import DTYPES, Gemm, Layer, Traffic, linear, use
-from minitron.rng import attention_mask, dropout, token_keys
-
-
-@dataclass
-class Batch:
-    """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
-
-    `order` are the places of the s/cp tokens in the full sequence; `positions` count from the start of each document
-    when documents are kept apart, else they equal `order`. `documents` are each sample's boundaries [0, ..., s], on
-    the host.
-    """
-
-    tokens: Tensor                      # [s/cp, b]
-    labels: Tensor                      # [s/cp, b]
-    mask: Tensor                        # [s/cp, b] float32, 0 where the label does not count
-    positions: Tensor                   # [s/cp, b] or [s/cp, 1]
-    order: Tensor                       # [s/cp]
-    samples: Tensor                     # [b] index in the run's sample order
-    count: float                        # sum of mask, known to the host
-    step: int = 0
-    documents: context.Documents | None = None
-    padding: tuple[int, ...] = ()       # of each sample: the last positions, which fill it and are no work
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The pointwise parts of a transformer block: the residual stream with its norms, rotary positions, activations.
 
-Here is their autograd: what each keeps for its backward pass. What they compute is in minitron/plain.py, and again,
-as one kernel each, in minitron/fused.py; `ops` is the one of the two modules that the model was built with.
+Here is their autograd: what each keeps for its backward pass. What they compute is in minitron/kernels/plain.py, and again,
+as one kernel each, in minitron/kernels/fused.py; `ops` is the one of the two modules that the model was built with.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron import plain
-from minitron.config import RopeScaling
+from minitron.config.schema import RopeScaling
+from minitron.kernels import plain
+from minitron.kernels.gemm import accumulate, use
+from minitron.kernels.plain import Rope
 from minitron.parallel.tensor import Layout
-from minitron.plain import Rope
-from minitron.precision import accumulate, use
 
 
 class Residual(NamedTuple):

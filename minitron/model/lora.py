@@ -33,12 +33,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
-from minitron.config import Config, ModelConfig
+from minitron.comm.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
+from minitron.config.schema import Config, ModelConfig
+from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
+from minitron.parallel.linear import Layer, Traffic, rows, unrows
 from minitron.parallel.tensor import Layout, ParallelLinear, Shard
-from minitron.precision import Layer, Traffic, rows, unrows
-from minitron.rng import drop_by_name
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
 

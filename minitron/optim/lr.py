@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-from minitron.config import OptimizerConfig
+from minitron.config.schema import OptimizerConfig
 
 
 def learning_rate(cfg: OptimizerConfig, consumed_samples: int, *, global_batch_size: int, total_steps: int) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minitron.config import PrecisionConfig
+from minitron.config.schema import PrecisionConfig
 
 MIN_SCALE = 1.0
 

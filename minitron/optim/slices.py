@@ -27,9 +27,9 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from minitron import overlap
-from minitron.collectives import Done, Pending, all_gather_into, reduce_scatter_into
-from minitron.mesh import Axis
+from minitron.comm.collectives import Done, Pending, all_gather_into, reduce_scatter_into
+from minitron.comm.mesh import Axis
+from minitron.parallel import overlap
 
 PIECE_BYTES = 64 << 20  # of one rank's slice: a stage has room for one from each of the others
 

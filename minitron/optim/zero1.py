@@ -27,11 +27,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minitron.collectives import Done, all_reduce_
-from minitron.config import OptimizerConfig
-from minitron.optim.grads import Gradients
+from minitron.comm.collectives import Done, all_reduce_
+from minitron.config.schema import OptimizerConfig
+from minitron.kernels.plain import AdamHyper, AdamState
+from minitron.optim.buckets import Gradients
 from minitron.parallel.tensor import choose_ops
-from minitron.plain import AdamHyper, AdamState
 
 # Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
 CLIP_EPS = 1e-6

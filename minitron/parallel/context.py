@@ -26,7 +26,7 @@ a higher rank's keys are seen, all, by the second chunk of queries. So a step is
 pairs. With documents that may not attend to each other the same holds for each document's part of the run: one block
 per document. Blocks are made on the host, from the boundaries, and a kernel sees no mask but the triangle.
 
-Each step's out and lse are merged as `minitron.attention` explains, and gradients added, in float32. Left out:
+Each step's out and lse are merged as `minitron.kernels.attention` explains, and gradients added, in float32. Left out:
 overlapping the all-to-all with compute, and a ring step's documents in one call, as packed.py has it on one rank.
 """
 
@@ -42,10 +42,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitron import plain
-from minitron.attention import Backend
-from minitron.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
-from minitron.mesh import Axis
+from minitron.comm.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
+from minitron.comm.mesh import Axis
+from minitron.kernels import plain
+from minitron.kernels.attention import Backend
 from minitron.parallel.packed import Documents, packed_attention
 
 
@@ -95,7 +95,7 @@ def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Do
 
 
 def _check(q, k, axis, style, documents, dropout_mask) -> None:
-    """What minitron/rules.py and the loader have seen to."""
+    """What minitron/config/rules.py and the loader have seen to."""
     (s, b, n, _), g, cp = q.shape, k.shape[2], axis.size
     assert style in ("ring", "allgather", "ulysses"), style
     assert n % g == 0, f"{g} key heads for {n} query heads"

@@ -21,7 +21,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minitron.precision import Layer, Payload, rows, unrows
+from minitron.kernels.gemm import Payload
+from minitron.parallel.linear import Layer, rows, unrows
 
 
 class _SwigluMLP(torch.autograd.Function):

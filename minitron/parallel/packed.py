@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minitron.attention import Backend
+from minitron.kernels.attention import Backend
 
 # For each sample its boundaries 0 = b_0 < b_1 < ... < b_m = s. Tuples, which can be looked up: every layer asks for the
 # same ones, and gets what the first one made.

@@ -25,11 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron import collectives, meta, plain
-from minitron.collectives import all_reduce_
-from minitron.mesh import Axis
-from minitron.overlap import Pipelined, Separate
-from minitron.precision import Gemm, Layer, Traffic, linear
+from minitron.comm import collectives
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Axis
+from minitron.kernels import meta, plain
+from minitron.kernels.gemm import Gemm
+from minitron.parallel.linear import Layer, Traffic, linear
+from minitron.parallel.overlap import Pipelined, Separate
 
 
 @dataclass(frozen=True)
@@ -66,27 +68,27 @@ class Shard:
 
 
 def choose_ops(device: torch.device) -> ModuleType:
-    """The pointwise kernels of a device: minitron.fused on CUDA, minitron.meta in a dry run, else minitron.plain."""
+    """The pointwise kernels of a device: minitron.kernels.fused on CUDA, minitron.kernels.meta in a dry run, else minitron.kernels.plain."""
     if device.type != "cuda":
         return meta if device.type == "meta" else plain
-    from minitron import fused
+    from minitron.kernels import fused
     return fused
 
 
 def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:
-    """minitron.fused_apex if train.kernels asks for it. Raises ValueError if it cannot run here."""
+    """minitron.kernels.apex if train.kernels asks for it. Raises ValueError if it cannot run here."""
     if kernels != "apex" or device.type == "meta":
         return None
     if device.type != "cuda":
         raise ValueError(f"train.kernels=apex runs on CUDA devices, not on {device.type}; use train.kernels=auto")
     try:
-        from minitron import fused_apex
+        from minitron.kernels import apex
     except ImportError as error:
         raise ValueError(f"train.kernels=apex cannot load the extensions of NVIDIA's apex ({error}); build them with "
                          "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
                          "git+https://github.com/NVIDIA/apex.git (`apex` on PyPI is another project), or use "
                          "train.kernels=auto") from error
-    return fused_apex
+    return apex
 
 
 @dataclass(frozen=True)

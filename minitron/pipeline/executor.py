@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minitron.collectives import Pending, all_reduce_, exchange
-from minitron.mesh import Axis
+from minitron.comm.collectives import Pending, all_reduce_, exchange
+from minitron.comm.mesh import Axis
 from minitron.pipeline.schedule import (Action, Backward, Exchange, Forward, Schedule, Transfer, forward_only,
                                         input_of, make, output_of)
 

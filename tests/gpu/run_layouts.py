@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, first_gradients, part_of
+from minitron.comm.mesh import Mesh
+from minitron.config import rules
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.mesh import Mesh
 from minitron.train import build
 
 # Heads of 64 channels, so that the fused kernels are used; weights of 1/sqrt(h), so that activations keep their size.
@@ -63,7 +64,7 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int)
     if targets is not None:
         lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout, alpha=8.0))
     cfg = config(base, lora, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
-    cfg.check(world)
+    rules.check(cfg, world)
     p = cfg.parallel
     mesh = Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
     with adapters_that_do_something():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 
-from minitron.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
-from minitron.mesh import Axis
+from minitron.comm.mesh import Axis
+from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
 from minitron.parallel.context import attention
 from minitron.testing import assert_close_rel
 

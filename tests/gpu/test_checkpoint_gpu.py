@@ -11,11 +11,11 @@ from test_checkpoint import assert_same, contents, saving
 
 from minitron.checkpoint.load import find, restore
 from minitron.checkpoint.save import Checkpointer, copy_beside
-from minitron.config import Config
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.log import Log
-from minitron.mesh import Mesh
+from minitron.runtime.log import Log
 from minitron.train import Trainer, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layouts import config
 
-if torch.cuda.is_available() and find_spec("transformer_engine"):  # before torch's cuDNN: minitron.fp8.choose_backend
+if torch.cuda.is_available() and find_spec("transformer_engine"):  # before torch's cuDNN: minitron.kernels.fp8.choose_backend
     import transformer_engine.pytorch  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,8 +25,8 @@ GPT_175B = dict(family="gpt", num_layers=2, hidden_size=12288, ffn_hidden_size=4
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("fp8", ["none", "delayed", "block"])
 def test_peak_memory_of_a_step(model, seq_len, micro, gib, recompute, fp8):
-    from minitron.dryrun import dry_run, prepare, run_step
-    from minitron.mesh import Mesh
+    from minitron.planning.dryrun import dry_run, prepare, run_step
+    from minitron.comm.mesh import Mesh
 
     if fp8 != "none":
         pytest.importorskip("transformer_engine")

@@ -6,17 +6,18 @@ import pytest
 import torch
 from layouts import LLAMA, config, dataset_of
 
-from minitron import fp8_torch
-from minitron.config import PrecisionConfig
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config import rules
+from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
-from minitron.fp8 import choose_backend
-from minitron.fp8_torch import Operand
-from minitron.mesh import Axis, Mesh
+from minitron.kernels import fp8_torch
+from minitron.kernels.fp8 import choose_backend
+from minitron.kernels.fp8_torch import Operand
 from minitron.testing import assert_close_rel
 from minitron.train import build
 
 INSTALLED = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.fp8.choose_backend
+if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.kernels.fp8.choose_backend
     import transformer_engine.pytorch  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -108,7 +109,7 @@ TRAIN = dict(seq_len=256, micro_batch_size=2, global_batch_size=8, steps=20)
 def losses_of(recompute="none", **precision):
     cfg = config(LLAMA, dict(model=MODEL, train=TRAIN | dict(recompute=recompute),
                              precision=dict(dtype="bf16") | precision))
-    cfg.check(1, torch.cuda.get_device_capability())
+    rules.check(cfg, 1, torch.cuda.get_device_capability())
     trainer = build(cfg, Mesh.offline(device=GPU))
     loader, losses, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), [], cfg.train.global_batch_size
     for step in range(cfg.train.steps):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from layouts import LLAMA, config
 
-from minitron import attention
-from minitron.mesh import Mesh
+from minitron.comm.mesh import Mesh
+from minitron.kernels import attention
+from minitron.kernels.gemm import DTYPES
 from minitron.model.gpt import GPT
 from minitron.model.init import initialise
-from minitron.precision import DTYPES
 from minitron.testing import assert_close_rel
 from tools import generate
 

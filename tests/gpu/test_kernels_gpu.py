@@ -27,13 +27,13 @@ def kernels(name):
     if name != "fused_apex":
         return importlib.import_module(f"minitron.{name}")
     reason = "NVIDIA's apex is not built here (train.kernels=apex says how)"
-    return pytest.importorskip("minitron.fused_apex", reason=reason, exc_type=ImportError)
+    return pytest.importorskip("minitron.kernels.apex", reason=reason, exc_type=ImportError)
 
 
 @dtypes
 @pytest.mark.parametrize("f", [48, 2048, 3000])
 def test_swiglu(dtype, f):
-    from minitron import fused
+    from minitron.kernels import fused
 
     x, dy = randn(5, 3, 2 * f, dtype=dtype), randn(5, 3, f, dtype=dtype, seed=1)
     plain = x.float().requires_grad_()
@@ -47,7 +47,7 @@ def test_swiglu(dtype, f):
 @pytest.mark.parametrize("m, f", [(16, 48), (200, 128), (384, 1040)])
 @pytest.mark.parametrize("columns", [False, True])
 def test_swiglu_with_casts(m, f, columns):
-    from minitron import fused, plain
+    from minitron.kernels import fused, plain
 
     x, dy = randn(m, 2 * f, dtype=torch.bfloat16), randn(m, f, dtype=torch.bfloat16, seed=1)
     for name, inputs, kind in (("swiglu_cast", (x,), torch.float8_e4m3fn),
@@ -74,9 +74,9 @@ def test_swiglu_with_casts(m, f, columns):
 @pytest.mark.parametrize("sizes", [(8, 2, 2), (5, 5, 5)])
 @pytest.mark.parametrize("rope_batch", [1, 3])
 def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
-    from minitron import fused
+    from minitron.kernels import fused
     from minitron.model.layers import rope_frequencies, rope_tables, split_heads
-    from minitron.plain import rotate
+    from minitron.kernels.plain import rotate
 
     qkv = randn(17, 3, sum(sizes), 64, dtype=dtype)
     positions = torch.randint(0, 100, (17, rope_batch), device="cuda")
@@ -98,7 +98,7 @@ def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
 @dtypes
 @pytest.mark.parametrize("d", [64, 96, 128])
 def test_blocks_are_merged(dtype, d):
-    from minitron import fused, plain
+    from minitron.kernels import fused, plain
 
     lse, block_lse = 5 * randn(2, 3, 77), 5 * randn(2, 3, 77, seed=1)
     # views as the ring has them: [s, b, n, d] seen as [b, n, s, d], the second half of the positions
@@ -113,7 +113,7 @@ def test_blocks_are_merged(dtype, d):
 @dtypes
 @pytest.mark.parametrize("parts, shape", [(2, (7, 48)), (4, (300, 100)), (8, (1, 5000))])
 def test_parts_are_summed(dtype, parts, shape):
-    from minitron import fused, plain
+    from minitron.kernels import fused, plain
 
     x = randn(parts, *shape, dtype=dtype)
     expected = plain.sum_parts(x.float())
@@ -126,7 +126,7 @@ def test_parts_are_summed(dtype, parts, shape):
 @dtypes
 @pytest.mark.parametrize("h", [48, 2048, 3000])
 def test_rows_are_added(dtype, h):
-    from minitron import fused, plain
+    from minitron.kernels import fused, plain
 
     ids, rows = torch.randint(0, 40, (60, 3), device="cuda"), randn(60, 3, h, dtype=dtype)
     tables = [torch.ones(16, h, device="cuda") for _ in range(2)]
@@ -138,8 +138,8 @@ def test_rows_are_added(dtype, h):
 @dtypes
 @pytest.mark.parametrize("vocab", [96, 8192, 20000])
 def test_cross_entropy(dtype, vocab):
-    from minitron import fused
-    from minitron.mesh import Axis
+    from minitron.kernels import fused
+    from minitron.comm.mesh import Axis
     from minitron.parallel.tensor import vocab_parallel_cross_entropy
 
     leaf = (3 * randn(7, 2, vocab)).to(dtype).requires_grad_()
@@ -154,8 +154,8 @@ def test_cross_entropy(dtype, vocab):
 
 
 def test_cross_entropy_of_labels_on_other_ranks():
-    from minitron import fused
-    from minitron import plain
+    from minitron.kernels import fused
+    from minitron.kernels import plain
 
     logits, labels = randn(40, 100), torch.arange(40, device="cuda") * 10
     for mine, twin in zip(
@@ -190,7 +190,7 @@ def test_weight_gradient(backend, dtype, m, n, k):
 @pytest.mark.parametrize("backend", ["fused", "fused_apex"])
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 def test_adamw_equals_torchs_and_skips(backend, param_dtype):
-    from minitron.plain import AdamHyper, AdamState
+    from minitron.kernels.plain import AdamHyper, AdamState
 
     adamw_ = kernels(backend).adamw_
     n, lr, betas, eps, decay = 10_000, 1e-2, (0.9, 0.999), 1e-8, 0.1
@@ -218,8 +218,8 @@ def test_adamw_equals_torchs_and_skips(backend, param_dtype):
 @dtypes
 @pytest.mark.parametrize("h", [96, 5000])
 def test_dropout(dtype, h):
-    from minitron import fused
-    from minitron.rng import dropout, token_keys
+    from minitron.kernels import fused
+    from minitron.kernels.rng import dropout, token_keys
 
     keys = token_keys(1, 2, torch.arange(3, device="cuda"), torch.arange(40, device="cuda"))
     x, dy = randn(40, 3, h, dtype=dtype).requires_grad_(), randn(40, 3, h, dtype=dtype, seed=1)
@@ -239,7 +239,7 @@ def test_dropout(dtype, h):
     (True, False, False, True), (False, True, True, True)])
 def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
     """1055 rows: more than programs in the backward, and no multiple of anything. Sums over rows are float32."""
-    from minitron import fused, plain
+    from minitron.kernels import fused, plain
 
     x, weight = 3 + randn(211, 5, h, dtype=dtype), 1 + randn(h, dtype=dtype, seed=1)
     bias = randn(h, dtype=dtype, seed=2) if layer_norm else None
@@ -264,7 +264,7 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
 
 
 def test_add_norm_repeats_bit_by_bit():
-    from minitron import fused
+    from minitron.kernels import fused
 
     x, weight = randn(1055, 1, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16, seed=1)
     total, y, statistics = fused.add_norm(x, x, weight, weight, weight, 1e-5)

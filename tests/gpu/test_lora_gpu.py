@@ -7,16 +7,17 @@ import pytest
 import torch
 from layouts import LLAMA, adapters_that_do_something, config, dataset_of, first_gradients
 
+from minitron.comm.mesh import Mesh
+from minitron.config import rules
 from minitron.data.loader import Loader
-from minitron.mesh import Mesh
 from minitron.testing import assert_close_rel
 from minitron.train import build
 
 INSTALLED = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.fp8.choose_backend
+if INSTALLED:  # now, before another test file has torch load its cuDNN: see minitron.kernels.fp8.choose_backend
     import transformer_engine.pytorch  # noqa: F401
 
-    from minitron import fp8_te
+    from minitron.kernels import fp8_te
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 te = pytest.mark.skipif(not INSTALLED, reason="needs Transformer Engine")
@@ -31,7 +32,7 @@ def run(targets, steps=6, *, lr=1e-2, recompute="none", dropout=0.0, **precision
     lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout)) if targets else {}
     cfg = config(LLAMA, lora, dict(model=MODEL, train=TRAIN | dict(recompute=recompute),
                                    precision=dict(dtype="bf16") | precision))
-    cfg.check(1, torch.cuda.get_device_capability())
+    rules.check(cfg, 1, torch.cuda.get_device_capability())
     with adapters_that_do_something():
         trainer = build(cfg, Mesh.offline(device=torch.device("cuda")))
     gradients, loader = first_gradients(trainer), Loader(dataset_of(cfg), cfg, trainer.mesh)

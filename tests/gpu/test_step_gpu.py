@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_a_step_does_not_wait_for_the_device(base, dtype, separate):
     from minitron.data.loader import Loader
     from minitron.data.mock import MockDataset
-    from minitron.mesh import Mesh
+    from minitron.comm.mesh import Mesh
     from minitron.train import build
 
     model = dict(hidden_size=512, hidden_dropout=0.1, max_positions=64, init_std=0.02)

@@ -17,10 +17,10 @@ done
 
 # A mistake in the configuration is one line here; torchrun would add a page of its own for each rank.
 hparams=$(python -c 'import sys
-from minitron import cli
+from minitron.config import cli, rules
 with cli.user_errors():
     cfg = cli.load(sys.argv[2:])
-    cfg.check(int(sys.argv[1]))
+    rules.check(cfg, int(sys.argv[1]))
     print(cli.to_yaml(cfg), end="")' $((NNODES * GPUS_PER_NODE)) "$CONFIG" "$@")
 mkdir -p "$ARTIFACTS"
 [ "$NODE_RANK" -ne 0 ] || printf '%s\n' "$hparams" >"$ARTIFACTS/hparams.yaml"

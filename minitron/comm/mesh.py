@@ -1,0 +1,135 @@
+"""The mesh: which ranks work together along each parallel axis.
+
+Problem: a rank of a 4-axis job takes part in many groups (its tensor-parallel neighbours, its pipeline, ...),
+and every layer needs to know a few of them. The idea: ranks are the cells of an array [pp, dp, cp, tp], tp
+innermost so that the chattiest axis stays inside a node. An `Axis` is one line through this rank's cell. It
+is passed to whoever communicates along it; nothing here is global. An axis of size 1 has no group, and every
+collective over it is the identity, so the model needs no `if tp > 1`.
+
+    8 ranks, pp 2, dp 1, cp 2, tp 2:     rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
+        pp 0: cp 0: ranks 0 1            rank 5: tp axis (4, 5), cp axis (5, 7), pp axis (1, 5),
+              cp 1: ranks 2 3                    dp_cp axis (5, 7), embedding axis (1, 5)
+        pp 1: cp 0: ranks 4 5
+              cp 1: ranks 6 7
+
+Beside the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
+is sharded over it), `embedding` (the first and the last pipeline rank, which hold the two copies of a tied
+weight) and `world` (statistics of a step).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from minitron.comm.activity import Activity
+
+AXES = ("pp", "dp", "cp", "tp")
+UNWATCHED = Activity()  # of axes made by hand: written like any other, read by nobody
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One line of ranks through this rank's cell. `ranks` are global, in axis order; `rank` is the index there."""
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    activity: Activity = field(default=UNWATCHED, compare=False, repr=False)  # one for all axes of a rank
+
+    @staticmethod
+    def single() -> "Axis":
+        return Axis("single", 0, 1, (0,))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's axes. Made by `create` (with process groups) or `offline` (coordinates only)."""
+
+    rank: int
+    device: torch.device
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
+    dp_cp: Axis
+    embedding: Axis
+    world: Axis
+
+    @property
+    def activity(self) -> Activity:
+        """What this rank is doing."""
+        return self.world.activity
+
+    def cell(self) -> str:
+        """The rank and its coordinates: "rank 5 (pp 1, dp 0, cp 0, tp 1)"."""
+        return f"rank {self.rank} ({', '.join(f'{name} {getattr(self, name).rank}' for name in AXES)})"
+
+    @staticmethod
+    def create(*, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu",
+               timeout: timedelta | None = None) -> "Mesh":
+        """The mesh of the initialised default process group; dp is what tp, pp and cp leave of its world.
+
+        timeout: after which a collective of any axis fails, None: torch's own. Collective: every rank must call it.
+        Raises ValueError if tp * pp * cp does not divide the world.
+        """
+        device = torch.device(device)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        shape = _shape(world, tp, pp, cp)
+        axes = offline_axes(rank, shape)
+        device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        groups = {name: device_mesh[name].get_group() for name in AXES}
+        groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
+        groups["world"] = dist.group.WORLD
+        stage = world // pp  # ranks of one; pp is outermost
+        for first in range(stage if pp > 1 else 0):  # every rank takes part in the making of every group
+            group = dist.new_group([first, first + world - stage])
+            if rank in (first, first + world - stage):
+                groups["embedding"] = group
+        if timeout is not None:  # new groups do not take it over from the default group
+            for group in groups.values():
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+        axes = {name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None, a.activity)
+                for name, a in axes.items()}
+        return Mesh(rank, device, **axes)
+
+    @staticmethod
+    def offline(world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1,
+                device: torch.device | str = "cpu") -> "Mesh":
+        """The coordinates of `rank` in a world that need not exist: no process group, nothing can be communicated."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return Mesh(rank, device, **offline_axes(rank, _shape(world, tp, pp, cp)))
+
+
+def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
+    if world % (tp * pp * cp):
+        raise ValueError(f"tp*pp*cp={tp}*{pp}*{cp}={tp * pp * cp} does not divide the world of {world} ranks; "
+                         f"start a multiple of {tp * pp * cp} ranks")
+    return pp, world // (tp * pp * cp), cp, tp
+
+
+def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]:
+    """Every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups."""
+    pp, dp, cp, tp = shape
+    world = math.prod(shape)
+
+    def line(size: int, stride: int) -> tuple[int, ...]:
+        """`size` ranks, this one among them, each `stride` after the last."""
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
+
+    column = line(pp, world // pp)
+    ends = (column[0], column[-1]) if pp > 1 else column
+    lines = {"pp": column, "dp": line(dp, cp * tp), "cp": line(cp, tp), "tp": line(tp, 1), "dp_cp": line(dp * cp, tp),
+             "embedding": ends if rank in ends else (rank,), "world": line(world, 1)}
+    activity = Activity()
+    return {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}

@@ -1,0 +1,1 @@
+"""What runs on one device: products, attention, pointwise operations, random numbers."""

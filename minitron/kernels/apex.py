@@ -1,0 +1,57 @@
+"""Weight gradients and AdamW by NVIDIA's apex, where it is built: train.kernels=apex.
+
+Two of its kernels have a twin here, by the same name and contract, and nothing else of it is used:
+
+    accumulate_product   minitron/kernels/gemm.py           fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    adamw_               minitron/kernels/plain.py, fused.py     amp_C.multi_tensor_adam_capturable, what FusedAdam calls
+
+Both are extension modules of their own, so the name `apex`, which on PyPI is another project's, is never imported. Only
+minitron.parallel.tensor.choose_apex imports this file. What apex leaves to others:
+
+    a step's first product, which overwrites    its GEMM can only add, so torch's saves the pass that clears
+    float32 products                            it allows cuBLAS to multiply those in float16
+    FP8 products                                those of precision.fp8_backend
+
+and two that we leave: wgrad_gemm_accum_fp16, which adds to 16-bit gradients where ours are float32; and
+multi_tensor_adam_capturable_master, which would write the bf16 parameter in the same pass but reads the gradient as if
+it had the parameter's dtype, unchecked. So the cast is a second pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch  # first: apex's extensions need the libraries that it loads
+from amp_C import multi_tensor_adam_capturable
+from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
+from torch import Tensor
+
+from minitron.kernels import gemm
+from minitron.kernels.plain import AdamHyper, AdamState
+
+CHUNK = 2048 * 32     # elements per block of threads, apex's own choice
+DECOUPLED_DECAY = 1   # the kernel's mode 1 is AdamW
+CORRECT_BIAS = 1
+
+
+def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """weight.main_grad += dy^T x; see minitron/kernels/gemm.py."""
+    if dy.dtype == torch.float32 or not hasattr(weight, "main_grad") or weight.grad_stale:
+        return gemm.accumulate_product(weight, dy, x)
+    assert weight.main_grad.is_contiguous()  # apex looks at no strides
+    wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), weight.main_grad)
+    weight.grad_ready()
+    return None
+
+
+def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
+           updated: Callable[[int], None]) -> None:
+    """One step on every state, all its numbers on the device; see minitron/kernels/plain.py."""
+    skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
+    lr = torch.full_like(inverse, hyper.lr)
+    for i, s in enumerate(states):
+        multi_tensor_adam_capturable(CHUNK, skip, [[s.grad], [s.master], [s.average], [s.square]], lr, *hyper.betas,
+                                     hyper.eps, steps, DECOUPLED_DECAY, CORRECT_BIAS, s.decay, inverse)
+        if s.param.dtype != torch.float32:
+            s.param.copy_(s.master)
+        updated(i)

@@ -1,0 +1,259 @@
+"""The seam of the attention kernels: every softmax(q k^T) v of the model runs through a `Backend`.
+
+Problem: the fastest kernel differs by device and precision, and context parallelism needs more of it than a layer
+does. A rank that holds some of the queries attends to the keys block by block, as they arrive, and joins the results:
+
+    block A:  scores 1, 2   lse_A = log(e^1 + e^2)   out_A = (e^1 v1 + e^2 v2) / e^lse_A
+    block B:  score  3      lse_B = log(e^3)         out_B = v3
+    both:                   lse = log(e^lse_A + e^lse_B)
+                            out = e^(lse_A - lse) out_A + e^(lse_B - lse) out_B
+
+So a kernel must return `lse`, the log of the sum of the exponentials, beside `out`. For the backward pass note that the
+gradient of a score is p (dp - dout . out) with p = e^(score - lse): it is the *whole* softmax's p as soon as the
+whole softmax's lse and out go in. Hence the contract: a backend is a pair of functions without autograd, and its
+backward takes out and lse as they are given, from this block alone or merged over many.
+
+    forward (q, k, v, *, causal, scale)                         -> out, lse, saved
+    backward(dout, q, k, v, out, lse, saved, *, causal, scale)  -> dq, dk, dv
+
+    q, dout, out  [b, n, sq, d]    any strides with a unit last one: [s, b, n, d] tensors go in permuted, uncopied
+    k, v          [b, g, sk, d]    n a multiple of g: query heads i n/g ... (i + 1) n/g - 1 share key head i
+    lse           [b, n, sq]       natural logarithm, float32 (float64 for float64 inputs)
+    dropout_mask  [b, n, sq, sk]   multiplies the probabilities: 0, or 1 / (1 - rate); `reference` alone has this option
+    causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
+    saved         whatever the kernel's own backward wants back; opaque here
+
+A kernel may also take documents that lie one after another, each causal within itself, in one call (`packed`):
+
+    forward (q, k, v, bounds, longest, scale) -> out, saved      q, out [t, n, d], k, v [t, g, d]; bounds int32 [m + 1]
+    backward(dout, q, k, v, out, saved, bounds, longest, scale) -> dq, dk, dv            on the device, from 0 to t
+
+A block never has a query without keys: there the kernels disagree about lse (0 or -inf), and a merge would be wrong.
+
+Left out: kernels with a sliding window or a bias, and aten's memory-efficient attention (slower wherever these run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.backends import cuda as cuda_backends
+
+from minitron.kernels.meta import hidden
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A pair of kernels under the contract of this module."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor, object]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    packed: tuple[Callable, Callable] | None = None
+
+
+def choose(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, dropout: float = 0.0,
+           *, documents: bool = False) -> Backend:
+    """The backend for `model.attention`; call it once, when the model is built.
+
+    `auto` takes the fastest that fits: on CUDA cuDNN, then flash; on CPU flash; `reference` where neither fits (float32
+    on CUDA, attention dropout). With `documents` block lengths vary from batch to batch, and cuDNN would
+    compile a plan for each new one: then flash comes first. Raises ValueError if the backend asked for cannot run.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        candidates = ("flash", "cudnn") if documents else ("cudnn", "flash")
+        fitting = [c for c in candidates if _obstacle(c, device, dtype, head_dim, dropout) is None]
+        name = fitting[0] if fitting else "reference"
+    elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
+        raise ValueError(f"model.attention={name} {obstacle}")
+    if device.type == "meta" and name != "reference":
+        packed = (_shapes_packed_forward, _shapes_packed_backward) if name == "flash" else None
+        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward), packed)
+    if name == "flash":
+        return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
+    if name == "flash-attn":
+        return _import_flash_attn()
+    return {"cudnn": CUDNN, "reference": REFERENCE}[name]
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str | None:
+    """Why this backend cannot be used, and what to do about it; None if it can."""
+    if name not in ("cudnn", "flash", "flash-attn", "reference"):
+        return "is not an attention backend; use auto, cudnn, flash, flash-attn or reference"
+    if name == "reference":
+        return None
+    if dropout > 0:
+        return f"cannot apply model.attention_dropout={dropout}; use model.attention=reference or auto"
+    if name == "flash" and device.type == "cpu":
+        return None
+    if device.type not in ("cuda", "meta"):  # a dry run takes a GPU's
+        return f"does not run on the device type {device.type!r}; use model.attention=auto"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 or fp16 on CUDA, not {dtype}; use model.attention=auto or another precision.dtype"
+    if head_dim % 8 or head_dim > 256:
+        return f"needs a head dimension that is a multiple of 8 up to 256, not {head_dim}; use model.attention=auto"
+    torch_can_use = {"cudnn": cuda_backends.can_use_cudnn_attention, "flash": cuda_backends.can_use_flash_attention}
+    if name in torch_can_use and device.type == "cuda":
+        # torch knows which GPU, library version and determinism setting takes which head dimension
+        probe = torch.empty(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
+        if not torch_can_use[name](cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, True, False)):
+            return (f"is refused by torch for {dtype} and head dimension {head_dim} on this GPU "
+                    f"(or switched off in torch.backends.cuda); use model.attention=auto")
+    return None
+
+
+# ---- reference: the formulas ----------------------------------------------------------------------------------------
+
+
+def _grouped(x: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
+    """[b, n, ...] -> [b, g, n/g, ...]"""
+    return x.to(dtype).unflatten(1, (num_groups, -1))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """q [b, g, n/g, sq, d], k [b, g, 1, sk, d] -> [b, g, n/g, sq, sk], hidden keys at -inf"""
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def _reference_forward(q, k, v, *, causal, scale, dropout_mask=None):
+    g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    q32, k32, v32 = (_grouped(x, g, dtype) for x in (q, k, v))
+    scores = _scores(q32, k32, causal, scale)
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - lse.unsqueeze(-1))
+    if dropout_mask is not None:
+        p = p * _grouped(dropout_mask, g, dtype)
+    return (p @ v32).flatten(1, 2).to(q.dtype), lse.flatten(1, 2), None
+
+
+def _reference_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None):
+    g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    dout32, out32, q32, k32, v32 = (_grouped(x, g, dtype) for x in (dout, out, q, k, v))
+    p = torch.exp(_scores(q32, k32, causal, scale) - _grouped(lse, g, dtype).unsqueeze(-1))
+    dropped, dp = p, dout32 @ v32.transpose(-1, -2)
+    if dropout_mask is not None:
+        mask = _grouped(dropout_mask, g, dtype)
+        dropped, dp = p * mask, dp * mask
+    dv = (dropped.transpose(-1, -2) @ dout32).sum(2)  # over the query heads that share the key head
+    ds = p * (dp - (dout32 * out32).sum(-1, keepdim=True)) * scale
+    dk = (ds.transpose(-1, -2) @ q32).sum(2)
+    return (ds @ k32).flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# ---- any kernel, in a dry run ---------------------------------------------------------------------------------------
+
+
+def _shapes_forward(q, k, v, **options):
+    """Results lie in memory as q does, as those of the GPUs' kernels."""
+    out, lse, saved = _reference_forward(q, k, v, **options)
+    return torch.empty_like(q).copy_(out), lse, saved
+
+
+def _shapes_backward(dout, q, k, v, *saved, **options):
+    grads = _reference_backward(dout, q, k, v, *saved, **options)
+    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads))
+
+
+def _shapes_packed_forward(q, k, v, bounds, longest, scale):
+    return torch.empty_like(q), [q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)]  # lse
+
+
+def _shapes_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+    return tuple(map(torch.empty_like, (q, k, v)))
+
+
+# ---- torch's own kernels --------------------------------------------------------------------------------------------
+# They index lse as a dense [b, n, sq] tensor, so the slices that context parallelism passes are copied first.
+
+
+def _flash_cpu_forward(q, k, v, *, causal, scale):
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse, None
+
+
+def _flash_cpu_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale)
+
+
+def _flash_cuda_forward(q, k, v, *, causal, scale):
+    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse, (seed, offset)
+
+
+def _flash_cuda_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+    return aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *saved, scale=scale)
+
+
+def _flash_cuda_packed_forward(q, k, v, bounds, longest, scale):
+    out, *saved, _ = aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale)
+    return out, saved
+
+
+def _flash_cuda_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+    lse, *rng = saved
+    return aten._flash_attention_backward(
+        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
+
+
+def _cudnn_forward(q, k, v, *, causal, scale):
+    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.squeeze(-1), (seed, offset)
+
+
+def _cudnn_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *saved, None, None, None, q.shape[2], k.shape[2],
+        0.0, causal, scale=scale)
+
+
+REFERENCE = Backend("reference", _reference_forward, _reference_backward)
+FLASH_CPU = Backend("flash", _flash_cpu_forward, _flash_cpu_backward)
+FLASH_CUDA = Backend("flash", _flash_cuda_forward, _flash_cuda_backward,
+                     (_flash_cuda_packed_forward, _flash_cuda_packed_backward))
+CUDNN = Backend("cudnn", _cudnn_forward, _cudnn_backward)
+
+
+# ---- the flash-attn package -----------------------------------------------------------------------------------------
+
+
+def _import_flash_attn() -> Backend:
+    """FlashAttention-2 of the package flash-attn (Dao 2023), whose tensors are [b, s, n, d]."""
+    try:
+        from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+    except ImportError as error:
+        raise ValueError("model.attention=flash-attn needs the package flash-attn: "
+                         "pip install flash-attn --no-build-isolation, or use model.attention=auto") from error
+
+    def options(causal, scale):
+        return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, window_size_left=-1, window_size_right=-1,
+                    softcap=0.0, alibi_slopes=None)
+
+    def forward(q, k, v, *, causal, scale):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, _, rng_state = _flash_attn_forward(q, k, v, return_softmax=False, **options(causal, scale))
+        return out.transpose(1, 2), lse, rng_state
+
+    def backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        _flash_attn_backward(dout, q, k, v, out, lse.contiguous(), *grads, rng_state=saved,
+                             deterministic=torch.are_deterministic_algorithms_enabled(), **options(causal, scale))
+        dq, dk, dv = grads
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return Backend("flash-attn", forward, backward)

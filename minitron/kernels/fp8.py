@@ -1,0 +1,235 @@
+"""FP8 behind the GEMM seam: who is cast when, and with which scale.
+
+Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and writes memory like any other pass, an
+8-bit number spans few magnitudes, and a scale that follows the data costs a pass or a collective of its own. The idea:
+
+    every tensor is cast once, for all products that read it       x: forward, weight gradient
+                                                                   dy: input and weight gradient
+    weights are cast once per optimizer step, not per microbatch   `on_weights_updated` drops the casts
+    what ranks gather is the cast                                  half the traffic, one scale for all of them
+    SwiGLU casts what it computes, its gradient too                one pass less each, where the scale is known before
+
+and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
+
+    current    look first, then cast: two passes, and a collective where ranks share a scale
+    delayed    the scale comes from the largest magnitude of the last 16 steps; the cast notes the new one in passing.
+               All magnitudes of a model chunk enter their histories in one collective per step.
+    block      a scale for each 128 values of a row: nothing to share or to remember, but slower products
+
+    Delayed, limit 448, magnitudes of the last steps 2.0, 3.5, 1.4: scale 448 / 3.5 = 128; a value of 4.0 in this step
+    saturates at 3.5, and the next step's scale is 448 / 4.0.
+
+A recomputed forward pass casts the same values with the same scale and notes the same magnitude again, so recomputation
+needs no special case. In the first step of a run there is no history, and delayed scaling works as current does.
+The head, and precision.fp8_bf16_layers at both ends of the model, stay in the model's own format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config.schema import PrecisionConfig
+from minitron.kernels import fp8_torch, meta
+from minitron.kernels.fp8_torch import KINDS, Operand, limit
+from minitron.kernels.gemm import DTYPES, Gemm, Payload
+
+if TYPE_CHECKING:
+    from minitron.kernels import fp8_te
+
+HISTORY = 16      # steps that a scale looks back
+BLOCK_GEMMS = 4   # of a transformer block: qkv, out, up, down
+ROLES = tuple(KINDS)
+
+
+def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torch.TensorScaling | fp8_te.TensorScaling:
+    """The casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
+
+    To be called before anything uses cuDNN: on machines with two copies of it, one of torch's and one of the system,
+    Transformer Engine fails to load once torch has begun with its own.
+    """
+    library = fp8_torch
+    if precision.fp8_backend == "te":
+        if device.type == "meta":
+            return _te_twin(precision.fp8 == "block")
+        if device.type != "cuda":
+            raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
+                             "precision.fp8_backend=torch or precision.fp8=none")
+        try:
+            from minitron.kernels import fp8_te as library
+        except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
+            raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
+                             "transformer-engine[pytorch], or use precision.fp8_backend=torch") from error
+    elif precision.fp8 == "block" and device.type != "cpu":
+        raise ValueError("precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
+                         "precision.fp8_backend=te, or precision.fp8=delayed or current")
+    return library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
+
+
+def _te_twin(block: bool) -> fp8_torch.TensorScaling:
+    """For dry runs: allocates what Transformer Engine would."""
+    twin = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
+    for name in ("cast", "multiply", "multiply_into")[not block:]:
+        setattr(twin, name, meta.hidden(getattr(twin, name)))
+    return twin
+
+
+class DelayedScaling:
+    """Scales of tensors, each from the largest magnitude that its tensor had in the last HISTORY steps.
+
+    roles: of the tensors. axes: the ranks along them agree on every scale, because they gather each other's casts (tp)
+    or because a checkpoint keeps one history for all of them (data ranks). history [HISTORY, tensors], newest first,
+    is the whole state between steps.
+    """
+
+    def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
+        self.limits = torch.tensor([limit(KINDS[role]) for role in roles], device=device)
+        self.amax, self.scale = torch.zeros_like(self.limits), torch.ones_like(self.limits)
+        self.history = self.limits.new_zeros(HISTORY, len(roles))
+        self.axes, self.cold = axes, True
+        self._of_each = list(zip(self.scale.split(1), self.amax.split(1)))  # views [1]: every cast asks for two
+
+    def of(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
+        """(scale, amax) of tensor i, views [1]: no scale as long as there is no history, no amax unless `record`."""
+        scale, amax = self._of_each[i]
+        return None if self.cold else scale, amax if record else None
+
+    def advance(self) -> None:
+        """The magnitudes noted since the last call enter the history. Once per step; collective over the axes."""
+        for axis in self.axes:
+            all_reduce_(self.amax, axis, op=torch.distributed.ReduceOp.MAX)
+        newest = torch.where(self.amax.isfinite(), self.amax, self.history[0])
+        self.history.copy_(torch.cat([newest.unsqueeze(0), self.history[:-1]]))
+        self.amax.zero_()
+        self.follow_history()
+
+    def follow_history(self) -> None:
+        """Make the scales from the history: also after a checkpoint has been read into it."""
+        top = self.history.amax(0)
+        self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
+        self.cold = False
+
+
+class Fp8Gemm(Gemm):
+    """The products of one linear layer in FP8. It keeps the weight's casts until the weight changes.
+
+    dtype: of outputs and input gradients. scaling: where the scales of x, weight and dy are, tensors `first` to
+    `first` + 2; None: the backend finds them.
+    """
+
+    def __init__(self, backend: fp8_torch.TensorScaling | fp8_te.TensorScaling, dtype: torch.dtype,
+                 scaling: DelayedScaling | None = None, first: int = 0):
+        self.backend, self.dtype, self.scaling, self.first = backend, dtype, scaling, first
+        self._weight: Payload | None = None
+        self._frozen = False
+
+    @property
+    def history(self) -> Tensor | None:
+        """[HISTORY, 3] magnitudes of x, weight and dy, a view: what a checkpoint keeps. None: nothing."""
+        return None if self.scaling is None else self.scaling.history[:, self.first:self.first + len(ROLES)]
+
+    def quantize(self, x: Tensor, shared: Axis, *, gradient: bool = False, columns: bool = False,
+                 record: bool = True) -> Payload:
+        return self._cast(x, "dy" if gradient else "x", shared, columns, record)
+
+    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        w = self._quantized(weight)
+        return self.backend.multiply(Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True),
+                                     self.dtype, fast=True, out=out, bias=bias)
+
+    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        columns = self._columns(self._quantized(weight))._replace(tiled=True)
+        return self.backend.multiply(Operand(dy.rows, dy.rows_scale), columns, self.dtype, out=out)
+
+    def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
+        dy, x = self._columns(dy), self._columns(x)
+        if not hasattr(weight, "main_grad"):
+            return self.backend.multiply(dy, x, weight.dtype)
+        self.backend.multiply_into(weight.main_grad, dy, x, add=not weight.grad_stale)
+        weight.grad_stale = False
+        weight.grad_ready()
+        return None
+
+    def prepare(self, weight: Tensor) -> None:
+        self._quantized(weight)
+
+    def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
+        return self._cast_result("x", ops.swiglu_forward, ops.swiglu_cast, (inner,), columns, record)
+
+    def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
+        return self._cast_result("dy", ops.swiglu_backward, ops.swiglu_backward_cast, (dy, inner), columns, True)
+
+    def freeze(self) -> None:
+        """The weight will not change: it is cast once, by its own magnitude, and its history stays empty."""
+        self._frozen = True
+
+    def drop_casts(self) -> None:
+        if not self._frozen:
+            self._weight = None
+
+    def _quantized(self, weight: Tensor) -> Payload:
+        if self._weight is None:
+            known = (None, None) if self._frozen else self._scale("weight", True)
+            self._weight = self.backend.cast(weight.detach(), "weight", Axis.single(), *known, True)
+        return self._weight
+
+    def _cast(self, x: Tensor, role: str, shared: Axis, columns: bool, record: bool) -> Payload:
+        return self.backend.cast(x, role, shared, *self._scale(role, record), columns)
+
+    def _cast_result(self, role: str, operation: Callable[..., Tensor], with_cast: Callable[..., Payload],
+                     inputs: tuple[Tensor, ...], columns: bool, record: bool) -> Payload:
+        """The cast of operation(*inputs), in the same kernel if its scale is known beforehand."""
+        scale, amax = self._scale(role, record)
+        if scale is None:
+            return self.backend.cast(operation(*inputs), role, Axis.single(), None, amax, columns)
+        values, inverse, transposed = with_cast(*inputs, scale, amax, KINDS[role], columns)
+        return Payload(values, inverse, *((None, None) if transposed is None else (transposed, inverse)))
+
+    def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.scaling is None else self.scaling.of(self.first + ROLES.index(role), record)
+
+    def _columns(self, x: Payload) -> Operand:
+        if x.columns is not None:
+            return Operand(x.columns, x.columns_scale)
+        return Operand(self.backend.transpose(x.rows), x.rows_scale)  # gathered rows, with one scale
+
+
+class Formats:
+    """The number formats of a model chunk's blocks: makes their GEMMs, and ends their step.
+
+    layers: the blocks of the chunk, of num_layers in the model. ordinary: what multiplies in those without FP8.
+    """
+
+    def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh,
+                 ordinary: Gemm = Gemm()):
+        self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
+        self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
+        self.gemms: list[Fp8Gemm] = []
+        self.backend = choose_backend(precision, mesh.device) if self.layers else None
+        self.scaling = None
+        if self.layers and precision.fp8 == "delayed":
+            roles = ROLES * (BLOCK_GEMMS * len(self.layers))
+            self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
+
+    def gemm(self, layer: int) -> Gemm:
+        """For one more linear layer of this block."""
+        if layer not in self.layers:
+            return self.ordinary
+        self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
+        return self.gemms[-1]
+
+    def on_weights_updated(self) -> None:
+        """Once per optimizer step: the casts of the weights are void, and magnitudes become history.
+
+        Collective over tp and dp_cp with delayed scaling.
+        """
+        for gemm in self.gemms:
+            gemm.drop_casts()
+        if self.scaling is not None:
+            self.scaling.advance()

@@ -1,0 +1,108 @@
+"""FP8 casts and products by Transformer Engine: the fast twin of minitron/kernels/fp8_torch.py, with the same contract.
+
+Its cast reads a bf16 matrix once and writes rows, columns and the largest magnitude in one kernel, and its GEMM adds to
+a float32 gradient in place. Its kernels are used, not its layers: communication, recomputation and gradient
+accumulation stay with the seam. Payloads are plain tensors; the library's tensor classes exist inside of a call. Where
+nothing is added torch calls the same cuBLAS product, and takes the host less time.
+
+Left out: its SwiGLU with casts (minitron/kernels/fused.py has its own), its norms with casts, and its communication overlap.
+"""
+
+from __future__ import annotations
+
+import torch
+import transformer_engine.pytorch  # noqa: F401, loads the library that the next line needs
+import transformer_engine_torch as tex
+from torch import Tensor
+from transformer_engine.pytorch.constants import DType, TE_DType
+from transformer_engine.pytorch.quantized_tensor import Quantizer
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+from minitron.comm.mesh import Axis
+from minitron.kernels import fp8_torch
+from minitron.kernels.fp8_torch import KINDS, Operand, limit
+from minitron.kernels.gemm import Payload
+
+WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
+CODES = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
+
+
+class TensorScaling(fp8_torch.TensorScaling):
+    """One scale for a whole tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.workspaces: dict[torch.cuda.Stream, Tensor] = {}
+
+    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
+             columns: bool) -> Payload:
+        kind, both = KINDS[role], columns and shared.size == 1
+        if scale is None:
+            quantizer = Float8CurrentScalingQuantizer(
+                CODES[kind], x.device, columnwise=both, with_amax_reduction=shared.size > 1,
+                amax_reduction_group=shared.group)
+        else:
+            quantizer = Float8Quantizer(scale, torch.zeros_like(scale) if amax is None else amax, CODES[kind],
+                                        columnwise=both)
+        parts = _run(quantizer, x)
+        inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
+        if scale is None and amax is not None:
+            torch.maximum(amax, inverse * limit(kind), out=amax)
+        if transposed is None:  # not wanted, or a GPU whose FP8 GEMM reads both layouts
+            return Payload(parts["data"].view(kind), inverse)
+        return Payload(parts["data"].view(kind), inverse, transposed.view(kind), inverse)
+
+    def transpose(self, values: Tensor) -> Tensor:
+        return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
+
+    def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+        self._gemm(a, b, torch.float32, out, None, add)
+
+    def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None,
+              add: bool) -> Tensor:
+        workspace = self._workspace(torch.cuda.current_stream(a.values.device.index))
+        transposed, gelu, gelu_input, grad, quantizer, accurate = True, False, None, False, None, True
+        return tex.generic_gemm(
+            self._wrap(b), transposed, self._wrap(a), not transposed, out, quantizer, TE_DType[dtype], bias,
+            TE_DType[torch.bfloat16], gelu, gelu_input, grad, workspace, workspace.shape[0], add, accurate,
+            comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=float(add))[0]
+
+    def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
+        """Of cuBLAS, one per stream: the library's `general_gemm` has one that products side by side share."""
+        if stream not in self.workspaces:
+            self.workspaces[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
+        return self.workspaces[stream]
+
+    def _wrap(self, x: Operand) -> Float8TensorStorage:
+        return Float8TensorStorage(data=x.values.view(torch.uint8), fp8_scale_inv=x.scale,
+                                   fp8_dtype=CODES[x.values.dtype], fake_dtype=torch.bfloat16)
+
+
+class BlockScaling(TensorScaling):
+    """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return self._gemm(a, b, dtype, out, bias, add=False)  # there is no faster, less accurate form
+
+    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
+             columns: bool) -> Payload:
+        parts = _run(Float8BlockQuantizer(CODES[torch.float8_e4m3fn], rowwise=True, columnwise=columns,
+                                          block_scaling_dim=2 if role == "weight" else 1), x)
+        rows, other = parts["rowwise_data"].view(torch.float8_e4m3fn), parts["columnwise_data"]
+        return Payload(rows, parts["rowwise_scale_inv"], None if other is None else other.view(rows.dtype),
+                       parts["columnwise_scale_inv"])
+
+    def _wrap(self, x: Operand) -> Float8BlockwiseQTensorStorage:
+        return Float8BlockwiseQTensorStorage(
+            rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale, columnwise_data=None,
+            columnwise_scale_inv=None, fp8_dtype=CODES[x.values.dtype], quantizer=None, is_2D_scaled=x.tiled,
+            fake_dtype=torch.bfloat16)
+
+
+def _run(quantizer: Quantizer, x: Tensor) -> dict:
+    quantizer.internal = True  # plain storage instead of a tensor subclass
+    return quantizer(x.contiguous()).get_metadata()

@@ -1,0 +1,122 @@
+"""FP8 casts and products in plain torch, for any device: the contract of minitron/kernels/fp8_te.py.
+
+A cast scales a matrix into the range of an 8-bit format and rounds it there; a product multiplies two such matrices
+and takes the scales out again. FP8 tensor cores sum along rows of both operands, so a product is always a b^T, and a
+matrix that is summed over either dim has two casts: its rows [m, k] and its columns [k, m].
+
+    e4m3   3 bits after the point, up to 448: activations and weights
+    e5m2   2 bits, up to 57344: gradients, whose magnitudes spread wider
+
+`TensorScaling` has one scale a tensor, given or found on the spot. `BlockScaling` has a power of two for each 128
+values of a row, and a weight one for each 128 x 128 tile, so that small values survive beside a large one; its range
+is wide enough for gradients in e4m3. Each is made once per model.
+
+Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-AI 2024, "DeepSeek-V3" (blocks).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Axis
+from minitron.kernels import plain
+from minitron.kernels.gemm import Payload
+
+KINDS = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "dy": torch.float8_e5m2}  # by role
+BLOCK = 128
+
+
+def limit(kind: torch.dtype) -> float:
+    """The largest value of a format."""
+    return torch.finfo(kind).max
+
+
+class Operand(NamedTuple):
+    """One side of a product: values [m, k] that are summed along rows. tiled: the scales are a weight's tiles."""
+
+    values: Tensor
+    scale: Tensor
+    tiled: bool = False
+
+
+class TensorScaling:
+    """One scale for a whole tensor. ops: the casts."""
+
+    def __init__(self, ops: ModuleType = plain):
+        self.ops = ops
+
+    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
+             columns: bool) -> Payload:
+        """x [m, k] in the format of its role, times a scale.
+
+        scale: [1] float32; None: what brings the largest magnitude of x, over the ranks of `shared`, to the limit.
+        amax: [1], raised to the largest magnitude of x here. columns: cast the transpose too, unless x is to be
+        gathered first.
+        """
+        kind, both = KINDS[role], columns and shared.size == 1
+        if scale is None:
+            top = self.ops.largest(x)
+            if amax is not None:
+                torch.maximum(amax, top, out=amax)
+            all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
+            scale, amax = limit(kind) / top.clamp(min=1e-12), None
+        values, inverse, transposed = self.ops.cast(x, scale, amax, kind, both)
+        return Payload(values, inverse, *((transposed, inverse) if both else (None, None)))
+
+    def transpose(self, values: Tensor) -> Tensor:
+        """A contiguous transpose of cast values."""
+        return self.ops.transpose(values)
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """a b^T + bias in `dtype`; in `out` if it is given. fast: the tensor cores may add up in less than float32."""
+        if out is not None and out.is_meta:  # where _scaled_mm takes no out=
+            return out.copy_(self.multiply(a, b, dtype, fast=fast, bias=bias))
+        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype,
+                                use_fast_accum=fast, out=out)
+
+    def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+        """out (+)= a b^T in float32."""
+        product = self.multiply(a, b, torch.float32)
+        out.add_(product) if add else out.copy_(product)
+
+
+class BlockScaling(TensorScaling):
+    """A scale for each 128 values along the summed dim; scales of rows are [k/128, m], of columns [m/128, k].
+
+    Numbers as on a GPU, but not its speed: the product is a float32 one, for CPUs and as the reference of tests.
+    """
+
+    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
+             columns: bool) -> Payload:
+        """x [m, k] in blocks, m and k multiples of 128. Nothing is given or shared: every rank finds its own scales."""
+        other = self._blocks(x.t().contiguous(), role) if columns else (None, None)
+        return Payload(*self._blocks(x, role), *other)
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """a b^T + bias in `dtype`, from the values that the blocks stand for."""
+        product = dequantize(a) @ dequantize(b).t()
+        product = (product if bias is None else product + bias).to(dtype)
+        return product if out is None else out.copy_(product)
+
+    def _blocks(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
+        x = x.float().unflatten(1, (-1, BLOCK))
+        top = x.abs().amax(-1)  # [m, k/128]
+        if role == "weight":
+            top = top.unflatten(0, (-1, BLOCK)).amax(1).repeat_interleave(BLOCK, 0)
+        # the power of two at or below limit / top: (mantissa in [0.5, 1)) * 2^exponent
+        exponent = torch.frexp(limit(torch.float8_e4m3fn) / top.clamp(min=1e-12)).exponent - 1
+        scale = torch.ldexp(torch.ones_like(top), exponent)
+        values = (x * scale.unsqueeze(-1)).flatten(1).to(torch.float8_e4m3fn)
+        return values, scale.reciprocal().t().contiguous()
+
+
+def dequantize(x: Operand) -> Tensor:
+    """The float32 values [m, k] that values and 1 x 128 scales stand for."""
+    return (x.values.float().unflatten(1, (-1, BLOCK)) * x.scale.t().unsqueeze(-1)).flatten(1)

@@ -1,0 +1,247 @@
+"""What lies between the GEMMs, in a few lines of torch each, for any device: the contract of minitron/kernels/fused.py.
+
+Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
+function, and so decide what is kept. One of the two modules is chosen, once, when a model is built.
+
+    add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
+    swiglu, _cast                silu(gate) * up; and its FP8 cast       Shazeer 2020
+    split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
+    merge_                       attention over two sets of keys         Milakov & Gimelshein 2018
+    sum_parts                    partial sums of a product over ranks
+    add_rows_                    the gradient of an embedding
+    softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
+    drop_elements                dropout, given its random words         minitron/kernels/rng.py
+    adamw_                       the update of flat optimizer states     Loshchilov & Hutter 2019
+
+A name that ends in `_` changes its arguments in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitron.kernels.rng import drop_elements as drop_elements  # one of this module's functions
+
+Cast = tuple[Tensor, Tensor, Tensor | None]
+Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
+
+
+# ---- residual and norm -----------------------------------------------------------------------------------------------
+
+
+def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+             eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """total = x + delta + delta_bias (without delta x itself), and its RMSNorm, or with `bias` its LayerNorm.
+
+    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y that of the rounded total, and the
+    statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (deviation) and mean.
+    """
+    assert delta is not None or delta_bias is None
+    total = x
+    if delta is not None:
+        total = x.float() + delta.float()
+        total = (total if delta_bias is None else total + delta_bias.float()).to(x.dtype)
+    centred, means = total.float(), []
+    if bias is not None:
+        means = [centred.mean(-1)]
+        centred = centred - means[0].unsqueeze(-1)
+    rstd = (centred.square().mean(-1) + eps).rsqrt()
+    y = centred * rstd.unsqueeze(-1) * weight.float()
+    y = y if bias is None else y + bias.float()
+    return total, y.to(x.dtype), torch.stack([rstd, *means])
+
+
+def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
+                      delta_bias: bool, frozen: bool = False
+                      ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm), ddelta_bias (if wanted), float32 [h].
+
+    dtotal: the gradient of the sum, None where nothing but the norm read it. frozen: dx is all that is wanted.
+    """
+    rstd, *means = statistics.unsqueeze(-1)
+    normal = (total.float() - means[0] if means else total.float()) * rstd
+    dy = dy.float()
+    grad = dy * weight.float()
+    dx = grad - normal * (grad * normal).mean(-1, keepdim=True)
+    dx = (dx - grad.mean(-1, keepdim=True) if means else dx) * rstd
+    dx = dx if dtotal is None else dx + dtotal.float()
+    if frozen:
+        return dx.to(total.dtype), None, None, None
+    dweight, dbias, ddelta_bias = (x.flatten(0, -2).sum(0) for x in (dy * normal, dy, dx))
+    return dx.to(total.dtype), dweight, dbias if means else None, ddelta_bias if delta_bias else None
+
+
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+
+
+def swiglu_forward(x: Tensor) -> Tensor:
+    """silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dx [..., 2f] from dy [..., f] and the input x."""
+    gate, up = x.chunk(2, -1)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    return torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
+
+
+def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """cast(swiglu_forward(x)): x [m, 2f] -> rows [m, f], columns [f, m]."""
+    return cast(swiglu_forward(x), scale, amax, kind, columns)
+
+
+def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
+                         columns: bool) -> Cast:
+    """cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
+    return cast(swiglu_backward(dy, x), scale, amax, kind, columns)
+
+
+def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """x [m, k] times scale [1] in the FP8 format `kind`: (rows [m, k], what undoes the scale [1], columns [k, m]).
+
+    columns False: None in their place. amax [1], unless None, is raised to the largest magnitude of x.
+    """
+    if amax is not None:
+        torch.maximum(amax, largest(x), out=amax)
+    limit = torch.finfo(kind).max  # a float8 conversion does not saturate by itself
+    rows = (x.float() * scale).clamp(-limit, limit).to(kind)
+    return rows, scale.reciprocal(), transpose(rows) if columns else None
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude of x: [1] float32."""
+    return x.abs().amax().float().view(1)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """A contiguous transpose of an FP8 matrix: of its bytes, since float8 has no copy kernel on some devices."""
+    return x.view(torch.uint8).t().contiguous().view(x.dtype)
+
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, rope: Rope, sign: int = 1) -> Tensor:
+    """Turn channel i together with channel i + d/2 (the convention of Hugging Face's Llama). x [s, b, n, d]."""
+    (first, second), (cos, sin) = x.float().chunk(2, -1), rope
+    sin = sin * sign
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
+    """Heads side by side -> q, k, v with q and k turned: qkv [s, b, n + 2g, d], sizes (n, g, g). qkv is used up."""
+    q, k, v = qkv.split(sizes, 2)
+    return rotate(q, rope), rotate(k, rope), v.contiguous()  # a copy, so that qkv can go
+
+
+def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
+    """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
+    dq, dk, dv = grads
+    return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
+
+
+# ---- attention, merged from two sets of keys -------------------------------------------------------------------------
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """out and lse become those of both sets of keys together.  outs [b, n, s, d] with lse [b, n, s], any strides.
+
+    The block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    out.copy_(torch.lerp(out.to(wide), block_out.to(wide), torch.sigmoid(block_lse - lse).unsqueeze(-1).to(wide)))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+# ---- partial sums ----------------------------------------------------------------------------------------------------
+
+
+def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
+    """[p, ...] -> the sum over p, added up in float32 or better. onto: a tensor [...] that it is added to, in place."""
+    return parts.sum(0) if onto is None else onto.add_(parts.sum(0))
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
+    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h]."""
+    local = ids.flatten() - first
+    elsewhere = (local < 0) | (local >= table.shape[0])
+    rows = rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return table.index_add_(0, local.masked_fill(elsewhere, 0), rows.to(table.dtype))
+
+
+# ---- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits [..., v]: its maximum, the sum of exp(x - maximum), and the label's logit (0 if elsewhere).
+
+    labels are global ids, `first` is the id of column 0. Three float32 tensors [...].
+    """
+    x, (local, inside) = logits.float(), _local(labels, first, logits.shape[-1])
+    top = x.amax(-1)
+    total = (x - top.unsqueeze(-1)).exp_().sum(-1)
+    return top, total, x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
+    """The logits become their gradient, (softmax - onehot(label)) * dloss."""
+    local, inside = _local(labels, first, logits.shape[-1])
+    grad = (logits.float() - lse.unsqueeze(-1)).exp_()
+    grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())
+    return logits.copy_(grad.mul_(dloss.unsqueeze(-1)))
+
+
+def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Labels as columns of this rank (0 if they are elsewhere), and whether they are here."""
+    local = labels - first
+    inside = (local >= 0) & (local < size)
+    return local.masked_fill(~inside, 0), inside
+
+
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
+
+
+class AdamState(NamedTuple):
+    """Flat tensors [n]: float32 all but `param`, the model's own slice, which may be the master itself."""
+
+    master: Tensor
+    grad: Tensor
+    average: Tensor
+    square: Tensor
+    param: Tensor
+    decay: float
+
+
+class AdamHyper(NamedTuple):
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+
+def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
+           updated: Callable[[int], None]) -> None:
+    """One step on every state with grad / divisor, unless found_inf is 1; `param` becomes the master in its own dtype.
+
+    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are used
+    up. updated(i) is called as soon as state i has its new parameters.
+    """
+    for decay in {s.decay for s in states}:
+        masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
+        torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), lr=hyper.lr,
+                            beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay, eps=hyper.eps,
+                            amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
+    for i, s in enumerate(states):
+        if s.param.dtype != torch.float32:
+            s.param.copy_(s.master)
+        updated(i)

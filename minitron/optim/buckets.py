@@ -1,0 +1,346 @@
+"""Gradients in flat buckets: reduced while the backward still runs, parameters gathered while the forward runs.
+
+Problem: a model has thousands of parameters. One collective, one norm and one update for each of them would cost
+more in launches than in work, and a reduction that starts after the backward leaves the network idle until then.
+
+The idea:
+  1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer,
+     their gradients in a float32 buffer with the same layout. Both `param.data` and `param.main_grad` are views.
+  2. Layers add weight gradients to `main_grad` themselves and call `param.grad_ready()`.
+  3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps
+     the sum of slice r.
+  4. The optimizer updates slice r of the parameters (ZeRO-1), and an all-gather brings the other slices back.
+     Every unit of the model waits, just before its next forward, for the buckets that hold its parameters.
+Buckets fill in reverse forward order, because that is the order in which a backward pass finishes them.
+
+    Forward order a [9], b [6]; two ranks, alignment 4 (`.` is padding, always zero):
+
+        b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
+        rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
+
+Who adds what over which axis: every bucket is summed over dp_cp. Under sequence parallelism a replicated parameter (a
+norm) saw only this rank's part of the sequence, so its slice is summed over tp too. A tied weight has a copy on the
+first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums come after the
+reduce-scatter, when there is only a slice to send.
+
+Left out: ZeRO-2 and ZeRO-3. The float32 gradient buffer is kept whole because microbatches accumulate into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minitron.comm.collectives import Done, all_gather_into, all_reduce_
+from minitron.comm.mesh import Axis, Mesh
+from minitron.optim.slices import Slices, choose_slices
+from minitron.parallel.tensor import choose_ops
+
+# Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
+ALIGNMENT = 128
+# Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the
+# one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
+BUCKET_BYTES = 256 << 20
+
+
+# ---- where parameters lie: pure data --------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What the parameters of one bucket have in common; nothing in the step needs to ask a single parameter."""
+
+    dtype: torch.dtype
+    decay: bool
+    replicated: bool
+    tied: bool
+
+
+class Span(NamedTuple):
+    """The place of one parameter: elements [start, start + numel) of the flat buffer."""
+
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Spans in reverse forward order; `size` elements in all, a multiple of the ranks times ALIGNMENT."""
+
+    kind: Kind
+    spans: tuple[Span, ...]
+    size: int
+
+    def owned(self, rank: int, ranks: int) -> Iterator[tuple[Span, int, int]]:
+        """(span, first, last): elements [first, last) of the buffer belong to the span and to the slice of `rank`."""
+        length = self.size // ranks
+        for span in self.spans:
+            first = max(span.start, rank * length)
+            last = min(span.start + span.numel, (rank + 1) * length)
+            if first < last:
+                yield span, first, last
+
+
+def plan_buckets(params: Iterable[tuple[str, int, Kind]], bucket_bytes: int, ranks: int) -> list[BucketPlan]:
+    """Lay (name, numel, kind), given in forward order, into buckets, in the order in which a backward closes them.
+
+    The parameter that brings a bucket to `bucket_bytes` of float32 closes it; a tied weight has a bucket of its own.
+    """
+    plans: list[BucketPlan] = []
+    filling: dict[Kind, list[Span]] = {}
+
+    def end(spans: list[Span]) -> int:
+        return spans[-1].start + spans[-1].numel if spans else 0
+
+    def close(kind: Kind) -> None:
+        spans = filling.pop(kind)
+        plans.append(BucketPlan(kind, tuple(spans), _round_up(end(spans), ranks * ALIGNMENT)))
+
+    for name, numel, kind in reversed(list(params)):
+        spans = filling.setdefault(kind, [])
+        spans.append(Span(name, _round_up(end(spans), ALIGNMENT), numel))
+        if kind.tied or end(spans) * 4 >= bucket_bytes:
+            close(kind)
+    for kind in list(filling):
+        close(kind)
+    return plans
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# ---- one bucket -----------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
+
+    data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of
+    `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
+    """
+
+    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: Slices, overlap: bool):
+        self.plan, self.kind, self.slices, self.overlap = plan, plan.kind, slices, overlap
+        self.params = {span.name: params[span.name] for span in plan.spans}
+        self.data = slices.zeros(plan.size, plan.kind.dtype)
+        self.grad = slices.zeros(plan.size, torch.float32)
+        self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
+        self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
+        self.reduction = self.gather = Done()
+        self.beside: torch.cuda.Stream | None = None  # where the norm is taken at once; None: nobody has asked for that
+        self.square: Tensor | None = None  # 0-d float64, what came of it
+        for span in plan.spans:
+            self._adopt(span, self.params[span.name])
+
+    def _adopt(self, span: Span, param: nn.Parameter) -> None:
+        place = slice(span.start, span.start + span.numel)
+        view = self.data[place].view(param.shape)
+        view.copy_(param.detach())
+        param.data = view
+        param.main_grad = self.grad[place].view(param.shape)
+        param.grad_ready, param.grad_stale = partial(self.report, span.name), True
+
+    def expect(self) -> None:
+        """The chunk's last backward begins."""
+        self.pending = {name: param.uses for name, param in self.params.items()}
+
+    def report(self, name: str) -> None:
+        """One of the parameter's gradients of this backward pass is in its main_grad."""
+        if self.pending is None:
+            return
+        left = self.pending.pop(name, 0) - 1
+        assert left >= 0, f"{name} reported more gradients than its uses={self.params[name].uses} in one backward pass"
+        if left:
+            self.pending[name] = left
+        elif not self.pending and self.overlap:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Start the reduce-scatter, in place, and what follows it."""
+        self.reduction = self.slices.reduce(self.grad)
+        if self.beside is not None:
+            self.beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.beside):
+                self.reduction.wait()
+                self.square = square_norms([self.grad_slice])
+
+    def start_gather(self) -> None:
+        self.gather = self.slices.gather(self.data)
+
+    def wait_gather(self) -> None:
+        self.gather.wait()
+        self.gather = Done()
+
+
+# ---- all buckets of this rank ---------------------------------------------------------------------------------------
+
+
+class OwnedPart(NamedTuple):
+    """Elements [offset, offset + numel) of the flattened local `param`: [start, start + numel) of a bucket's slice."""
+
+    name: str
+    param: nn.Parameter
+    bucket: int
+    start: int
+    offset: int
+    numel: int
+
+    def of(self, slices: Sequence[Tensor]) -> Tensor:
+        """This part of a tensor that is kept as one flat slice per bucket; a view [numel]."""
+        return slices[self.bucket].narrow(0, self.start, self.numel)
+
+
+class Gradients:
+    """Owner of the flat buffers of all model chunks of this rank.
+
+    A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
+    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket,
+    so neither gradient nor optimizer state. Parameters bring `global_name`
+    (unique on this rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass).
+    Collectives run over mesh.dp_cp, tp and embedding.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, *, sequence_parallel: bool, overlap: bool,
+                 bucket_bytes: int = BUCKET_BYTES):
+        self.mesh, self.overlap = mesh, overlap
+        self.sum_over_tp = sequence_parallel and mesh.tp.size > 1
+        self.chunks: list[list[Bucket]] = []
+        self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
+        planned: list[tuple[dict[str, nn.Parameter], list[BucketPlan]]] = []
+        for chunk in chunks:
+            named = {param.global_name: param for param in chunk.parameters() if param.requires_grad}
+            assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
+            kinds = [(name, p.numel(), Kind(p.dtype, p.decay, p.shard is None, p.tied)) for name, p in named.items()]
+            plans = plan_buckets(kinds, bucket_bytes, mesh.dp_cp.size)
+            position = {name: i for i, name in enumerate(named)}
+            plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
+            planned.append((named, plans))
+        nbytes = sum(plan.size * (4 + plan.kind.dtype.itemsize) for _, plans in planned for plan in plans)
+        self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, choose_ops(mesh.device))
+        for chunk, (named, plans) in zip(chunks, planned):
+            buckets = [Bucket(plan, named, self.slices, overlap) for plan in plans]
+            self.chunks.append(buckets)
+            self.buckets += buckets
+            if overlap and mesh.dp_cp.size > 1:
+                _wait_before_forward(chunk, buckets)
+        self.beside = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
+        for bucket in self.buckets:
+            if not (bucket.kind.tied or bucket.kind.replicated and self.sum_over_tp):  # a sum is still to come
+                bucket.beside = self.beside
+
+    # ---- gradients
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients: the first gradient of a parameter will overwrite them.
+
+        To zero the buffers instead would write all of them once more, and the first microbatch would read the zeros
+        back.
+        """
+        for bucket in self.buckets:
+            for param in bucket.params.values():
+                param.grad_stale = True
+
+    def begin_last_backward(self, chunk: int) -> None:
+        """From here on `grad_ready` counts: the next backward of this chunk is the step's last."""
+        for bucket in self.chunks[chunk]:
+            bucket.expect()
+
+    def finish(self) -> None:
+        """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient."""
+        for bucket in self.buckets:
+            owner = next(iter(bucket.params))
+            assert bucket.pending is not None, f"no last backward was announced for the chunk of {owner}"
+            assert not bucket.pending, f"no gradient came for {', '.join(sorted(bucket.pending))}"
+            if not self.overlap:
+                bucket.reduce()
+        for bucket in self.buckets:
+            bucket.reduction.wait()
+            bucket.reduction, bucket.pending = Done(), None
+        if self.beside is not None:
+            torch.cuda.current_stream().wait_stream(self.beside)
+        if self.sum_over_tp:
+            _sum_all((b.grad_slice for b in self.buckets if b.kind.replicated), self.mesh.tp)
+        _sum_all((b.grad_slice for b in self.buckets if b.kind.tied), self.mesh.embedding)
+
+    def square_sum(self) -> Tensor:
+        """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
+        counted = [bucket for bucket in self.buckets
+                   if (self.mesh.tp.rank == 0 or not bucket.kind.replicated)
+                   and (self.mesh.pp.rank == 0 or not bucket.kind.tied)]
+        squares = [bucket.square for bucket in counted if bucket.square is not None]
+        late = [bucket.grad_slice for bucket in counted if bucket.square is None]
+        if late:
+            squares.append(square_norms(late))
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+
+    # ---- parameters
+
+    def gather_parameters(self) -> None:
+        """Bring back the slices that other ranks updated. With overlap the units wait, else this call does."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+        self.after_gathers()
+
+    def after_gathers(self) -> None:
+        """To be called when all buckets' gathers have been started."""
+        if not self.overlap:
+            self.wait_parameters()
+
+    def wait_parameters(self) -> None:
+        """Every parameter is whole: needed before anything but a unit's forward reads them."""
+        for bucket in self.buckets:
+            bucket.wait_gather()
+
+    # ---- names
+
+    def owned(self) -> Iterator[OwnedPart]:
+        """What this rank's slices hold, by parameter; the parts of all dp_cp ranks cover every element once."""
+        axis = self.mesh.dp_cp
+        for index, bucket in enumerate(self.buckets):
+            base = axis.rank * bucket.grad_slice.numel()
+            for span, first, last in bucket.plan.owned(axis.rank, axis.size):
+                yield OwnedPart(span.name, bucket.params[span.name], index, start=first - base,
+                                offset=first - span.start, numel=last - first)
+
+    def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
+        """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
+        result = {}
+        for bucket, part in zip(self.buckets, slices, strict=True):
+            flat = part.new_empty(bucket.plan.size)
+            all_gather_into(flat, part, self.mesh.dp_cp)
+            for name, start, numel in bucket.plan.spans:
+                result[name] = flat[start:start + numel].view(bucket.params[name].shape)
+        return result
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
+        return self.assemble([bucket.grad_slice for bucket in self.buckets])
+
+
+def square_norms(tensors: list[Tensor]) -> Tensor:
+    """The sum of all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
+
+
+def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
+    for handle in [all_reduce_(tensor, axis, wait=False) for tensor in tensors]:
+        handle.wait()
+
+
+def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
+    """Each unit, when called (`unit(...)`, which runs hooks), first waits for the buckets of its parameters."""
+    for unit in chunk.units():
+        names = {param.global_name for param in unit.parameters()}
+        needed = [bucket for bucket in buckets if names & bucket.params.keys()]
+        unit.register_forward_pre_hook(partial(_wait_for, needed))
+
+
+def _wait_for(buckets: list[Bucket], unit: nn.Module, args: tuple) -> None:
+    for bucket in buckets:
+        bucket.wait_gather()

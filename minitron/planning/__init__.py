@@ -1,0 +1,1 @@
+"""The job before the job: dry run, planner, simulation."""

@@ -1,0 +1,269 @@
+"""A dry run: one step of any rank of any job, on a laptop, with the code that the job itself will run.
+
+Problem: whether a layout fits, and whether this very code path works at 2,048 ranks, is learnt in the queue. The idea:
+
+  1. torch's meta device has tensors with shapes and without memory, and its `fake` process group is a world of any size
+     in which every collective succeeds at once. So a rank of the job builds its part of the model and runs its schedule
+     and its optimizer here: a shape that does not fit fails as it would there, with the same message.
+  2. Kernels that only a GPU has are replaced by their plain twins (minitron/kernels/meta.py), and the report names them.
+  3. `MemoryWalk` follows every allocation, `Recorder` writes down every collective. The recorder is the rank's
+     `Activity`, so a real run on gloo is recorded in the same way, and the two lists are equal.
+
+    python -m minitron.pretrain configs/gpt3_175b.yaml --dry-run --world 2048 --ranks first,middle,last
+
+The step is one of the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out: what
+libraries allocate for themselves, time (see minitron/planning/plan.py), and errors that only arise between ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from minitron.comm.activity import Activity
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
+from minitron.data.build import build_datasets
+from minitron.data.loader import Loader
+from minitron.planning.memory_walk import MemoryWalk
+from minitron.train import Trainer, build
+
+PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "other")
+
+
+class Record(NamedTuple):
+    """A collective as one rank takes part in it, with the bytes that it puts in; or a message, a "send" or a "recv"."""
+
+    kind: str
+    axis: str
+    num_bytes: int
+    dtype: torch.dtype
+    ranks: tuple[int, ...]  # who takes part; of a message the peer
+    action: object          # of the schedule, in which it begins
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank's step took.
+
+    memory: bytes by part at the peak, which is in `peak_action`. timeline: (action, most bytes allocated in it), all
+    actions in order, the first ones before the step. collectives: in order. replaced: kernels, in words.
+    """
+
+    rank: int
+    cell: str
+    memory: dict[str, int]
+    peak_action: object
+    timeline: list[tuple[object, int]]
+    collectives: list[Record]
+    replaced: list[str]
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+class Recorder(Activity):
+    """An Activity that keeps every collective. begun(action): called when an action begins."""
+
+    __slots__ = ("records", "begun")
+
+    def __init__(self, begun: Callable[[object], None] = lambda action: None):
+        super().__init__()
+        self.records, self.begun = [], begun
+
+    def begin(self, action: object) -> None:
+        super().begin(action)
+        self.begun(action)
+
+    def record(self, kind: str, axis: Axis, x: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        self.records.append(Record(kind, axis.name, x.nbytes, x.dtype, ranks, self.action))
+
+
+def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
+    """One step of `rank`. Starts and ends a default process group of its own. Raises whatever the run would raise."""
+    rules.check(cfg, world)
+    with fake_world(world, rank):
+        return walk_step(cfg, make_mesh(cfg, world))
+
+
+@contextmanager
+def fake_world(world: int, rank: int) -> Iterator[None]:
+    """The default process group is one of `world` ranks, of which only this one exists."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests': no run should need them
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # or its end warns that it has none
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def walk_step(cfg: Config, mesh: Mesh) -> Report:
+    """Build this rank and run a step, watched, on the mesh's device."""
+    start, walk = time.perf_counter(), MemoryWalk()
+
+    def begun(action: object) -> None:
+        if action == "update":  # the schedule's activations are gone: what it leaves are casts of weights
+            walk.label("other" if cfg.precision.fp8 == "none" else "fp8 weights")
+        walk.begin(action)
+
+    recorder = Recorder(begun)
+    with walk:
+        trainer = prepare(cfg, recorded(mesh, recorder))
+        label(walk, trainer)
+        run_step(trainer)
+    memory, action = walk.peak()
+    return Report(mesh.rank, mesh.cell(), {part: memory.get(part, 0) for part in PARTS}, action, walk.timeline(),
+                  recorder.records, replaced(trainer), time.perf_counter() - start)
+
+
+def make_mesh(cfg: Config, world: int) -> Mesh:
+    """The rank's mesh on the meta device: of the default process group, or of one process alone."""
+    p = cfg.parallel
+    return Mesh.offline(device="meta") if world == 1 else Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
+
+
+def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
+    """The same mesh, all of whose axes report to `recorder`."""
+    axes = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
+    return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()
+                            if isinstance(axis, Axis)})
+
+
+def prepare(cfg: Config, mesh: Mesh) -> Trainer:
+    """A trainer as it is in the middle of a run. Collective over the world."""
+    trainer = build(cfg, mesh)
+    for chunk in trainer.chunks:
+        if chunk.formats.scaling is not None:
+            chunk.formats.scaling.follow_history()
+    return trainer
+
+
+def run_step(trainer: Trainer) -> None:
+    """One step on random tokens. Collective over the world."""
+    cfg, t = trainer.cfg, trainer.cfg.train
+    data = build_datasets(replace(cfg.data, source="mock"), vocab_size=cfg.model.vocab_size, seq_len=t.seq_len,
+                          seed=t.seed, train_samples=t.global_batch_size, valid_samples=0)
+    loader = Loader(data.train, cfg, trainer.mesh)
+    trainer.step(loader.step(0, 1), cfg.optimizer.lr)
+    loader.close()
+
+
+def label(walk: MemoryWalk, trainer: Trainer) -> None:
+    """Whose is what there is before the step."""
+    buckets, optimizer = trainer.gradients.buckets, trainer.optimizer
+    walk.label("parameters", (p for chunk in trainer.chunks for p in chunk.parameters()))
+    walk.label("gradients", (bucket.grad for bucket in buckets))
+    walk.label("optimizer", [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq])
+    walk.label("other")
+
+
+def replaced(trainer: Trainer) -> list[str]:
+    """A GPU's kernels that had twins here: "what: its twin"."""
+    cfg, found = trainer.cfg, ["Triton: minitron.kernels.plain"]
+    if trainer.backend != "reference":
+        found.append(f"attention by {trainer.backend}: its formulas")
+    if cfg.precision.fp8 != "none":
+        found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch")
+    if cfg.train.kernels == "apex":
+        found.append("apex: torch and minitron.kernels.plain")
+    if trainer.mesh.world.size > 1:
+        found.append("NCCL, and memory that a node's GPUs share: torch's fake process group")
+    return found
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(f"{message}; use {cli.DRY_RUN}")
+
+
+def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
+    """The options of a dry run, None if none is asked for, and all other arguments. Raises ValueError."""
+    if "--dry-run" not in argv:
+        return None, argv
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--ranks", "--rank", default="first,middle,last")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_known_args(argv)
+
+
+def command(cfg: Config, options: argparse.Namespace) -> None:
+    """Prints the reports that `split` found asked for. Raises ValueError."""
+    world = options.world
+    rules.check(cfg, world)
+    reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
+    try:
+        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)), flush=True)
+    except BrokenPipeError:  # its reader, `head`, has seen enough; the flush at the interpreter's end must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def choose_ranks(names: str, pp: int, world: int) -> list[int]:
+    """Ranks from numbers and "first", "middle", "last" (of the pipeline's), with commas. Raises ValueError."""
+    places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
+    ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
+    if not all(0 <= rank < world for rank in ranks):
+        raise ValueError(f"--ranks={names} does not name ranks of --world={world}; use first, middle, last or numbers "
+                         f"from 0 to {world - 1}, with commas")
+    return list(dict.fromkeys(ranks))
+
+
+def traffic(report: Report) -> dict[str, list[int]]:
+    """The step's collectives: "axis kind" -> [how many, bytes in all]. Those of the build are left out."""
+    totals: dict[str, list[int]] = {}
+    for record in report.collectives:
+        if record.action != "start":
+            count, num_bytes = totals.get(key := f"{record.axis} {record.kind}", (0, 0))
+            totals[key] = [count + 1, num_bytes + record.num_bytes]
+    return dict(sorted(totals.items()))
+
+
+def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
+    """The reports side by side, a column each."""
+    p, dp = cfg.parallel, cfg.dp(world)
+    yield (f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
+           f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}")
+
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells)
+
+    def gib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**30:.2f} GiB"
+
+    yield row("", (r.cell.partition(",")[0] + ")" for r in reports))
+    yield row("peak memory", (gib(r.peak_bytes) for r in reports))
+    yield from (row(f"  {part}", (gib(r.memory[part]) for r in reports)) for part in PARTS)
+    yield row("  first reached in", (str(r.peak_action).replace(", last=False", "") for r in reports))
+    totals = [traffic(r) for r in reports]
+    for name in sorted({name for total in totals for name in total}):
+        counts = [total.get(name, (0, 0)) for total in totals]
+        yield row(name, (f"{count:,} x, {gib(num_bytes)}" for count, num_bytes in counts))
+    yield row("seconds for this", (f"{r.seconds:.1f}" for r in reports))
+    yield "of collectives: how many, and the bytes that this rank puts in"
+    yield f"replaced: {'; '.join(reports[0].replaced)}"
+    yield "left out: workspaces of libraries, NCCL's and shared buffers, the CUDA context, fragmentation"
+
+
+def as_json(reports: list[Report]) -> str:
+    """A list of the reports' fields and `traffic`; actions and dtypes as text."""
+    return json.dumps([vars(r) | {"peak_bytes": r.peak_bytes, "traffic": traffic(r)} for r in reports], default=str)

@@ -1,0 +1,211 @@
+"""Bytes that a rank holds at the peak of a step, by what they are for.
+
+Four things last: parameters (2 bytes each in bf16), their gradients (4), masters and moments (12, over dp x cp) and FP8
+casts of the blocks' weights (2). Activations come and go with the schedule: a chunk's forward leaves what its backward
+needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in bf16:
+
+    2 h / tp   the sums before both norms                               x 2
+    2 h / tp   both norms' results, inputs of products                  x 2       FP8: casts, 1 byte    selective: none
+    2 w / tp   q, k, v (w wide), 2 n d / tp the attention's output                FP8: and a cast of that
+    2 f / tp   the MLP's inner values (gated: 4 f), 2 f / tp its activation       FP8: casts, 1 byte    selective: none
+
+Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. `full` leaves one of the sums, and all of this for
+the one block that is in its backward. The last stage's logits become their own gradient. `working` is what an operation
+needs beside what was saved: gradients inside of a block, gathered inputs.
+
+With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
+result, no activation, but where an adapter reads it, and then in bf16.
+
+The formulas repeat what precision.py, gated.py, fused.py, context.py and grads.py do; tests hold them against what the
+trainer allocates. Left out: the padding of buckets, fragments, and the start of a run, where one whole weight is there
+in float32: with LoRA on few tokens that can be the peak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from minitron.config.schema import Config
+from minitron.pipeline.schedule import Forward, operations, stage_layers
+
+ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
+WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
+PIECE_BYTES = 64 << 20  # at most, of gradients that travel (minitron/optim/slices.py)
+LAYERS = ("qkv", "out", "up", "down")  # a block's products
+RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
+PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
+
+
+class Adapter(NamedTuple):
+    """LoRA beside one of LAYERS: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
+
+    layer: str
+    rank: int
+    targets: int
+    inputs: int
+    outputs: int
+
+    def elements(self, tp: int) -> int:
+        """Of A and B on a rank; the side that the layer itself splits is split."""
+        split = (1, tp) if self.layer in ("qkv", "up") else (tp, 1)
+        return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
+
+
+def adapters(cfg: Config) -> dict[str, Adapter]:
+    """Of every block, by the layer; none without LoRA."""
+    m, lora = cfg.model, cfg.lora
+    h, f, nd, kv = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_dim, m.kv_heads * m.head_dim
+    widths = ((h, {"qkv": nd + 2 * kv, "q": nd, "k": kv, "v": kv}), (nd, {"o": h}), (h, {"gate": f, "up": f}),
+              (f, {"down": h}))
+    found = {}
+    for layer, (inputs, outputs) in zip(LAYERS, widths) if cfg.finetune.kind == "lora" else ():
+        if sizes := [outputs[target] for target in lora.targets if target in outputs]:
+            found[layer] = Adapter(layer, lora.rank, len(sizes), inputs, sum(sizes))
+    return found
+
+
+def fp8_layers(cfg: Config) -> range:
+    """The blocks whose products are in FP8."""
+    kept = cfg.precision.fp8_bf16_layers
+    return range(0) if cfg.precision.fp8 == "none" else range(kept, cfg.model.num_layers - kept)
+
+
+class Memory:
+    """Bytes on the ranks of a layout over `world` ranks; in a node of `gpus_per_node` they read each other's memory."""
+
+    def __init__(self, cfg: Config, world: int, *, gpus_per_node: int):
+        m, p, t = cfg.model, cfg.parallel, cfg.train
+        self.cfg, self.gpus_per_node = cfg, gpus_per_node
+        self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
+        self.llama, self.tp = m.family == "llama", p.tp
+        self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
+        self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
+        self.fp8_blocks = [sum(i in fp8_layers(cfg) for i in layers) for layers in self.layers]
+        self.tokens = t.seq_len * t.micro_batch_size // p.cp
+        self.rows = self.tokens // p.tp if p.sequence_parallel else self.tokens  # between the products
+
+    def peak(self) -> tuple[int, Counter]:
+        """The pipeline rank that needs most, and its bytes by part."""
+        ranks = [(rank, self.of(rank)) for rank in range(self.cfg.parallel.pp)]
+        return max(ranks, key=lambda pair: pair[1].total())
+
+    def of(self, rank: int) -> Counter:
+        """Bytes of a pipeline rank by part."""
+        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages(rank)))))
+
+    def lasting(self) -> int:
+        """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
+        return max(sum(self._lasting(rank)) for rank in range(self.cfg.parallel.pp))
+
+    # ---- what lasts
+
+    def _lasting(self, rank: int) -> tuple[int, int, int, int]:
+        """Of parameters, gradients, optimizer and FP8 weights."""
+        count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
+        return ITEM * count, 4 * trained, 12 * trained // self.shards, 2 * self.cast(rank)
+
+    def stages(self, rank: int) -> range:
+        """Of a pipeline rank, by chunk."""
+        return range(rank, len(self.layers), self.cfg.parallel.pp)
+
+    def cast(self, rank: int) -> int:
+        """Elements of the rank's weights that are cast to FP8."""
+        return self.block_matrices * sum(self.fp8_blocks[rank::self.cfg.parallel.pp])
+
+    def trained(self, stage: int) -> int:
+        """Elements on a rank of this stage that have gradients: all, or those of adapters."""
+        if not self.frozen:
+            return self.parameters(stage)
+        return len(self.layers[stage]) * sum(adapter.elements(self.tp) for adapter in self.adapters.values())
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of a block's four matrices on this rank."""
+        m = self.cfg.model
+        attention = m.hidden_size * m.head_dim * 2 * (m.num_heads + m.kv_heads)
+        return (attention + (3 if self.llama else 2) * m.hidden_size * m.ffn_hidden_size) // self.tp
+
+    def parameters(self, stage: int) -> int:
+        """Elements on a rank of this stage."""
+        m, h = self.cfg.model, self.cfg.model.hidden_size
+        vectors = 2 * h
+        if not self.llama:  # biases of norms, of rows, of columns
+            vectors += 4 * h + (m.head_dim * (m.num_heads + 2 * m.kv_heads) + m.ffn_hidden_size) // self.tp
+        count, table = len(self.layers[stage]) * (self.block_matrices + vectors), m.padded_vocab_size * h // self.tp
+        if stage == 0:
+            count += table + (m.max_positions * h if m.positions == "learned" else 0)
+        if stage == len(self.layers) - 1:
+            count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else table)
+        return count + (self.trained(stage) if self.frozen else 0)
+
+    # ---- what a microbatch leaves
+
+    def saved(self, stage: int) -> int:
+        """Bytes that a forward of the stage leaves for its backward."""
+        fp8, recompute = self.fp8_blocks[stage], self.cfg.train.recompute
+        saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
+        if stage == len(self.layers) - 1:  # the final norm's sum and result
+            saved += self.logits + (1 if self.frozen else 2) * self.cfg.model.hidden_size * ITEM * self.rows
+        return saved
+
+    def _block(self, recompute: str, fp8: bool) -> int:
+        m, p = self.cfg.model, self.cfg.parallel
+        h, f, item = m.hidden_size, m.ffn_hidden_size // self.tp, 1 if fp8 and not self.frozen else ITEM
+        nd, kv = m.num_heads * m.head_dim // self.tp, m.kv_heads * m.head_dim // self.tp
+        if recompute == "full":
+            return h * ITEM * self.rows
+        rows = 2 * (h * ITEM + (4 if self.llama else 8))
+        whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
+        for layer in self.adapters if self.frozen else LAYERS:
+            if layer == "out":  # it reads the attention's output, which is kept: unless as it was before it was traded
+                whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0
+            elif recompute == "none":
+                rows, whole = (rows, whole + f * item) if layer == "down" else (rows + h * item, whole)
+        return rows * self.rows + whole * self.tokens
+
+    @property
+    def logits(self) -> int:
+        return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
+
+    def _working(self, stage: int) -> int:
+        """The most that a backward of this stage needs beside what was saved."""
+        m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
+        h, f = m.hidden_size, m.ffn_hidden_size // self.tp
+        gathered = h * ITEM * self.tokens if self.tp > 1 else 0
+        block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
+        if t.recompute == "full":
+            block += self._block("none", self.fp8_blocks[stage] > 0)
+        if m.attention_dropout or m.attention == "reference":  # it makes whole matrices of scores
+            side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
+            block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
+        if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
+            block = max(h * ITEM * (2 * self.rows) + gathered, block - self.logits)
+        return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
+
+    def _messages(self, rank: int) -> int:
+        """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
+        p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
+        held = RECEIVED * row * self.rows if p.pp > 1 else 0
+        if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
+            held += 2 * row * (self.rows + self.tokens)
+        if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
+            trained = sum(map(self.trained, self.stages(rank)))
+            held += 2 * (self.shards - 1) * min(PIECE_BYTES, (4 + ITEM) * trained // self.shards)
+        return held
+
+    def _walk(self, rank: int) -> tuple[int, int]:
+        """(what is saved, what is worked with) at the peak of the rank's operations."""
+        p = self.cfg.parallel
+        working, saved = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self.saved))
+        live, peak, some = 0, (0, 0), self.microbatches
+        if some % p.pp == 0:
+            some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
+        for op in operations(p.pp, p.vp, some, rank):
+            if type(op) is Forward:
+                live += saved[op.chunk]
+                peak = max(peak, (live, 0), key=sum)
+            else:
+                peak = max(peak, (live, working[op.chunk]), key=sum)
+                live -= saved[op.chunk]
+        return peak

@@ -1,0 +1,101 @@
+"""What a run allocates, followed from birth to death: the memory of a step on any device, without a device.
+
+Problem: a formula for the memory of a layout forgets what its author forgot. The idea: run the real code and look at
+every operation. A storage is born when an operation first returns it and dead when its last reference goes, which a
+weak reference tells; on the meta device it has a size and costs nothing. So the account has whatever autograd saved,
+what the schedule holds for other ranks, and how long a temporary really lived:
+
+    operation           log                    total
+    y = x @ w           +y                     y
+    z = gelu(y)         +z                     y + z     the peak
+    del y, z            -y, -z                 0         if autograd needs y for its backward, -y comes there
+
+The log is read when the run is over: how much was allocated at the peak, whose it was, and what each action of the
+schedule reached. Views and results in place are storages that are known already. Sizes are rounded as torch's CUDA
+allocator rounds them, so that peaks compare with torch.cuda.max_memory_allocated. Left out: what libraries take for
+themselves (workspaces, NCCL's buffers, the context) and the allocator's fragmentation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import lru_cache, partial
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitron.kernels.meta import once
+
+GRANULARITY = 512  # bytes, to a multiple of which torch's CUDA allocator rounds up
+UNLABELLED = "activations"
+_once = lru_cache(None)(once)
+
+
+class MemoryWalk(TorchDispatchMode):
+    """Sees every operation inside of `with`."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts: list[str] = []                                  # of each storage, by its number in order of birth
+        self.alive: dict[int, tuple[int, weakref.ref]] = {}         # address -> number
+        self.log: list[tuple[int, int]] = []                        # (number, bytes), negative at a death
+        self.actions: list[tuple[object, int]] = [("build", 0)]     # (what began, length of the log then)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        run = _once(func) if func.namespace == "aten" else func  # collectives happen each time
+        result = run(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                self._see(x)
+        return result
+
+    def begin(self, action: object) -> None:
+        """From here on this is what the run is doing."""
+        self.actions.append((action, len(self.log)))
+
+    def label(self, part: str, tensors: Iterable[Tensor] | None = None) -> None:
+        """These belong to a part of the account, unless they have one already; None: all that are alive."""
+        addresses = self.alive if tensors is None else (x.untyped_storage()._cdata for x in tensors)
+        for address in addresses:
+            number, _ = self.alive[address]
+            if self.parts[number] == UNLABELLED:
+                self.parts[number] = part
+
+    def peak(self) -> tuple[dict[str, int], object]:
+        """Bytes by part when there were most, and the action in which that was first so."""
+        total = highest = end = 0
+        for i, (_, size) in enumerate(self.log, 1):
+            total += size
+            if total > highest:
+                highest, end = total, i
+        memory: dict[str, int] = {}
+        for number, size in self.log[:end]:
+            memory[self.parts[number]] = memory.get(self.parts[number], 0) + size
+        return memory, [action for action, begin in self.actions if begin < end][-1]
+
+    def timeline(self) -> list[tuple[object, int]]:
+        """(action, most bytes allocated in it), in order."""
+        ends = [begin for _, begin in self.actions[1:]] + [len(self.log)]
+        line, total = [], 0
+        for (action, begin), end in zip(self.actions, ends):
+            highest = total
+            for _, size in self.log[begin:end]:
+                total += size
+                highest = max(highest, total)
+            line.append((action, highest))
+        return line
+
+    def _see(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address in self.alive:
+            return
+        number, size = len(self.parts), -(-storage.nbytes() // GRANULARITY) * GRANULARITY
+        self.parts.append(UNLABELLED)
+        self.alive[address] = number, weakref.ref(storage, partial(self._died, address, number, size))
+        self.log.append((number, size))
+
+    def _died(self, address: int, number: int, size: int, _) -> None:
+        del self.alive[address]
+        self.log.append((number, -size))

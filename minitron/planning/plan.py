@@ -1,0 +1,179 @@
+"""A job on paper: what a rank's memory goes to, what a step's time goes to, before anything is queued.
+
+    forward and backward of every stage (work.py) -> the run's own schedule, simulated (pipeline/simulate.py)
+    -> reductions and gathers of the data ranks laid beside it -> the update -> seconds of a step
+
+A data rank's reduction of a chunk begins with the chunk's last backward and runs beside whatever follows; what is left
+when the schedule is over stands alone. A gather has until the first forward of its chunk in the next step. Parts are
+those of the rank that computes longest, so that they add up to the step: what it waits for is the bubble, and what the
+messages between stages add to it `pp_exposed`.
+
+GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 has 12: 25,882 actions, 0.2 s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from minitron.config import flops
+from minitron.config.schema import Config
+from minitron.pipeline.check import check
+from minitron.pipeline.schedule import Backward, Schedule, make
+from minitron.planning.machine import Machine
+from minitron.planning.memory import ITEM, Memory
+from minitron.planning.simulate import Timeline, simulate
+from minitron.planning.work import Parts, Work, document_tokens, total
+
+BUCKET_BYTES = 256 << 20  # of gradients, as minitron/optim/buckets.py closes them
+STATE_BYTES = 34          # that the update reads and writes per element: gradient twice, master, moments, parameter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`seconds` of a step and `memory` in bytes, by part; both of one pipeline rank, the slowest and the fullest."""
+
+    cfg: Config
+    world: int
+    machine: Machine
+    seconds: Counter
+    memory: Counter
+    fullest: int
+    timeline: Timeline
+
+    @property
+    def step_seconds(self) -> float:
+        return total(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.cfg.train.global_batch_size * self.cfg.train.seq_len / self.step_seconds
+
+    @property
+    def mfu_percent(self) -> float | None:
+        """Of the dense peak, as logs count it: all scores within documents, 2/3 where weights are frozen.
+
+        None if nobody knows the device's peak.
+        """
+        t, peak = self.cfg.train, flops.peak_tflops(self.machine.device.gpu, self.cfg.precision.fp8 != "none")
+        share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
+        squares = t.seq_len * document_tokens(self.cfg)
+        operations = share * flops.full(self.cfg.model.shape, t.seq_len, squares) * t.global_batch_size
+        rate = flops.tflops_per_gpu(operations, self.step_seconds, self.world)
+        return 100 * rate / peak if peak else None
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory.total() / 2**30
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_gib <= room_gib(self.machine)
+
+
+def room_gib(machine: Machine) -> float:
+    return machine.device.memory_gib - machine.device.reserved_gib
+
+
+def plan(cfg: Config, world: int, machine: Machine) -> Plan:
+    """The plan of a configuration that `rules.check(cfg, world)` accepts. Raises ValueError for what the device cannot do."""
+    step = Step(cfg, world, machine)
+    fullest, memory = step.memory.peak()
+    timeline = step.timeline(step.transfer_seconds)
+    return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, timeline)
+
+
+@lru_cache(32)
+def checked_schedule(pp: int, vp: int, num_microbatches: int) -> Schedule:
+    """The schedule that the run will have, proven once."""
+    schedule = make(pp, vp, num_microbatches)
+    check(schedule)
+    return schedule
+
+
+class Step:
+    """The time of a step, in pieces that a search can ask for one by one, the cheap ones first."""
+
+    def __init__(self, cfg: Config, world: int, machine: Machine):
+        p = cfg.parallel
+        if cfg.precision.dtype == "fp32" or (cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops):
+            key, other = ("dtype", "bf16") if cfg.precision.dtype == "fp32" else ("fp8", "none")
+            raise ValueError(f"precision.{key}={getattr(cfg.precision, key)} has no rate in the table of "
+                             f"{machine.device.gpu}; use precision.{key}={other}, or another device")
+        self.cfg, self.machine = cfg, machine
+        self.microbatches = cfg.num_microbatches(cfg.dp(world))
+        self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node)
+        self.work = work = Work(cfg, machine)
+        last = len(self.memory.layers) - 1
+        self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
+        self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
+        self.transfer_seconds = machine.message(cfg.model.hidden_size * ITEM * work.slice, p.pp, world // p.pp)
+        computing = [sum(self.forward[rank::p.pp] + self.backward[rank::p.pp]) for rank in range(p.pp)]
+        self.slowest = max(range(p.pp), key=computing.__getitem__)
+        self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
+
+    def at_least(self) -> float:
+        """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
+        update."""
+        before = sum(self.forward[:self.slowest]) + sum(self.backward[:self.slowest])
+        return self.busy + before + self.update_seconds(self.slowest)
+
+    def timeline(self, transfer_seconds: float) -> Timeline:
+        p = self.cfg.parallel
+        schedule = checked_schedule(p.pp, p.vp, self.microbatches)
+        return simulate(schedule, self.forward, self.backward, transfer_seconds)
+
+    def update_seconds(self, rank: int) -> float:
+        """Norm, AdamW, and the FP8 casts of weights that are new."""
+        memory = self.memory
+        moved = STATE_BYTES * sum(map(memory.trained, memory.stages(rank))) / memory.shards
+        return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
+
+    def seconds(self, timeline: Timeline) -> Counter:
+        """Every part, of the rank that computes longest."""
+        pp, parts = self.cfg.parallel.pp, Parts()
+        for pair in self.parts[self.slowest::pp]:
+            for part in pair:
+                parts.update({name: self.microbatches * seconds for name, seconds in part.items()})
+        exchanged = timeline.makespan - self.timeline(0.0).makespan if pp > 1 else 0.0
+        parts["pp_exposed"] = exchanged
+        parts["bubble"] = timeline.makespan - self.busy - exchanged
+        parts["dp_exposed"], parts["dp_hidden"] = self.data_parallel(timeline)
+        parts["optimizer"] = self.update_seconds(self.slowest)
+        return parts
+
+    def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
+        """(exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
+        if self.memory.shards == 1:
+            return 0.0, 0.0
+        # chunk -> [start of its first forward, start and end of its last backward]
+        moments: list[dict] = [{} for _ in range(self.cfg.parallel.pp)]
+        for event in timeline.events:
+            chunk = moments[event.rank].setdefault(event.action.chunk, [event.start, 0.0, 0.0])
+            if type(event.action) is Backward:
+                chunk[1:] = event.start, event.end
+        return max(self._data_rank(rank, chunks, timeline.makespan) for rank, chunks in enumerate(moments))
+
+    def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
+        p = self.cfg.parallel
+        counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
+        reduce, gather = ({chunk: self.machine.collective(size * count, self.memory.shards, p.tp)
+                           for chunk, count in counts.items()} for size in (4, ITEM))
+        both = sum(reduce.values()) + sum(gather.values())
+        if not p.overlap_grads:
+            return both, 0.0
+        over = 0.0
+        for chunk in sorted(chunks, key=lambda c: chunks[c][2]):
+            _, start, end = chunks[chunk]
+            tail = reduce[chunk] * min(1.0, BUCKET_BYTES / (4 * counts[chunk]))
+            over = max(max(over, start) + reduce[chunk], end + tail)
+        late, there = 0.0, 0.0
+        for chunk in sorted(chunks):
+            head = gather[chunk] * min(1.0, BUCKET_BYTES / (4 * counts[chunk]))
+            forward = self.forward[chunk * p.pp + rank]
+            late = max(late, there + head - chunks[chunk][0], there + gather[chunk] - chunks[chunk][0] - forward)
+            there += gather[chunk]
+        alone = max(0.0, over - makespan) + late
+        hidden = max(0.0, both - alone) * (1 - self.machine.fabric.dp_exposed)
+        return both - hidden, hidden

@@ -1,0 +1,1 @@
+"""Everything around the step: log, figures, profiles, a watch over hangs, signals."""

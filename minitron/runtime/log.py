@@ -1,0 +1,210 @@
+"""What a run writes: an iteration line for people and parsers, files for tools, one log per rank.
+
+    stdout           the iteration line in the form of log.format, and Megatron's validation line, from the last rank;
+                     messages, from rank 0
+    log.dir/
+      config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
+      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
+      dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
+      tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so
+      rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
+
+Every number arrives reduced over the ranks, as a host float, so that all ranks could print it and none communicates or
+waits here. Which FLOPs a rate counts is part of its name, see `minitron.config.flops`: the line of `megatron` prints hardware
+TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
+
+A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
+the mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last
+was skipped it has no gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections import deque
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from minitron.config import cli, flops
+from minitron.config.schema import Config
+from minitron.runtime import log_formats
+from minitron.runtime.log_formats import Iteration, Line
+
+
+RECENT = 20  # steps that the summary is of
+
+
+class Log:
+    """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
+
+    device_name: of the GPU, whose peak the MFU is measured by; unknown GPUs, CPUs and fp32 runs have no MFU.
+    Raises ValueError if log.dir or log.tensorboard cannot be written, or TensorBoard is not installed.
+    """
+
+    def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
+        self.cfg, self.rank, self.world = cfg, rank, world
+        name = "nemo pipe" if cfg.log.format == "nemo" and cfg.finetune.kind is not None else cfg.log.format
+        self._format = log_formats.FORMATS[name]
+        fp8 = cfg.precision.fp8 != "none"
+        self.peak = None if cfg.precision.dtype == "fp32" else flops.peak_tflops(device_name, fp8)
+        self._since_line: list[Iteration] = []
+        self._recent: deque[Iteration] = deque(maxlen=RECENT)
+        self._skipped_total = self._nan_total = self._steps = 0
+        self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
+        self._metrics = self._dllogger = self._board = None
+        self._rank_log = logging.Logger(f"rank {rank}")  # not of logging's global tree: it ends with this object
+        if cfg.log.dir is not None:
+            self._open(Path(cfg.log.dir).expanduser())
+        if cfg.log.tensorboard and rank == 0:
+            self._board = self._open_board(f"{cfg.log.dir}/tensorboard" if cfg.log.tensorboard is True
+                                           else cfg.log.tensorboard)
+
+    def start(self, **facts: float | str | None) -> None:
+        """The `run` record of metrics.jsonl: what is known before the first step, as the corpus' unigram entropy."""
+        self._record("run", world=self.world, **facts)
+
+    def iteration(self, it: Iteration) -> None:
+        """Record a step; every log.every steps, and after the last, also print the line. On every rank."""
+        self._skipped_total += int(it.skipped)
+        self._nan_total += int(it.nan)
+        self._steps, self._seconds = self._steps + 1, self._seconds + it.seconds
+        self._since_line.append(it)
+        self._recent.append(it)
+        self._record_step(it)
+        if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
+            self._print_from(self.world - 1, self._format(self._line()))
+            self._since_line = []
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record and print the mean loss on the validation data after `step`."""
+        self._val_loss = loss
+        self._record("eval", step=step, loss=loss)
+        perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
+        self._print_from(self.world - 1, f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
+                                         f"lm loss PPL: {perplexity:.6E} |")
+
+    def summary(self) -> None:
+        """The mean of the last steps, by which NVIDIA's fine-tuning recipes are judged: the first ones are slower."""
+        its, t = list(self._recent), self.cfg.train
+        if its:
+            seconds, rates = sum(it.seconds for it in its) / len(its), self._rates(its)
+            mfu = "" if self.peak is None else f", MFU (full): {100 * rates['full'] / self.peak:.2f}%"
+            self.info(f"mean of the last {len(its)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
+                      f"{t.global_batch_size * t.seq_len / seconds:.0f}{mfu}")
+
+    def info(self, text: str) -> None:
+        """To every rank's log, and to stdout from rank 0."""
+        self._print_from(0, text)
+
+    def alarm(self, text: str, traceback: str = "") -> None:
+        """To this rank's log and to stderr, from any rank. The traceback goes to stderr only if there is no log."""
+        logged = "\n".join(filter(None, (text, traceback)))
+        self._rank_log.error(logged)
+        sys.stderr.write((text if self._rank_log.handlers else logged) + "\n")  # at once: other ranks write there, too
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        for handler in list(self._rank_log.handlers):
+            handler.close()
+            self._rank_log.removeHandler(handler)
+        for file in filter(None, (self._metrics, self._dllogger, self._board)):
+            file.close()
+        self._metrics = self._dllogger = self._board = None
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- figures ------------------------------------------------------------------------------------------------
+
+    def _line(self) -> Line:
+        t, its, rates = self.cfg.train, tuple(self._since_line), self._rates(self._since_line)
+        mfu = None if self.peak is None else rates["full"] / self.peak
+        return Line(its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu,
+                    self._val_loss)
+
+    def _rates(self, its: list[Iteration]) -> dict[str, float]:
+        """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
+        t, shape, frozen = self.cfg.train, self.cfg.model.shape, self.cfg.finetune.kind == "lora"
+        tokens = t.global_batch_size * t.seq_len
+        sizes = [(tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
+                 for it in its]
+        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
+        share = flops.FROZEN if frozen else 1.0
+        operations = {"full": share * sum(flops.full(shape, *size) for size in sizes),
+                      "causal": share * sum(flops.causal(shape, *size) for size in sizes),
+                      "hardware": len(its) * t.global_batch_size * sequence}
+        seconds = sum(it.seconds for it in its)
+        return {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
+
+    # ---- the files ----------------------------------------------------------------------------------------------
+
+    def _open(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handler = logging.FileHandler(folder / f"rank-{self.rank}.log", encoding="utf-8")
+            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+            self._rank_log.addHandler(handler)
+            if self.rank == 0:
+                (folder / "config.yaml").write_text(cli.to_yaml(self.cfg), encoding="utf-8")
+                self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+                self._dllogger = open(folder / "dllogger.json", "a", encoding="utf-8", buffering=1)
+                self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg"))
+        except OSError as error:
+            self.close()
+            raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
+                             "or null for none") from None
+
+    def _open_board(self, folder: str):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            return SummaryWriter(str(Path(folder).expanduser()))
+        except (ImportError, OSError) as error:
+            self.close()
+            why = (f"cannot be written: {error.strerror}; name another directory" if isinstance(error, OSError) else
+                   "needs TensorBoard, which is not installed; pip install tensorboard")
+            raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
+
+    def _print_from(self, rank: int, text: str) -> None:
+        self._rank_log.info(text)
+        if self.rank == rank:
+            encoding = sys.stdout.encoding or "utf-8"  # which may not have a bar's blocks
+            print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
+
+    def _record_step(self, it: Iteration) -> None:
+        if self._metrics is None and self._board is None:
+            return
+        self._dllog(it.step - 1, log_formats.dllogger_step(it))
+        t, rates = self.cfg.train, self._rates([it])
+        self._record("step", step=it.step, consumed_samples=it.consumed_samples, loss=it.loss, grad_norm=it.grad_norm,
+                     learning_rate=it.lr, loss_scale=it.loss_scale, step_seconds=it.seconds,
+                     samples_per_second=t.global_batch_size / it.seconds,
+                     tokens_per_second=t.global_batch_size * t.seq_len / it.seconds, tflops=rates,
+                     mfu=None if self.peak is None else rates["full"] / self.peak, memory_gib=it.memory_gib,
+                     skipped_total=self._skipped_total, nan_total=self._nan_total)
+
+    def _record(self, kind: str, **values) -> None:
+        """One line of metrics.jsonl, written whole, and its numbers for TensorBoard."""
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
+        if self._board is not None and kind != "run":
+            step = values.pop("step")
+            for name, value in log_formats.flattened(_finite(values), kind).items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    def _dllog(self, step: int | str, data: dict) -> None:
+        if self._dllogger is not None:
+            self._dllogger.write(log_formats.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n")
+
+
+def _finite(values: dict) -> dict:
+    """JSON has no NaN and no infinity: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -1,0 +1,191 @@
+"""The iteration line and the step record, in the forms of the systems whose users, dashboards and parsers know them.
+
+    megatron        Megatron-LM with BigScience's TFLOPs; what the JUBE benchmark reads
+    megatron-core   Megatron-LM today: a date, milliseconds, causal TFLOPs
+    nemo            NeMo: a progress bar when pretraining, fields between bars when fine-tuning
+    dllogger.json   NVIDIA DLLogger: "DLLL " and one JSON object a step
+
+Every function is pure: a `Line` says what a line covers, and tests/runtime/test_log.py parses each form back with the patterns
+of the system that it imitates. NeMo and DLLogger count steps from 0 (`global_step` 49 is iteration 50, and
+`consumed_samples` are those of 50 steps), Megatron from 1; so do we in their forms.
+
+Figures that a step does not have are left out, as there: a skipped one has no gradient norm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from tqdm import tqdm
+
+NEMO_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The figures of one optimizer step, of the whole world.
+
+    step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
+    clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
+    global batch, where they are kept apart (None: every sample is one document), without padding: positions that only
+    fill a sample. memory_gib, allocated_gib: peak of the GPU, and what stays allocated between steps.
+    """
+
+    step: int
+    consumed_samples: int
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    seconds: float
+    skipped: float = 0
+    nan: float = 0
+    squared_lengths: float | None = None
+    padding: float = 0
+    memory_gib: float | None = None
+    allocated_gib: float | None = None
+
+    @property
+    def advanced(self) -> bool:
+        return not (self.skipped or self.nan)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What an iteration line says of `its`, the steps since the line before.
+
+    steps: of the whole run, of which this process has done `done` in `elapsed` seconds. batch: samples per step.
+    tflops: per GPU, by the way to count. mfu: a fraction. val_loss: of the last evaluation.
+    """
+
+    its: tuple[Iteration, ...]
+    steps: int
+    batch: int
+    tflops: dict[str, float]
+    now: datetime
+    done: int
+    elapsed: float
+    mfu: float | None = None
+    val_loss: float | None = None
+
+    @property
+    def last(self) -> Iteration:
+        return self.its[-1]
+
+    @property
+    def seconds(self) -> float:
+        return sum(it.seconds for it in self.its) / len(self.its)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the steps that were not skipped; None if all were."""
+        losses = [it.loss for it in self.its if it.advanced]
+        return sum(losses) / len(losses) if losses else None
+
+
+def megatron(line: Line) -> str:
+    """Seconds, hardware TFLOPs; MFU and memory behind what Megatron has."""
+    return _fields(
+        _progress(line), f"elapsed time per iteration (s): {line.seconds:.4f}", f"learning rate: {line.last.lr:.3E}",
+        *_common(line), f"samples per second: {line.batch / line.seconds:.3f}",
+        f"TFLOPs: {line.tflops['hardware']:.2f}", *_added(line))
+
+
+def megatron_core(line: Line) -> str:
+    """The date, milliseconds, causal TFLOPs; MFU and memory behind what Megatron has."""
+    return _fields(
+        f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_progress(line)}",
+        f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {line.tflops['causal']:.1f}",
+        f"learning rate: {line.last.lr:.6E}", *_common(line), *_added(line))
+
+
+def nemo_bar(line: Line) -> str:
+    """The bar as it stands after the step; NeMo redraws one line, a log gets a line each."""
+    figures = {"reduced_train_loss": line.loss, "global_step": line.last.step - 1.0,
+               "consumed_samples": float(line.last.consumed_samples), "train_step_timing in s": line.seconds,
+               "val_loss": line.val_loss}
+    postfix = ", ".join(f"{name}={_padded(x)}" for name, x in figures.items() if x is not None)
+    return tqdm.format_meter(line.last.step, line.steps, line.elapsed, initial=line.last.step - line.done,
+                             prefix="Epoch 0: ", postfix=postfix, bar_format=NEMO_BAR)
+
+
+def nemo_pipe(line: Line) -> str:
+    """NeMo's line of fine-tuning. Values have four digits, whole ones are integers; memory in bytes."""
+    last = line.last
+    figures = {"lr": last.lr, "global_batch_size": line.batch, "global_step": last.step - 1,
+               "peak_memory_usage": _bytes(last.memory_gib), "memory_allocated": _bytes(last.allocated_gib),
+               "reduced_train_loss": line.loss, "train_step_timing in s": line.seconds,
+               "consumed_samples": last.consumed_samples, "val_loss": line.val_loss}
+    shown = {name: int(x) if float(x).is_integer() else format(x, ".4") for name, x in figures.items() if x is not None}
+    return " | ".join([f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}",
+                       *(f"{name}: {x}" for name, x in shown.items())])
+
+
+FORMATS: dict[str, Callable[[Line], str]] = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar,
+                                              "nemo pipe": nemo_pipe}
+
+
+def dllogger(step: int | str, data: dict, now: datetime, begun: datetime) -> str:
+    """A record of dllogger.json; `data` without NaN. The parameters of the run have the step "PARAMETER"."""
+    return "DLLL " + json.dumps({
+        "timestamp": f"{now.timestamp():.6f}", "datetime": f"{now:%Y-%m-%d %H:%M:%S.%f}",
+        "elapsedtime": f"{(now - begun).total_seconds():.6f}", "type": "LOG", "step": step, "data": data},
+        allow_nan=False)
+
+
+def dllogger_step(it: Iteration) -> dict:
+    """The data of a step, under NeMo's names. Its backward timer measures nothing (the backward is in the step)."""
+    return {"reduced_train_loss": it.loss, "lr": it.lr, "global_step": it.step - 1,
+            "consumed_samples": it.consumed_samples, "train_backward_timing in s": 0.0, "grad_norm": it.grad_norm,
+            "train_step_timing in s": it.seconds, "epoch": 0}
+
+
+def flattened(tree: dict, prefix: str) -> dict:
+    """{"a": {"b": 1}} -> {"prefix/a/b": 1}."""
+    flat = {}
+    for name, value in tree.items():
+        flat |= flattened(value, f"{prefix}/{name}") if isinstance(value, dict) else {f"{prefix}/{name}": value}
+    return flat
+
+
+# ---- their parts ------------------------------------------------------------------------------------------------
+
+
+def _fields(*fields: str) -> str:
+    return " " + " | ".join(fields) + " |"
+
+
+def _progress(line: Line) -> str:
+    return f"iteration {line.last.step:8d}/{line.steps:8d} | consumed samples: {line.last.consumed_samples:12d}"
+
+
+def _common(line: Line) -> list[str]:
+    fields = [f"global batch size: {line.batch:5d}"]
+    if line.loss is not None:
+        fields.append(f"lm loss: {line.loss:.6E}")
+    fields.append(f"loss scale: {line.last.loss_scale:.1f}")
+    if line.last.advanced:
+        fields.append(f"grad norm: {line.last.grad_norm:.3f}")
+    return [*fields, f"number of skipped iterations: {sum(int(it.skipped) for it in line.its):3d}",
+            f"number of nan iterations: {sum(int(it.nan) for it in line.its):3d}"]
+
+
+def _added(line: Line) -> list[str]:
+    mfu = [] if line.mfu is None else [f"MFU (full): {100 * line.mfu:.2f}%"]
+    return mfu if line.last.memory_gib is None else [*mfu, f"memory: {line.last.memory_gib:.1f} GiB"]
+
+
+def _padded(x: float) -> str:
+    """As Lightning shows a number in its bar: tqdm's short form, filled up with zeros to five characters."""
+    text = tqdm.format_num(x)
+    if not text.lstrip("-").replace(".", "", 1).isdigit():  # 1.23e+6, nan
+        return text
+    return text if len(text) >= 5 else (text if "." in text else text + ".").ljust(5, "0")
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * 2**30)

@@ -1,0 +1,108 @@
+"""Figures of a step, read while the next one runs.
+
+Problem: to print a loss the host has to wait for the device, and a host that waits queues no work. The idea: when
+step n has been queued, begin to copy its figures to the host; when step n + 1 has been queued, wait for that copy and
+log it. A step's time is taken on the device, between the copies of two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Mesh
+from minitron.runtime.log import Iteration, Log
+from minitron.runtime.stop import Stop
+
+GIB = 2**30
+
+
+class Samples(NamedTuple):
+    """What the samples of a step consist of: boundaries of documents [0, ..., s], None where each is one, and how many
+    of the last positions of each are padding, a document of its own that is no work."""
+
+    documents: list[tuple[int, ...]] | None = None
+    padding: Sequence[int] = ()
+
+    def squared_lengths(self) -> float:
+        """Sum over the documents."""
+        whole = sum(float(np.square(np.diff(bounds)).sum()) for bounds in self.documents)
+        return whole - sum(float(n) ** 2 for n in self.padding)
+
+
+class Meter:
+    """Turns device tensors into lines of `log`, one step late. Collective over the world."""
+
+    def __init__(self, log: Log, mesh: Mesh, stop: Stop):
+        self.log, self.mesh, self.stop = log, mesh, stop
+        self.waiting: tuple[dict, Tensor, Mark] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """What happened since the last step (an evaluation) does not count into the next one's time."""
+        self.last = Mark(self.mesh.device)
+
+    def step(self, values: Tensor, samples: Samples, shared_bytes: int, **known) -> None:
+        """Take the figures of a step that may still run, log those of the step before.
+
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. samples: of
+        this data rank. shared_bytes: of GPU memory that torch's allocator does not count. known: the other fields of
+        `log.Iteration` that the host has.
+        """
+        self.mesh.activity.begin("figures")
+        extra = torch.zeros(4, dtype=values.dtype, device=values.device)
+        if samples.documents is not None:
+            extra[0].fill_(samples.squared_lengths())
+            extra[1].fill_(sum(samples.padding))
+            all_reduce_(extra[:2], self.mesh.dp)
+            known |= {"squared_lengths": 0.0, "padding": 0.0}
+        if values.is_cuda:
+            extra[2].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
+            extra[3].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)
+            known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
+        all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
+        host = torch.cat([values, extra]).to("cpu", non_blocking=True)
+        copied = Mark(values.device)
+        self.flush()
+        self.waiting = known, host, copied
+        if not values.is_cuda:  # a CPU has finished the step already
+            self.flush()
+
+    def flush(self) -> None:
+        """Log the step that is still waiting, if there is one."""
+        if self.waiting is None:
+            return
+        (known, host, copied), self.waiting = self.waiting, None
+        seconds, self.last = copied.seconds_since(self.last), copied
+        *common, squares, padding, memory, allocated = host.tolist()
+        figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
+        measured = {"squared_lengths": squares, "padding": padding, "memory_gib": memory, "allocated_gib": allocated}
+        it = Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds)
+        self.log.iteration(it)
+        self.stop.saw(it)
+
+
+class Mark:
+    """A moment in the device's work: an event of its stream, or the time on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+        else:
+            self.time = time.perf_counter()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Waits until this moment has come."""
+        if self.event is None:
+            return self.time - earlier.time
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000

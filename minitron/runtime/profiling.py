@@ -1,0 +1,103 @@
+"""Some steps of a run under a profiler: where the time goes, and the memory.
+
+Problem: a trace of a whole run is too large to open, and its first steps, which compile and allocate, say nothing about
+the others. The idea: `profiled` is the range of steps itself. It starts the profiler before profile.start_step and
+stops it after profile.end_step, on profile.ranks alone:
+
+    for step in profiled(range(1, 51), cfg, mesh, log):     profile.kind=torch profile.start_step=41 profile.end_step=43
+        ...                                                 -> log.dir/profile-rank-0.json and .txt
+
+    nsys    cudaProfilerStart and Stop, and one NVTX range a step; the trace is nsys' own:
+            nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop torchrun ...
+    torch   a Chrome trace (ui.perfetto.dev opens it) and a table of the operations that took longest
+    memory  a snapshot of the allocator, with the Python stack of each allocation, for pytorch.org/memory_viz
+
+The host runs ahead of a GPU, so the device is waited for at both ends, there and nowhere else: what lies between is
+these steps' work, all of it. A loop that ends early, be it by an error as of memory that ran out, leaves what there is.
+Left out: NVTX ranges of single operations, which would slow the steps that are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config, ProfileConfig
+from minitron.runtime.log import Log
+
+TABLE_ROWS = 40
+MEMORY_EVENTS = 1_000_000  # the last allocations and frees that a snapshot holds
+
+# What marks a step in the trace, and what stops the profiler and says where to look.
+Started = tuple[Callable[[str], AbstractContextManager], Callable[[], str]]
+
+
+def check(profile: ProfileConfig, device: torch.device) -> None:
+    """Raises ValueError if this device has no such profiler."""
+    if device.type != "cuda" and profile.kind in ("nsys", "memory"):
+        raise ValueError(f"profile.kind={profile.kind} watches a GPU, and there is none; use profile.kind=torch")
+
+
+def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
+    """The same steps; those that cfg.profile names run under its profiler, on the ranks that it names."""
+    p = cfg.profile
+    inside = range(max(steps.start, p.start_step), min(steps.stop, p.end_step + 1))
+    if p.kind == "none" or mesh.rank not in p.ranks or not inside:
+        yield from steps
+        return
+    yield from range(steps.start, inside.start)
+    _wait(mesh.device)
+    stem = Path(cfg.log.dir or ".").expanduser() / f"profile-rank-{mesh.rank}"
+    mark, stop = {"nsys": _nsys, "torch": _torch, "memory": _memory}[p.kind](stem, mesh.device)
+    try:
+        for step in inside:
+            with mark(f"step {step}"):
+                yield step
+    finally:
+        mesh.activity.begin("profile")
+        _wait(mesh.device)
+        log.info(f"profiled iterations {inside.start} to {step}: {stop()}")
+    yield from range(inside.stop, steps.stop)
+
+
+def _nsys(*_) -> Started:
+    def stop() -> str:
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        return "in the report of nsys, if that started this run"
+
+    torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+    return torch.cuda.nvtx.range, stop
+
+
+def _torch(stem: Path, device: torch.device) -> Started:
+    def stop() -> str:
+        profiler.stop()
+        profiler.export_chrome_trace(f"{stem}.json")
+        by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+        table = profiler.key_averages().table(sort_by=by, row_limit=TABLE_ROWS)
+        stem.with_suffix(".txt").write_text(table, encoding="utf-8")
+        return f"{stem}.json for ui.perfetto.dev, {stem}.txt"
+
+    kinds = torch.profiler.ProfilerActivity
+    profiler = torch.profiler.profile(activities=[kinds.CPU] if device.type == "cpu" else [kinds.CPU, kinds.CUDA])
+    profiler.start()
+    return torch.profiler.record_function, stop
+
+
+def _memory(stem: Path, _) -> Started:
+    def stop() -> str:
+        torch.cuda.memory._dump_snapshot(f"{stem}.pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return f"{stem}.pickle for pytorch.org/memory_viz"
+
+    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    return nullcontext, stop
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

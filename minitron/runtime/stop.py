@@ -1,0 +1,177 @@
+"""Ends a run before its last step: when it is told to, and when it learns nothing any more.
+
+**Signals.** A scheduler that wants its machines back sends SIGTERM (SIGUSR1: Slurm's `--signal=USR1@120`), and then a
+minute is left. Saving is a collective: all ranks must do it, after the same step. The idea:
+
+1. The number of the signal goes to a thread: the main one may stand in C and would not see it.
+2. After each step a rank passes a gate. How many have been passed stands in the store in which the ranks met, and the
+   thread closes the first that nobody has passed. No rank waits for another, and the GPU, on which figures of a step
+   are known only at its end, has no part in it.
+3. At the closed gate all ranks save and exit 0.
+
+    the store     "6"      "7"                          "8 15"
+    rank 0           passes 7                                          at 8: stop, because of 15
+    rank 1                     passes 7    SIGTERM closes 8    at 8: stop
+
+A GPU's host is ahead of it. It comes to the gate only when the GPU is through with the step's last forward
+(`Trainer.near_end`): a signal before that makes the step on the GPU the last one, a later one the next.
+
+The same signal again ends a rank at once, but not within five seconds: there it is an echo, since Slurm signals every
+process and torchrun hands on what it gets. And torchrun sends SIGTERM when a rank has died, for which a GPU would wait
+forever: whoever has been told to end and does not move gives up.
+
+**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 this is how the loss scale finds its
+height: each such step halves it. Only at a scale of 1, where it cannot fall and where other formats always are, does
+it say that something is broken; train.max_skipped of these in a row end the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from contextlib import suppress
+from time import monotonic
+
+import torch.distributed as dist
+
+from minitron.comm.mesh import Mesh
+from minitron.runtime.log import Iteration, Log
+from minitron.runtime.rendezvous import connect
+from minitron.runtime.watch import OWN_PACE
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REPEAT_SECONDS = 5.0
+# After SIGTERM a rank may stand still for this long, or for two steps if these take longer.
+PATIENCE_SECONDS = 10.0
+
+
+class Diverged(ValueError):
+    """So many updates in a row were skipped that the run cannot be expected to recover."""
+
+
+class Gate:
+    """One gate after another, on all ranks. A key of `store`, which is theirs, says how far the first of them has come.
+
+    "7": gates up to 7 are passed, 8 is open. "8 15": nobody passes 8, because of signal 15. One atomic operation makes
+    the one or the other of "7", so that all see the same.
+    """
+
+    KEY = "gate"
+
+    def __init__(self, store: dist.Store):
+        self.store, self.number = store, 0
+        self.seen = self._swap("", "0")
+
+    def next(self) -> int:
+        """Come to the next gate. Returns 0, or the number of the signal for which it is closed."""
+        self.number += 1
+        if " " not in self.seen and int(self.seen) < self.number:
+            self.seen = self._swap(self.seen, str(self.number))
+        gate, _, closed = self.seen.partition(" ")
+        return int(closed) if closed and int(gate) <= self.number else 0
+
+    def close(self, why: int) -> None:
+        """Close the first gate that nobody has passed, unless one is closed. From any thread."""
+        seen = self.store.get(self.KEY).decode()
+        while " " not in seen:
+            seen = self._swap(seen, f"{int(seen) + 1} {why}")
+
+    def _swap(self, old: str, new: str) -> str:
+        """The value after `old` has been replaced by `new`; what it is if that is not `old`."""
+        return self.store.compare_set(self.KEY, old, new).decode()
+
+
+class Stop:
+    """Listens to signals while it is used as a context manager, and counts skipped updates.
+
+    asked: the number of the first signal that this rank got, 0: none. agreed: of the one for which all ranks stop.
+    """
+
+    def __init__(self, mesh: Mesh, log: Log, max_skipped: int):
+        self.mesh, self.log, self.max_skipped = mesh, log, max_skipped
+        self.asked = self.agreed = self.skips = 0
+        self.step_seconds = 0.0
+
+    def now(self) -> bool:
+        """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
+        _take_signals()
+        self.mesh.activity.enter("agreement", self.mesh.world, 0)
+        self.agreed = self.gate.next()
+        self.mesh.activity.leave()
+        return self.agreed > 0
+
+    def saw(self, it: Iteration) -> None:
+        """Figures of a step have been read. Raises Diverged on all ranks alike."""
+        self.step_seconds = it.seconds
+        if not it.skipped:
+            self.skips = 0
+        elif it.loss_scale <= 1:
+            self.skips += 1
+        if self.skips >= self.max_skipped:
+            raise Diverged(
+                f"iteration {it.step}: the gradients of {self.skips} iterations in a row were not finite, so nothing "
+                f"was learned (train.max_skipped={self.max_skipped}); lower optimizer.lr or lengthen its warm-up, and "
+                "look at the loss and the gradient norm before the first of them")
+
+    def report(self, step: int, saved: bool) -> None:
+        """The last line of a run that all ranks agreed to stop after `step`."""
+        name = signal.Signals(self.agreed).name
+        self.log.info(f"{name}: stopped after iteration {step}" + (
+            ", which was saved" if saved else "; nothing was saved: there is no checkpoint.dir, or the save failed"))
+
+    # ---- signals --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Stop:
+        self.gate = Gate(connect())
+        heard, self.wire = socket.socketpair()
+        self.wire.setblocking(False)
+        self.before = _take_signals()
+        signal.set_wakeup_fd(self.wire.fileno())
+        threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
+        self.wire.close()
+
+    def _listen(self, heard: socket.socket) -> None:
+        """Reads the numbers of signals from the wire until it is closed."""
+        heard.settimeout(1.0)
+        first = {}
+        while True:
+            try:
+                number = heard.recv(1)
+            except TimeoutError:
+                self._give_up()
+                continue
+            if not number:
+                return heard.close()
+            number = signal.Signals(number[0])
+            if number in SIGNALS:
+                if monotonic() - first.setdefault(number, monotonic()) > REPEAT_SECONDS:
+                    self._end(number, "a second time")
+                self.asked = self.asked or number
+                with suppress(RuntimeError):  # a store that is gone: the main thread meets it, too, and says so
+                    self.gate.close(self.asked)
+
+    def _give_up(self) -> None:
+        activity, patience = self.mesh.activity, max(PATIENCE_SECONDS, 2 * self.step_seconds)
+        if self.asked == signal.SIGTERM and activity.idle() > patience and activity.action not in OWN_PACE:
+            self._end(self.asked, f"and has not moved for {activity.idle():.0f} s")
+
+    def _end(self, number: int, why: str) -> None:
+        name = signal.Signals(number).name
+        self.log.alarm(f"{self.mesh.cell()} got {name} {why}: ends without saving in {self.mesh.activity}")
+        os._exit(128 + number)
+
+
+def _take_signals() -> dict:
+    """Handlers of ours, so that the wire gets the numbers; returns those before.
+
+    Once is not enough: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
+    """
+    return {number: signal.signal(number, lambda *_: None) for number in SIGNALS}

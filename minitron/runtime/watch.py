@@ -1,0 +1,136 @@
+"""Says where a run hangs, and ends it.
+
+Problem: when one rank of a thousand stops (a lost disk, a driver, a branch only it took), the others wait for it in a
+collective: silently, and with GPUs that look busy. The idea:
+
+1. Each rank has an `Activity`: step, schedule action, collective. Whoever works overwrites it, a few attribute writes.
+   Every `Axis` carries it, so it is wherever ranks talk without being a global.
+2. A thread looks at it. When nothing was written for train.hang_seconds, this rank hangs.
+3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before: a stuck kernel soon
+   stops the host, too. Where the *device* stands is told by an event behind each action and torch's flight recorder.
+4. A rank that hangs leaves its activity in the store in which the ranks met, which needs no collective; the first to do
+   so lists all. Whoever is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).
+5. os._exit, for nothing else ends a process whose main thread stands in C; then torchrun ends the others.
+
+    where all ranks stand:
+      ranks 0, 1: step 3, Backward(mb=1, chunk=0, last=False), exchange over pp (8,192 bytes)
+      rank 2: step 3, Forward(mb=1, chunk=0)                                        <- its report has the stack
+      rank 3: step 3, Forward(mb=1, chunk=0), all-gather over tp (4,096 bytes)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import sleep
+from typing import TYPE_CHECKING
+
+import torch
+
+from minitron.comm.activity import Activity, listed
+from minitron.runtime.rendezvous import connect
+
+if TYPE_CHECKING:
+    from minitron.runtime.log import Log
+    from minitron.comm.mesh import Mesh
+
+HUNG = 124  # exit status, as of timeout(1)
+# Actions that the host does at its own pace: no other rank is to blame if they take long. In "start" ranks meet.
+OWN_PACE = frozenset({"data", "checkpoint", "load", "profile"})
+# Terabytes take a disk long, and that is no hang; a disk that is stuck is to be noticed all the same.
+DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
+
+
+@contextmanager
+def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
+    """Ends this rank if inside it stands still for `seconds`, or if a collective fails: one line, exit status 1."""
+    watch = _Watch(mesh, log, seconds)
+    threading.Thread(target=watch.run, name="watch", daemon=True).start()
+    try:
+        yield
+    except RuntimeError:
+        if mesh.activity.collective is None:
+            raise
+        if watch.hangs:
+            sleep(watch.grace)  # the others have ended before this one: the report has said it all
+        log.alarm(f"error: {mesh.cell()} failed in {mesh.activity}; most likely another rank has died, and the first "
+                  "error says why. The traceback is in this rank's log", traceback.format_exc())
+        raise SystemExit(1) from None
+    finally:
+        watch.over.set()
+
+
+class _Watch:
+    def __init__(self, mesh: Mesh, log: Log, seconds: float):
+        self.mesh, self.log, self.seconds = mesh, log, seconds
+        self.grace = min(max(seconds / 10, 2.0), 30.0)  # for others to report, who may have stopped a step later
+        self.over, self.hangs = threading.Event(), False
+
+    def run(self) -> None:
+        while not self.over.wait(min(self.seconds / 20, 5.0)):
+            limit = max(self.seconds, DISK_SECONDS) if self.mesh.activity.action in DISK else self.seconds
+            if (idle := self.mesh.activity.idle()) > limit:
+                self.hangs = True
+                end = threading.Timer(self.grace, os._exit, [HUNG])  # whatever becomes of the report
+                end.daemon = True
+                end.start()
+                host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
+                self.log.alarm("\n".join([f"{self.mesh.cell()} has not moved for {idle:.0f} s", host,
+                                          *self._device(), *stacks()]))
+                return self._tell_others()
+
+    def _device(self) -> list[str]:
+        if self.mesh.device.type != "cuda":
+            return []
+        torch.cuda.set_device(self.mesh.device)  # of this thread, which else would open the first GPU
+        try:
+            return [f"  device: {unfinished(self.mesh.activity)}", *unfinished_nccl()]
+        except RuntimeError as error:  # every question to a device that failed gets its failure as the answer
+            return [f"  device: {str(error).splitlines()[0]}"]
+
+    def _tell_others(self) -> None:
+        world = self.mesh.world.ranks
+        if len(world) == 1:
+            return
+        store = connect()
+        store.set(f"hang/{self.mesh.rank}", str(self.mesh.activity))
+        if store.add("hang", 1) == 1:
+            sleep(self.grace / 2)
+            places: dict[str, list[int]] = {}
+            for rank in world:
+                known = store.check([key := f"hang/{rank}"])
+                places.setdefault(store.get(key).decode() if known else "no report", []).append(rank)
+            lines = [f"  {listed(ranks)}: {place}" for place, ranks in places.items()]
+            self.log.alarm("\n".join(["where all ranks stand:", *lines]))
+
+
+def unfinished(activity: Activity) -> str:
+    """The first action that the device is not through with."""
+    waiting = (f"not through with step {step}, {action}" for event, step, action in activity.queued.copy()
+               if not event.query())
+    return next(waiting, "through with all actions")
+
+
+def unfinished_nccl(at_most: int = 4) -> list[str]:
+    """The oldest NCCL operations that the device is not through with, as torch's flight recorder has them."""
+    entries = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json())["entries"]
+    return [f"  not finished: {e['profiling_name']} of group {e['process_group'][1]}, sizes {e['input_sizes']}"
+            for e in entries if e["state"] != "completed" and not e["retired"]][:at_most]
+
+
+def stacks() -> list[str]:
+    """The Python stack of the main thread and, on a GPU, of autograd's; without torch's own frames."""
+    main = threading.main_thread().ident
+    others = {thread.ident for thread in threading.enumerate()} - {main}  # autograd's is none of Python's
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        if ident not in others:
+            lines.append("  the main thread:" if ident == main else "  a thread of autograd's:")
+            lines += [f"    {f.filename}:{f.lineno}, {f.name}: {f.line}" for f in traceback.extract_stack(frame)
+                      if not f.filename.startswith(os.path.dirname(torch.__file__))]
+    return lines

@@ -1,0 +1,505 @@
+"""The benchmarks measure what they say: operations, shares, records. Their speed needs GPUs, their arithmetic does
+not."""
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import ceilings, checkpoint, compare, floor, fp8_curves, host, measure, record, shares, step, table
+from benchmarks.cases import CASES, FP8_RECIPES
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, flops, rules
+from minitron.data.loader import Loader
+from minitron.kernels import attention
+from minitron.model.gpt import GPT
+from minitron.pipeline.schedule import stage_layers
+from minitron.pretrain import build_data
+
+TINY = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=200",
+        "train.seq_len=64", "train.micro_batch_size=2", "train.global_batch_size=8", "data.source=mock",
+        "precision.dtype=fp32"]
+CPU = torch.device("cpu")
+
+
+# ---- the floor ------------------------------------------------------------------------------------------------------
+
+
+def offline_trainer(cfg, world, rank):
+    """The parts of a Trainer that the floor reads, at their real shapes and without memory."""
+    p = cfg.parallel
+    mesh = Mesh.offline(world, rank, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
+    stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
+    backend = attention.choose("reference", "meta", torch.float32, cfg.model.head_dim)
+    mine = range(mesh.pp.rank, len(stages), p.pp)
+    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    return SimpleNamespace(cfg=cfg, mesh=mesh, chunks=chunks)
+
+
+@pytest.mark.parametrize("world, layout", [
+    (1, []), (2, ["parallel.tp=2"]), (4, ["parallel.pp=2"]), (4, ["parallel.cp=2", "parallel.tp=2"]),
+    (4, ["parallel.cp=4"]), (2, ["parallel.cp=2", "parallel.cp_style=allgather"]),
+    (2, ["parallel.cp=2", "parallel.cp_style=ulysses"]), (1, ["model.family=gpt", "model.tie_embeddings=true"]),
+])
+def test_the_floor_of_all_ranks_has_the_operations_of_the_step(world, layout):
+    cfg = cli.load([*TINY, *layout])
+    rules.check(cfg, world)
+    work = [floor.step_work(offline_trainer(cfg, world, rank)) for rank in range(world)]
+    products = sum(p.operations * count for part, _ in work for p, count in part.items())
+    # `flops` counts four products of the backward; a kernel that keeps no scores computes them again, a fifth.
+    scores = sum(c.operations * count for _, part in work for c, count in part.items()) * 12 / 14
+    shape, t = cfg.model.shape, cfg.train
+    assert scores == pytest.approx(t.global_batch_size * (
+        flops.full(shape, t.seq_len) - flops.causal(shape, t.seq_len)))
+    assert products + scores == pytest.approx(t.global_batch_size * flops.causal(shape, t.seq_len))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind, shape", [("forward", (32, 48)), ("input_grad", (32, 16)), ("weight_grad", (48, 16)),
+                                         ("first_weight_grad", (48, 16))])
+def test_products_have_the_shape_and_format_of_their_kind(kind, shape, fp8):
+    result = floor.Product(kind, 32, 48, 16, fp8).prepare(torch.bfloat16, CPU)()
+    assert result.shape == shape
+    assert result.dtype == (torch.float32 if "weight" in kind else torch.bfloat16)
+
+
+# ---- shares of a profile --------------------------------------------------------------------------------------------
+
+NAMES = {"nccl": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+         "gemm": "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+         "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0",
+         "optimizer": "_adamw", "copy": "Memcpy DtoD (Device -> Device)", "pointwise": "_swiglu_forward"}
+
+
+def test_kernel_names_have_their_kind():
+    assert {kind: shares.kind_of(name) for kind, name in NAMES.items()} == {kind: kind for kind in NAMES}
+    assert shares.kind_of("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>") == "attention"
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 30), st.integers(1, 9)), min_size=1,
+                max_size=8))
+def test_shares_equal_those_counted_tick_by_tick(drawn):
+    kernels = [(NAMES[kind], float(start), float(start + length)) for kind, start, length in drawn]
+    ticks = {kind: [t for k, start, length in drawn if k == kind for t in range(start, start + length)]
+             for kind in NAMES}
+    busy = {t for times in ticks.values() for t in times}
+    compute = {t for kind, times in ticks.items() if kind != "nccl" for t in times}
+    window = max(busy) + 1 - min(busy)
+    expected = {kind: len(times) / window for kind, times in ticks.items()}
+    expected |= {"nccl exposed": len(busy - compute) / window, "idle": 1 - len(busy) / window}
+    assert shares.shares(kernels) == pytest.approx(expected)
+
+
+def test_the_profile_table_has_times_per_step():
+    kernels = [(NAMES["gemm"], 0.0, 3000.0), (NAMES["gemm"], 3000.0, 4000.0), (NAMES["copy"], 6000.0, 8000.0)]
+    text = shares.table(kernels, steps=2)
+    rows = [line.split()[:3] for line in text.splitlines()]
+    assert rows[1:3] == [["2.000", "1", "gemm"], ["1.000", "0", "copy"]]
+    assert "gemm 50.0 %" in text and "idle 25.0 %" in text
+
+
+# ---- measured programs ----------------------------------------------------------------------------------------------
+
+
+def test_a_measured_step_reports_consistent_figures(capsys):
+    result = step.main([*TINY, "--steps", "6"])
+    cfg = cli.load(TINY)
+    operations = flops.full(cfg.model.shape, 64) * 8
+    assert result["tflops"] * 1e12 * result["step_seconds"] == pytest.approx(operations)
+    assert result["tokens_per_second_per_gpu"] * result["step_seconds"] == pytest.approx(8 * 64)
+    alone = result["floor_gemm_seconds"] + result["floor_attention_seconds"]
+    assert result["floor_share"] == pytest.approx(alone / result["step_seconds"]) and alone > 0
+    assert json.loads(re.search("^RESULT (.*)$", capsys.readouterr().out, re.MULTILINE)[1]) == result
+
+
+def test_mfu_is_tflops_over_the_peak_of_the_format(monkeypatch):
+    monkeypatch.setattr(flops, "peak_tflops", lambda name, fp8: 1e-6 * (2 if fp8 else 1))
+    for fp8, peak in (("none", 1e-6), ("current", 2e-6)):
+        cfg = cli.load([*TINY, f"precision.fp8={fp8}"])
+        result = measure.figures(cfg, 0.5, 2, CPU)
+        assert result["mfu_full"] == pytest.approx(100 * result["tflops"] / peak)
+        assert result["mfu_causal"] < result["mfu_full"]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--steps", "3"], "--steps 3 are all warm-up; use 4 or more"),
+    (["model.num_layer=4"], "unknown key model.num_layer; did you mean model.num_layers?"),
+    (["--profile"], "--profile lists a GPU's kernels, and there is no GPU; leave it out"),
+])
+def test_mistakes_of_the_command_line_are_one_line(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit:
+        step.main(argv)
+    assert exit.value.code == 1 and capsys.readouterr().err.strip() == f"error: {message}"
+
+
+def test_a_results_file_that_cannot_be_is_known_before_the_measurement(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        step.main([*TINY, "--results", str(tmp_path)])
+    assert f"argument --results: {tmp_path} is a folder; name a file in it" in capsys.readouterr().err
+
+
+def test_curves_of_fp8_lie_beside_one_of_bf16_whatever_the_configuration_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fp8_curves, "losses", lambda cfg, device: [2.0 + (cfg.precision.fp8 != "none")] * 10)
+    given = ["precision.fp8=delayed", "precision.fp8_bf16_layers=1", "model.num_layers=3"]
+    path = tmp_path / "results.jsonl"
+    result = fp8_curves.main([*TINY[:-1], *given, "--recipes", "current", "--results", str(path)])
+    assert result["curves"] == {"bf16": [2.0] * 10, "current": [3.0] * 10}
+    assert json.loads(path.read_text())["last"] == {"current": 0.5}
+
+
+# ---- cases and comparisons ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8", ["none", *FP8_RECIPES])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
+    case = CASES[name]
+    cfg = cli.load([str(record.ROOT / case.config), *case.arguments(fp8)[1:]])
+    rules.check(cfg, case.gpus, capability=(9, 0))
+    assert cfg.train.recompute == "none"
+    assert name.startswith("2gpu-") == (case.gpus == 2)
+    dp, p = cfg.dp(case.gpus), cfg.parallel
+    for axis, size in {"dp": dp, "tp": p.tp, "pp": p.pp, "cp": p.cp}.items():
+        assert (f"{axis}{size}" in name or case.tunes and axis == "dp" and size > 1) == (size > 1)
+    assert case.tunes == (cfg.finetune.kind is not None) == name.removeprefix("2gpu-").startswith(("lora-", "sft-"))
+
+
+def fake(text, status=0):
+    return [sys.executable, "-c", f"print({text!r}); raise SystemExit({status})"]
+
+
+def test_a_program_reports_skips_or_fails():
+    assert compare.launch(fake('noise\nRESULT {"tflops": 1.5}'), 60, {}) == {"tflops": 1.5}
+    with pytest.raises(compare.Skipped, match="^not installed$"):
+        compare.launch(fake("SKIP not installed"), 60, {})
+    with pytest.raises(compare.Failed, match="(?s)exit status 3: .*out of memory"):
+        compare.launch(fake("out of memory", 3), 60, {})
+    with pytest.raises(compare.Failed, match="took longer than 0.2 s"):
+        compare.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2, {})
+
+
+@pytest.mark.parametrize("option, name", [([], "megatron"), *((["--peer", peer], peer) for peer in compare.PEERS)])
+def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_path, capsys):
+    ours = {"mfu_full": 66.0, "tflops": 660.0, "peak_gib": 100.0}
+    peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0}
+    launched = []
+
+    def launch(command, timeout, environment):
+        launched.append(command)
+        if "precision.fp8=delayed" in command:
+            raise compare.Failed("it broke")
+        is_peer = f"benchmarks/peers/{name}.py" in command
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (is_peer and name == "megatron")
+        return peer if is_peer else ours
+
+    monkeypatch.setattr(compare, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    path = tmp_path / "results.jsonl"
+    argv = ["8b-1gpu", "70b-tp4", *option, "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
+    assert compare.main(argv) == 1 and len(launched) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "case=8b-1gpu-bf16 ours_mfu=66.00 peer_mfu=60.00 ratio=1.100 ours_gib=100.00 peer_gib=110.00",
+        "case=8b-1gpu-fp8 failed: it broke", "case=70b-tp4-bf16 skipped: needs 4 GPUs, there are 1",
+        "case=70b-tp4-fp8 skipped: needs 4 GPUs, there are 1"]
+    entry, = map(json.loads, path.read_text().splitlines())
+    figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0}
+    assert entry["case"] == "8b-1gpu-bf16" and {k: entry[k] for k in figures} == pytest.approx(figures)
+    assert entry["kind"] == "compare" and entry["commit"] == "abc" and entry["peer"] == name
+    assert {"gpu", "power_limit_watts", "command"} <= entry.keys()
+    assert entry["versions"]["torch"] == metadata.version("torch")
+    assert {"cuda", "triton", "transformer_engine", "megatron-core", "torchtitan"} <= entry["versions"].keys()
+
+
+def test_an_unknown_case_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        compare.main(["8b"])
+    assert "unknown case 8b; use one of 8b-s8192-dp4" in capsys.readouterr().err
+
+
+def test_two_ranks_of_our_side_really_run():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", compare.OURS,
+               "configs/quickstart.yaml", *TINY, "train.eval_every=0", "--steps", "5"]
+    figures = compare.launch(command, 240.0, {})
+    assert figures["world"] == 2 and figures["step_seconds"] > 0
+    both = {"ours": figures, "peer_figures": figures, "ratio": 1.0, "ours_mfu": float("nan"), "peer_mfu": float("nan"),
+            "ours_gib": 0.0, "peer_gib": 0.0}
+    assert "ours_mfu=nan" in compare.line({"case": "tiny", **both})
+
+
+def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    args = Namespace(results=tmp_path / "results.jsonl", commit=None)
+    assert table.main(["--results", str(args.results)]) == 1
+    assert "has no record of kind compare; run benchmarks/compare.py first" in capsys.readouterr().err
+    figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0,
+               "peer": "megatron", "fp8": "none"}
+    record.append(args, "host", {"what": "x"})
+    for case, ours in (("a", 61.0), ("b", None), ("a", 66.0)):
+        record.append(args, "compare", figures | {"case": case, "ours_mfu": ours})
+    tuned = {"case": "c", "peer": "huggingface", "fp8": "delayed", "ours_mfu_weights": 65.0, "peer_mfu_weights": 59.0}
+    record.append(args, "compare", figures | tuned)
+    assert table.main(["--results", str(args.results)]) == 0
+    text = (tmp_path / "compare.md").read_text()
+    assert "| a | 66.0 % | 60.0 % | 1.100 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text and "61.0" not in text
+    assert "| c | 66.0 % (65.0) | 60.0 % (59.0) | 1.100 | 100.0 | 110.0 | huggingface, in bf16 |" in text
+    assert f"torch {metadata.version('torch')}" in text
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def in_this_process(arguments, environment):
+    cfg, args = measure.arguments("", [*arguments, "--started", str(time.time())], checkpoint.add_options)
+    return checkpoint.leg(cfg, args)
+
+
+def test_saving_and_resuming_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "launch", in_this_process)
+    (tmp_path / "disk").mkdir()
+    entry = checkpoint.main([*TINY, "--steps", "4", "--dir", str(tmp_path / "disk"),
+                             "--results", str(tmp_path / "results.jsonl"), "--commit", "abc"])
+    assert json.loads((tmp_path / "results.jsonl").read_text()) == entry and entry["kind"] == "checkpoint"
+    assert not list((tmp_path / "disk").iterdir())
+    cfg = cli.load(TINY)
+    numbers = sum(p.numel() for p in GPT(cfg, Mesh.offline(1), attention.choose("reference", CPU, torch.float32, 64),
+                                         range(2), first=True, last=True).parameters())
+    assert entry["state_gb"] * 1e9 == pytest.approx(12 * numbers, rel=0.01)  # and headers
+    assert all(entry[key] > 0 for key in ("step_seconds", "blocked_seconds", "save_gb_per_second", "host_gib_fresh",
+                                          "load_gb_per_second_from_cache", "start_seconds_resumed", "host_gib_resumed"))
+    assert entry["gpu_gib_fresh"] is entry["gpu_gib_more_by_saving"] is None
+    assert "save " + f"{entry['save_gb_per_second']:.3f} GB/s" in capsys.readouterr().out
+
+
+def test_a_file_is_read_from_the_disk_once_it_was_dropped(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(bytes(16 << 20))
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    assert checkpoint.cached_share(path) > 0.99
+    if checkpoint.drop_from_page_cache(tmp_path):  # not on a file system that is memory itself
+        assert checkpoint.cached_share(path) < 0.01
+    path.read_bytes()
+    assert checkpoint.cached_share(path) > 0.99
+
+
+def test_a_leg_reports_or_ends_the_measurement(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "leg.py"))
+    (tmp_path / "leg.py").write_text("print('noise')\nprint('RESULT 7')\nimport sys; sys.exit(int(sys.argv[1]))")
+    assert checkpoint.launch(["0"], {}) == 7
+    with pytest.raises(SystemExit) as exit:
+        checkpoint.launch(["3"], {})
+    assert exit.value.code == 3
+    assert "noise" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        checkpoint.main([*TINY, "--dir", str(tmp_path / "none")])
+    assert f"--dir {tmp_path}/none is no directory; name one on the disk" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_checkpoints_are_measured_under_torchrun(tmp_path):
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                    "benchmarks/checkpoint.py", *TINY, "--steps", "4", "--dir", str(tmp_path),
+                    "--results", str(tmp_path / "results.jsonl")], cwd=record.ROOT, check=True, timeout=240)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["world"] == 2
+
+
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+# bf16, which is what peers are measured in
+PEER_TINY = [*TINY[:-1], "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2"]
+GPT_KEYS = ["model.family=gpt", "model.positions=learned", "model.num_kv_heads=null"]
+FP8_KEYS = ["precision.fp8=current", "precision.fp8_backend=torch"]
+
+
+def peer_module(name):
+    """The peer's runner, where what it runs is installed."""
+    package = {"huggingface": "transformers", "torchtitan": "torchtitan"}[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    return importlib.import_module(f"benchmarks.peers.{name}")
+
+
+@pytest.mark.parametrize("peer, package, line", [
+    ("megatron", "transformer_engine.pytorch", "pip install megatron-core 'transformer-engine[pytorch]'"),
+    ("torchtitan", "torchtitan.components.loss", "pip install torchtitan==0.2.2"),
+    ("huggingface", "transformers", "pip install transformers"),
+])
+def test_a_peer_that_is_not_installed_is_skipped_with_a_reason(peer, package, line, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(record.ROOT / "benchmarks" / "peers" / f"{peer}.py"))
+    assert exit.value.code == 0
+    assert re.fullmatch(f"SKIP .* is not installed .*; {re.escape(line)}\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("peer, world, argv, reason", [
+    ("huggingface", 2, ["parallel.tp=2"], "Hugging Face is measured data parallel only, not with tp, pp or cp"),
+    ("huggingface", 1, FP8_KEYS, "Hugging Face is measured in bf16 only, not in FP8"),
+    ("huggingface", 1, ["model.family=gpt"], "Hugging Face has no gpt model with rope positions"),
+    ("huggingface", 1, [*GPT_KEYS, "model.num_kv_heads=2"], "Hugging Face's GPT-2 has no grouped queries"),
+    ("torchtitan", 1, GPT_KEYS, "torchtitan's Llama 3 has rotary positions and an untied head, and it has no GPT-3"),
+    ("torchtitan", 1, FP8_KEYS, "torchtitan is measured in bf16 only, not in FP8"),
+    ("torchtitan", 2, ["parallel.tp=2", "parallel.sequence_parallel=false"],
+     "torchtitan has no tensor parallelism without sequence parallelism"),
+    ("torchtitan", 2, ["parallel.cp=2"], "torchtitan's context parallelism needs GPUs"),
+])
+def test_what_a_peer_has_not_is_skipped_with_a_reason(peer, world, argv, reason, monkeypatch, capsys):
+    module = peer_module(peer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit) as exit:
+        module.main([*PEER_TINY, *argv])
+    assert exit.value.code == 0 and capsys.readouterr().out.strip() == f"SKIP {reason}"
+
+
+@pytest.mark.parametrize("peer, shown", [("huggingface", "Hugging Face"), ("torchtitan", "torchtitan")])
+def test_keys_that_no_peer_knows_are_named(peer, shown, monkeypatch, capsys):
+    module = peer_module(peer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as exit:
+        module.main([*PEER_TINY, "train.recompute=full", "model.hidden_dropout=0.1"])
+    message = f"train.recompute, model.hidden_dropout is not what the {shown} runner knows; leave it at its default"
+    assert exit.value.code == 1 and capsys.readouterr().err.strip() == f"error: {message}"
+
+
+PACKED = ["data.separate_documents=true", "data.document_length=20"]
+
+
+@pytest.mark.parametrize("case, world, argv", [("lora", 1, PACKED), ("sft", 2, PACKED)])
+def test_fine_tuning_and_its_peer_really_run(case, world, argv):
+    """On the same samples, by the same counting. Of packed LoRA two thirds of the documents' own operations count."""
+    peer_module("huggingface")
+    if case == "lora":
+        pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    argv = [*PEER_TINY, *argv, "train.micro_batch_size=1", f"finetune.kind={case}", "--steps", "4"]
+    both = [compare.launch([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                            str(world), program, *argv], 240.0, {"OMP_NUM_THREADS": "1"})
+            for program in (compare.OURS, "benchmarks/peers/huggingface.py")]
+    cfg = cli.load(argv[:-2])
+    shape, data = cfg.model.shape, build_data(cfg).train
+    squares = measure.squared_lengths(cfg, data)
+    counted = flops.full(shape, 64, squares) * (2 / 3 if case == "lora" else 1)
+    assert counted <= flops.full(shape, 64)
+    for figures in both:
+        assert figures["world"] == world
+        assert figures["tflops"] * figures["step_seconds"] * world * 1e12 == pytest.approx(8 * counted)
+
+
+def test_peers_know_the_samples():
+    """What Hugging Face's model is given: it shifts labels itself, and documents show in positions alone."""
+    module, cfg = peer_module("huggingface"), cli.load([*PEER_TINY, *PACKED, "train.micro_batch_size=1"])
+    loader = Loader(build_data(cfg).train, cfg, Mesh.offline(1))
+    batch = loader.step(0, 0)[0]
+    loader.close()
+    inputs = module._inputs(batch, cfg)
+    tokens, labels = inputs["input_ids"][0], inputs["labels"][0]
+    starts = set(batch.documents[0][:-1])
+    assert tokens.tolist() == batch.tokens[:, 0].tolist() and len(starts) > 2
+    for i, (token, label) in enumerate(zip(tokens.tolist(), labels.tolist())):
+        assert label == (-100 if i in starts else token)
+        assert (inputs["position_ids"][0, i] == 0) == (i in starts)
+
+
+@pytest.mark.parametrize("peer, argv", [
+    ("huggingface", []), ("huggingface", ["model.tie_embeddings=true"]), ("huggingface", GPT_KEYS),
+    ("huggingface", ["model.rope_scaling.factor=4"]), ("torchtitan", []),
+    ("torchtitan", ["model.num_kv_heads=null", "model.ffn_hidden_size=100"]),
+])
+def test_a_peer_builds_our_model(peer, argv):
+    module, cfg = peer_module(peer), cli.load([*PEER_TINY, *argv])
+    with torch.device("meta"):
+        model = module.make_model(cfg, *([torch.float32] if peer == "torchtitan" else []))
+    chunk, = offline_trainer(cfg, 1, 0).chunks
+    count, ours = (sum(weight.numel() for weight in part.parameters()) for part in (model, chunk))
+    assert count == ours
+
+
+def test_a_stage_of_torchtitan_has_our_layers():
+    module = peer_module("torchtitan")
+    stages = module.stage_modules(cli.load([*PEER_TINY, "parallel.pp=2", "parallel.layers_per_stage=[3,1]"]))
+    layers = [f"layers.{i}" for i in range(4)]
+    assert stages == [["tok_embeddings", *layers[:3]], [layers[3], "norm", "output"]]
+
+
+def test_a_tied_weight_lies_in_one_unit():
+    """FSDP refuses a weight that lies in two."""
+    module, cfg = peer_module("huggingface"), cli.load([*PEER_TINY, *GPT_KEYS, "model.tie_embeddings=true"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert measure.median_seconds(module.make_step(cfg, 1, CPU), 5, CPU) > 0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("peer, world, argv", [
+    ("huggingface", 2, []), ("torchtitan", 1, []), ("torchtitan", 2, []),
+    ("torchtitan", 4, ["parallel.tp=2"]), ("torchtitan", 4, ["parallel.pp=2", "parallel.vp=2"]),
+])
+def test_peers_really_run(peer, world, argv):
+    """As programs of their own: one that ends only now and then is a bug that a function would not show."""
+    peer_module(peer)
+    figures = compare.launch(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+         f"benchmarks/peers/{peer}.py", *PEER_TINY, *argv, "--steps", "4"], 240.0, {"OMP_NUM_THREADS": "1"})
+    assert figures["world"] == world and figures["step_seconds"] > 0
+
+
+# ---- the machine and the host ---------------------------------------------------------------------------------------
+
+
+def local_ceilings():
+    call = floor.AttentionCall(1, 2, 2, 16, 32, 32, True)
+    return [*ceilings.gemm_rows([(32, 48, 16)], "toy", CPU, (False, True)),
+            *ceilings.attention_rows([call], "toy", CPU), *ceilings.copy_rows(2**16, CPU)]
+
+
+def collective_ceilings():
+    return list(ceilings.collective_rows(2**12, Mesh.create().world, CPU))
+
+
+def test_ceilings_are_rates(ranks, tmp_path, capsys):
+    rows = [*local_ceilings(), *ranks(2, collective_ceilings)[0]]
+    assert len(rows) == 2 * 3 + 1 + 1 + 2 and all(figure > 0 for _, _, figure, _ in rows)
+    ceilings.show(rows, Namespace(json=True, results=tmp_path / "results.jsonl", commit=None))
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [{k: entry[k] for k in row} for entry, row in zip(written, printed, strict=True)] == printed
+
+
+def test_ceilings_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="error: the ceilings are those of GPUs, and there is none"):
+        ceilings.main([])
+
+
+def test_host_costs_are_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "MICROBATCHES", 20)
+    host.main(["--results", str(tmp_path / "results.jsonl")])
+    entries = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [e["kind"] for e in entries] == ["host"] * 4
+    assert all(e["seconds"] > 0 and e["peak_mib"] > 0 for e in entries)
+
+
+def test_building_a_rank_of_175b_and_reading_at_2048_ranks_stay_cheap():
+    """Bounds with an order of magnitude to spare, against work that would grow with the model or the world."""
+    build = host.cost(lambda: host.build_rank(host.RECIPE))
+    loader = host.cost(host.loader_step(host.RECIPE, host.RANKS))
+    assert build["seconds"] < 5 and build["peak_mib"] < 50
+    assert loader["seconds"] < 1 and loader["peak_mib"] < 50

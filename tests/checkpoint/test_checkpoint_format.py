@@ -1,0 +1,429 @@
+"""Boxes, files and their checksums, without a model or a process group: what is written is read, what is damaged is
+refused, and what is killed in between leaves the checkpoint before it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.checkpoint import format as files
+from minitron.checkpoint.boxes import Box, Piece, boxes_of_range, covers, to_global
+from minitron.checkpoint.format import (
+    CheckpointError,
+    Reader,
+    TakenOver,
+    Writer,
+    begin,
+    claim,
+    commit,
+    make_writable,
+    newest,
+    write_shard,
+)
+from minitron.comm.mesh import Axis
+from minitron.parallel.tensor import Shard
+
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(prod(shape), dtype=torch.float32).view(shape)
+
+
+def at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(s, s + n) for s, n in zip(*box, strict=True))]
+
+
+# ---- boxes --------------------------------------------------------------------------------------------------------
+
+
+@given(shapes, st.data())
+def test_a_flat_range_is_a_few_boxes_in_its_order(shape, data):
+    first, last = sorted(data.draw(st.integers(0, prod(shape))) for _ in range(2))
+    boxes, whole = boxes_of_range(shape, first, last), numbered(shape)
+    assert len(boxes) <= 2 * len(shape) - 1
+    assert [x for box in boxes for x in at(whole, box).flatten().tolist()] == list(range(first, last))
+
+
+@given(shapes, st.integers(1, 3), st.data())
+def test_boxes_of_a_slice_hold_the_slices_own_elements(other, size, data):
+    """Every tensor-parallel rank's flat ranges, cut anywhere and carried to the whole, are the whole once."""
+    dim = data.draw(st.integers(0, len(other) - 1))
+    chunks = tuple(size * n for n in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    full = numbered((*other[:dim], sum(chunks), *other[dim + 1:]))
+    found = []
+    for rank in range(size):
+        shard = Shard(dim, Axis("tp", rank, size, tuple(range(size))), chunks)
+        local = shard.cut(full)
+        middle = data.draw(st.integers(0, local.numel()))
+        for ends in (0, middle), (middle, local.numel()):
+            for box in boxes_of_range(tuple(local.shape), *ends):
+                for part, start in to_global(box, shard):
+                    found.append(Box(start, part.shape))
+                    assert torch.equal(at(local, part), at(full, found[-1]))
+    assert covers(tuple(full.shape), found)
+
+
+@given(shapes, st.data())
+def test_coverage_is_each_element_once(shape, data):
+    """Against counting: any handful of boxes, most of which leave holes or overlap."""
+    box = st.tuples(*(st.tuples(st.integers(0, n - 1), st.integers(1, n)) for n in shape))
+    boxes = [Box(*zip(*drawn)) for drawn in data.draw(st.lists(box, max_size=4))]
+    half = prod(shape) // 2
+    boxes = data.draw(st.sampled_from([boxes, [Box((0,) * len(shape), shape)],
+                                       boxes_of_range(shape, 0, half) + boxes_of_range(shape, half, prod(shape))]))
+    count = torch.zeros([2 * n for n in shape])
+    for b in boxes:
+        at(count, b).add_(1)
+    wanted = torch.zeros_like(count)
+    at(wanted, Box((0,) * len(shape), shape)).fill_(1)
+    assert covers(shape, boxes) == torch.equal(count, wanted)
+
+
+# ---- written and read ---------------------------------------------------------------------------------------------
+
+TENSORS = {"a.weight": torch.randn(6, 5), "b.bias": torch.randn(7), "c": torch.randn(3, 4, 2).bfloat16(),
+           "d": torch.randn(4, 4).half()}
+
+
+def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TENSORS) -> None:
+    """Every tensor as `cuts` flat ranges; dtypes as they are."""
+    with Writer(directory, iteration, {"model": {}}) as writer:
+        for name, tensor in tensors.items():
+            ends = [tensor.numel() * i // cuts for i in range(cuts + 1)]
+            for first, last in itertools.pairwise(ends):
+                for box in boxes_of_range(tuple(tensor.shape), first, last):
+                    writer.add(name, "param", tensor.shape, box.start, at(tensor, box))
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 6), st.sampled_from([8, 100, 2 << 30]), st.data())
+def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, data):
+    directory = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "SHARD_BYTES", shard_bytes)
+        write(directory, cuts=cuts)
+    reader = Reader(directory)
+    reader.verify()
+    assert (reader.path, reader.iteration) == (directory / "step_00000003", 3)
+    assert reader.names() == list(TENSORS) and (len(reader.files) > 1) == (shard_bytes < 200 and len(reader.files) > 1)
+    for name, tensor in TENSORS.items():
+        assert reader.shape(name) == tensor.shape and reader.kinds(name) == ["param"]
+        start = tuple(data.draw(st.integers(0, n - 1)) for n in tensor.shape)
+        shape = tuple(data.draw(st.integers(1, n - s)) for n, s in zip(tensor.shape, start))
+        found = reader.read(name, "param", start, shape)
+        assert found.dtype == tensor.dtype and torch.equal(found, at(tensor, Box(start, shape)))
+    assert reader.kinds("nothing") == []
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), Writer(tmp_path, 1, {}) as writer:
+        writer.add("a", "param", (2,), (0,), torch.zeros(2))
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_plain_safetensors_and_json(tmp_path):
+    """Others can read them: safetensors' own loader, and a JSON parser."""
+    from safetensors.torch import load_file
+
+    write(tmp_path, cuts=1)
+    index = json.loads((tmp_path / "step_00000003" / "index.json").read_text())
+    stored = load_file(tmp_path / "step_00000003" / "part_00000.safetensors")
+    for name, tensor in TENSORS.items():
+        boxes = index["tensors"][name]["kinds"]["param"]["boxes"]
+        assert len(boxes) == 1 and torch.equal(stored[boxes[0]["key"]], tensor)
+
+
+def test_a_hostile_checkpoint_runs_no_code(tmp_path):
+    """Pickles where files are expected, in torch's and in Python's own format, are refused as damage."""
+    payload = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"
+    pickle = b"cbuiltins\nexec\n(V" + payload.encode() + b"\ntR."
+    write(tmp_path)
+    for name in "part_00000.safetensors", "index.json":
+        path = tmp_path / "step_00000003" / name
+        path.write_bytes(pickle)
+        with pytest.raises(CheckpointError, match=name):
+            Reader(tmp_path).verify()
+        with pytest.raises(CheckpointError, match=name):
+            Reader(tmp_path).read("b.bias", "param", (0,), (7,))
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- damage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A directory with checkpoints of steps 2 and 3, of two files each."""
+    directory = tmp_path_factory.mktemp("sound")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "SHARD_BYTES", 200)
+        write(directory, 2)
+        write(directory, 3, tensors={name: tensor + 1 for name, tensor in TENSORS.items()})
+    Reader(directory).verify()
+    return directory
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_every_corruption_is_found(tmp_path_factory, sound, data):
+    """A flipped bit, a lost end, a lost file or two swapped files, anywhere in what a resume reads."""
+    directory = tmp_path_factory.mktemp("damaged") / "copy"
+    shutil.copytree(sound, directory)
+    read = [directory / "latest", *sorted((directory / "step_00000003").iterdir())]
+    older = sorted((directory / "step_00000002").iterdir())
+    path, damage = data.draw(st.sampled_from(read)), data.draw(st.sampled_from(["flip", "truncate", "swap", "remove"]))
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        bit = data.draw(st.integers(0, 8 * len(content) - 1))
+        content[bit // 8] ^= 1 << bit % 8
+    elif damage == "truncate":
+        del content[data.draw(st.integers(0, len(content) - 1)):]
+    elif damage == "swap":
+        other = data.draw(st.sampled_from([p for p in read + older if p.read_bytes() != content]))
+        content = bytearray(other.read_bytes())
+        other.write_bytes(path.read_bytes())
+    path.write_bytes(content)
+    if damage == "remove":
+        path.unlink()
+        if path.name == "latest":  # without it the newest folder counts
+            return Reader(directory).verify()
+    if damage == "swap" and path.name == other.name == "index.json":
+        match = "safetensors"  # an index that is sound, beside files that are not its own
+    else:
+        match = f"{directory}.*"
+    with pytest.raises(CheckpointError, match=match):
+        Reader(directory).verify()
+
+
+def reindex(directory: Path, **changes) -> Path:
+    """The index with changes and a checksum that is right: what only a program that means to would write."""
+    path = directory / "step_00000003" / "index.json"
+    index = json.loads(path.read_text())
+    del index["checksum"]
+    body = json.dumps(index | changes)[1:].encode()
+    path.write_bytes(b'{"checksum": "%s",\n' % files._crc(body).encode() + body)
+    return path
+
+
+def tensors_with(**box) -> dict:
+    entry = {"file": "part_00000.safetensors", "key": "k", "start": [0], "shape": [7]} | box
+    return {"b.bias": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": [entry]}}}}
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(version=2), "'version': 2}, and this code reads .*'version': 1}; use the minitron that wrote it"),
+    (dict(format="other"), "'format': 'other'"),
+    (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias do not hold each element once"),
+    (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias do not hold each element once"),
+    (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is no file beside it"),
+    (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
+    (dict(tensors={"b.bias": {"shape": [7]}}), "not as version 1 has it: KeyError"),
+    (dict(files=3), "not as version 1 has it: AttributeError"),
+    (dict(tensors=3), "not as version 1 has it: TypeError"),
+    (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
+])
+def test_a_foreign_index_is_refused(tmp_path, changes, message):
+    write(tmp_path)
+    path = reindex(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Reader(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_box_that_is_not_what_the_index_says(tmp_path):
+    write(tmp_path, cuts=1)
+    reindex(tmp_path, tensors=tensors_with(key="param:d:3"))
+    with pytest.raises(CheckpointError, match="part_00000.safetensors: param:d:3 is not of the dtype and shape"):
+        Reader(tmp_path).read("b.bias", "param", (0,), (7,))
+
+
+@pytest.mark.parametrize("path, why", [("nothing", "no such file or directory"), (".", "no such file or directory"),
+                                       ("x" * 300, "file name too long")])
+def test_no_checkpoint_there(tmp_path, path, why):
+    with pytest.raises(CheckpointError, match=f"(index.json|latest): {why}"):
+        Reader(tmp_path / path)
+
+
+# ---- whatever is killed -------------------------------------------------------------------------------------------
+
+class Killed(BaseException):
+    """A process that has died does nothing more, so every later call raises it again."""
+
+
+ABOUT = {"consumed_samples": 24, "config": {}, "layout": {}, "state": {}}
+
+
+def piece(step: int) -> Piece:
+    return Piece("a", "param", (2,), (0,), torch.full((2,), float(step)))
+
+
+def save_until(directory: Path, moment: int) -> list[int]:
+    """Save steps 1, 2, 2 again (a run that had gone back) and 3, keeping one; die at the moment-th change of the disk.
+
+    Returns the steps whose save had ended.
+    """
+    calls, done = itertools.count(1), []
+
+    def deadly(real):
+        def call(*args, **kwargs):
+            if next(calls) >= moment:
+                raise Killed
+            return real(*args, **kwargs)
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "fsync", "rename", "replace", "mkdir", "rmdir", "unlink":
+            patch.setattr(os, name, deadly(getattr(os, name)))
+        try:
+            for step in 1, 2, 2, 3:
+                shard = write_shard((folder := begin(directory, step, 8)) / "a.safetensors", [piece(step)])
+                commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1)
+                done.append(step)
+        except Killed:
+            pass
+    return done
+
+
+def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
+    """Nothing that was saved is lost, nothing that was not is seen, and the next save clears up."""
+    replaced = []
+    for moment in itertools.count(1):
+        directory = tmp_path / str(moment)
+        directory.mkdir()
+        done = save_until(directory, moment)
+        try:
+            folder = newest(directory)
+        except CheckpointError as error:  # between the two renames that put a checkpoint in the place of another
+            assert "step_00000002 is missing" in str(error) and done == [1, 2]
+            replaced.append(moment)
+        else:
+            assert folder is not None or not done
+            if folder is not None:
+                reader = Reader(folder)
+                reader.verify()
+                assert max(done, default=0) <= reader.iteration <= max(done, default=0) + 1
+                assert (reader.read("a", "param", (0,), (2,)) == reader.iteration).all()
+        write(directory, 4)
+        assert not list(directory.glob("*.tmp*"))
+        if len(done) == 4:
+            break
+    assert moment > 40 and len(replaced) <= 4
+
+
+def test_old_ones_are_removed_and_later_ones_left(tmp_path):
+    for step in 1, 2, 9:
+        write(tmp_path, step)
+    def save(step: int, after: int, keep: int) -> list[int]:
+        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep, after)
+        return list(files.checkpoints(tmp_path))
+
+    assert save(3, 2, keep=2) == [2, 3, 9]
+    assert save(8, 3, keep=2) == [3, 8, 9]
+    assert save(10, 8, keep=0) == [3, 8, 9, 10]
+    # of the run before it went back to 3: neither counts, nor pushes 8 out
+    (tmp_path / "step_00000010").rename(tmp_path / "step_00000012")
+    assert save(11, 8, keep=2) == [8, 11, 12]
+    assert save(12, 11, keep=2) == [11, 12]
+    assert save(13, 12, keep=2) == [12, 13]
+
+
+def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
+    """Whoever came first keeps its hands off; a killed run's number stops nobody, and nobody's files are in the way."""
+    first, mine = claim(tmp_path), {"iteration": 1, **ABOUT}
+    under_way = begin(tmp_path, 1, 0, first)
+    second = claim(tmp_path)
+    for call in (lambda: begin(tmp_path, 1, 0, first), lambda: commit(under_way, mine, [], owner=first)):
+        with pytest.raises(TakenOver, match=f"was taken over by process {os.getpid()} on .*, started 20"):
+            call()
+    other = begin(tmp_path, 1, 0, second)
+    assert not under_way.exists() and other.exists()
+    commit(other, mine, [], owner=second)
+    (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
+    begin(tmp_path, 2, 0, second)
+    assert claim(tmp_path).startswith("1-")
+    with pytest.raises(TakenOver):            # the numbers begin again, and yet it is none of the two that were
+        begin(tmp_path, 2, 0, first)
+
+
+def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_path, monkeypatch):
+    both = threading.Barrier(2)
+
+    def together(directory, owners=files._owners):
+        found = owners(directory)
+        both.wait(10)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(files, "_owners", together)
+        owners = list(threads.map(claim, [tmp_path] * 2))
+    monkeypatch.undo()
+    assert [owner[:2] for owner in owners] == ["1-", "1-"]
+    begin(tmp_path, 1, 0, max(owners))
+    with pytest.raises(TakenOver):
+        begin(tmp_path, 1, 0, min(owners))
+    begin(tmp_path, 1, 0, third := claim(tmp_path))
+    assert third.startswith("2-") and len(list(tmp_path.glob("owner.*"))) == 1
+
+
+def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
+    """Between a look at the owner and a rename another run may start, save, and clear up: then the rename fails."""
+    under_way, rmtree = begin(tmp_path, 1, 0), shutil.rmtree
+    (under_way / "a").touch()
+
+    def deletes(path, **options):
+        if path.name.startswith("step_"):
+            with pytest.raises(CheckpointError, match="step_00000001.tmp-.*: no such file"):
+                commit(under_way, {"iteration": 1, **ABOUT}, [])
+            assert path.name.startswith(under_way.name)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", deletes)
+    begin(tmp_path, 2, 0)
+    assert newest(tmp_path) is None and not under_way.exists()
+
+
+def test_a_mount_that_cannot_rename_folders_is_refused_at_the_start(tmp_path, monkeypatch):
+    """As gcsfuse does by default in a bucket without folders."""
+    def rename(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointError, match=r"folders cannot be renamed \(Too many open files\).*; use a disk, or"):
+        make_writable(tmp_path)
+
+
+def test_latest(tmp_path):
+    assert newest(tmp_path) is None
+    write(tmp_path, 2)
+    write(tmp_path, 1)  # of a run that went back: what was saved last counts
+    assert newest(tmp_path).name == "step_00000001"
+    (tmp_path / "latest").unlink()
+    assert newest(tmp_path).name == "step_00000002"
+    write(tmp_path, 3)
+    shutil.rmtree(tmp_path / "step_00000003")
+    with pytest.raises(CheckpointError, match="step_00000003 is missing, and .*latest names it"):
+        newest(tmp_path)
+
+
+def test_a_disk_without_room_or_rights(tmp_path):
+    with pytest.raises(CheckpointError, match="MB free and a save needs 1000000000 MB; free some, or"):
+        begin(tmp_path, 1, 10**15)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: file exists"):
+        begin(tmp_path / "file", 1, 0)
+    with pytest.raises(CheckpointError, match="/proc/nothing: no such file or directory"):
+        begin(Path("/proc/nothing"), 1, 0)

@@ -1,0 +1,555 @@
+"""Hugging Face folders both ways: logits and weights equal transformers', whatever cannot be converted is one line."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+from minitron.checkpoint import hf
+from minitron.checkpoint.format import Reader, Writer
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
+from minitron.data.batch import Batch
+from minitron.kernels import attention
+from minitron.model.gpt import GPT
+from minitron.testing import assert_close_rel
+from tools import convert_hf
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Both compute in float32; sums run in another order.
+TOLERANCE = 1e-5
+SCALED = {
+    "rope_theta": 500.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+LLAMA = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=90,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
+GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=90, n_positions=64)
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "llama2": lambda: transformers.LlamaConfig(**LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
+    "llama3.1": lambda: transformers.LlamaConfig(**LLAMA, **SCALED),
+    "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, **SCALED, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2-untied": lambda: transformers.GPT2Config(**GPT2, n_inner=80, tie_word_embeddings=False),
+}
+
+
+def model_of(name, dtype=torch.float32):
+    """Random, vectors too, so that no weight or bias could be exchanged unnoticed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape) * 0.1)
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The path of each model saved by transformers, made when first asked for, in several shards."""
+    root, made = tmp_path_factory.mktemp("hf"), {}
+
+    def get(name, dtype=torch.float32):
+        if (name, dtype) not in made:
+            made[name, dtype] = root / f"{name}-{dtype}"
+            model_of(name, dtype).save_pretrained(made[name, dtype], max_shard_size="20KB")
+        return made[name, dtype]
+
+    return get
+
+
+def convert(command, source, target, *options):
+    convert_hf.main([command, str(source), str(target), *map(str, options)])
+
+
+def error_of(call, *arguments):
+    """The message of the ValueError that it raises: one line, without a full stop."""
+    with pytest.raises(ValueError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message and not message.endswith(".")
+    return message
+
+
+def whole(reader, name, kind="param"):
+    shape = reader.shape(name)
+    return reader.read(name, kind, (0,) * len(shape), shape)
+
+
+def minitron_of(checkpoint) -> GPT:
+    """The model of a checkpoint in one piece, as model.yaml configures it, in float32."""
+    cfg = cli.load([str(checkpoint / "model.yaml"), "precision.dtype=fp32", "train.seq_len=32"])
+    rules.check(cfg, 1)
+    mesh, reader = Mesh.offline(1), Reader(checkpoint)
+    backend = attention.choose("auto", mesh.device, torch.float32, cfg.model.head_dim)
+    model = GPT(cfg, mesh, backend, range(cfg.model.num_layers), first=True, last=True)
+    params = {p.global_name: p for p in model.parameters()}
+    assert params.keys() == set(reader.names())
+    with torch.no_grad():
+        for name, p in params.items():
+            assert p.shape == reader.shape(name), name
+            p.copy_(whole(reader, name))
+    return model
+
+
+def batch_of(vocab, s=32, b=3) -> Batch:
+    tokens = torch.randint(0, vocab, (s + 1, b), generator=torch.Generator().manual_seed(1))
+    order = torch.arange(s)
+    return Batch(tokens[:-1], tokens[1:], torch.ones(s, b), order[:, None], order, torch.arange(b), count=float(s * b))
+
+
+def loaded(folder, dtype=torch.float32):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def assert_same_weights(actual, expected):
+    assert actual.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(actual.state_dict()[name], tensor), name
+
+
+# ---- there and back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_and_weights_come_back_bit_by_bit(name, folders, tmp_path):
+    source, (there, back) = folders(name), (tmp_path / "there", tmp_path / "back")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    convert("import", source, there)
+    twin, model = loaded(source), minitron_of(there)
+    batch = batch_of(90)
+    with torch.no_grad():
+        expected = twin(batch.tokens.T).logits.transpose(0, 1)
+        logits = model.logits(batch)
+        assert logits.shape[-1] == 128  # padded
+        assert_close_rel(logits[..., :90], expected, TOLERANCE, "logits")
+
+        # Padding rows are the mean: their logit is the mean logit, and the loss grows by less than log(1 + p/v).
+        mean = expected.mean(-1, keepdim=True).expand(-1, -1, 38)
+        assert_close_rel(logits[..., 90:], mean, TOLERANCE * 90**0.5, "padding")  # a mean is smaller than its terms
+        loss = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten())
+        assert 0 < model(batch) / batch.count - loss < math.log(1 + 38 / 90)
+
+    convert("export", there, back, "--max-shard-gb", 20e-6)
+    again = loaded(back)
+    assert_same_weights(again, twin)
+    assert torch.equal(again(batch.tokens.T).logits, twin(batch.tokens.T).logits)
+    largest = max(p.nbytes for p in twin.parameters())
+    assert all(file.stat().st_size < max(20e3, largest) + 2000 for file in back.glob("*.safetensors"))
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in twin.parameters())
+    assert again.config.architectures == [type(twin).__name__] and again.config.eos_token_id is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sixteen_bit_weights_stay_as_they_are_or_become_what_is_asked_for(name, folders, tmp_path):
+    source = folders(name, torch.bfloat16)
+    convert("import", source, tmp_path / "there", "--vocab-multiple", 1)
+    reader = Reader(tmp_path / "there")
+    assert {whole(reader, n).dtype for n in reader.names()} == {torch.bfloat16}
+    assert reader.shape("embedding.words.weight") == (90, 32)
+    convert("export", tmp_path / "there", tmp_path / "back")
+    assert [file.name for file in (tmp_path / "back").glob("*.safetensors")] == ["model.safetensors"]
+    twin = loaded(source, torch.bfloat16)
+    assert_same_weights(loaded(tmp_path / "back", "auto"), twin)
+    convert("import", source, tmp_path / "wide", "--dtype", "fp32")
+    convert("export", tmp_path / "wide", tmp_path / "wide back")
+    assert_same_weights(loaded(tmp_path / "wide back", "auto"), twin.float())
+
+
+def test_export_of_a_training_checkpoint_rounds_the_masters(folders, tmp_path):
+    """Masters in boxes that no tensor ends with, moments beside them, an FP8 history, and an older step."""
+    source = hf.Reader(folders("llama3.1"), vocab_multiple=16)
+    cfg = Config(model=source.model)
+    for step in (10, 20):
+        with Writer(tmp_path / "run", step, dataclasses.asdict(cfg)) as writer:
+            for name in source.names():
+                values = whole(source, name) * step
+                for kind in ("exp_avg", "master"):
+                    for start in range(0, len(values), 7):
+                        part = values[start : start + 7] * (1 if kind == "master" else 9)
+                        writer.add(name, kind, values.shape, (start, 0)[: values.dim()], part)
+            writer.add("blocks.0.mlp.up", "fp8_history", (4,), (0,), torch.ones(4))
+    twin = model_of("llama3.1")
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(20)
+    convert("export", tmp_path / "run", tmp_path / "exact", "--dtype", "fp32")
+    assert_same_weights(loaded(tmp_path / "exact", "auto"), twin)
+    convert("export", tmp_path / "run", tmp_path / "back")
+    assert_same_weights(loaded(tmp_path / "back", "auto"), twin.bfloat16())
+    older = tmp_path / "run" / "step_00000010"
+    convert("export", older, tmp_path / "older", "--dtype", "fp32")
+    expected = load_file(tmp_path / "exact" / "model.safetensors")["model.norm.weight"] / 2
+    assert torch.equal(load_file(tmp_path / "older" / "model.safetensors")["model.norm.weight"], expected)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2-untied"])
+def test_any_box_is_that_part_of_the_whole_tensor(name, folders):
+    """The whole as plain concatenation gives it: fused projections, transposed matrices, a padded vocabulary."""
+    reader = hf.Reader(folders(name), vocab_multiple=16)
+    state = model_of(name).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    for tensor, parts in hf.tensor_map(reader.model).items():
+        full = torch.cat([state[part.name].t() if part.across else state[part.name] for part in parts])
+        if tensor in ("embedding.words.weight", "head.weight"):
+            full = torch.cat([full, full.mean(0, keepdim=True).expand(6, -1)])
+        assert reader.shape(tensor) == full.shape and reader.kinds(tensor) == ["param"]
+        for _ in range(8):
+            start = [int(torch.randint(n, (), generator=generator)) for n in full.shape]
+            shape = [int(torch.randint(n - s, (), generator=generator)) + 1 for n, s in zip(full.shape, start)]
+            expected = full[tuple(slice(s, s + n) for s, n in zip(start, shape))]
+            # The padding alone is computed, in another order; the box itself says what it is.
+            torch.testing.assert_close(reader.read(tensor, "param", start, shape), expected, rtol=1e-5, atol=1e-8)
+        assert torch.equal(whole(reader, tensor)[:90], full[:90])
+
+
+def settings_with(folder, **changes):
+    """The config.json of a folder with these keys; without those that are set to `...`."""
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    return {key: value for key, value in settings.items() if value is not ...}
+
+
+def test_every_version_of_config_json_says_the_same(folders):
+    llama, gpt = folders("llama3.1"), folders("gpt2")
+    model = hf.model_config(settings_with(llama), "here")
+    assert model.rope_theta == 500.0 and model.rope_scaling.factor == 4.0
+    assert "rope_parameters" in settings_with(llama)  # what transformers 5 writes; the others:
+    old = settings_with(llama, rope_parameters=..., head_dim=..., attention_bias=..., mlp_bias=..., **SCALED)
+    assert hf.model_config(old, "here") == model
+    renamed = {("type" if key == "rope_type" else key): value for key, value in SCALED["rope_scaling"].items()}
+    assert hf.model_config(old | {"rope_scaling": renamed}, "here") == model
+    assert hf.model_config(hf.settings_of(model, "bf16"), "here") == model
+    plain = hf.model_config(old | {"rope_scaling": None, "num_key_value_heads": None}, "here")
+    assert plain == dataclasses.replace(model, rope_scaling=None, num_kv_heads=None)
+    assert hf.model_config(hf.settings_of(plain, "bf16"), "here") == dataclasses.replace(plain, num_kv_heads=4)
+    hub = settings_with(gpt, n_inner=..., tie_word_embeddings=..., scale_attn_weights=..., n_ctx=64)
+    assert hf.model_config(hub, "here") == hf.model_config(settings_with(gpt), "here")
+    assert hf.model_config(hub, "here").tie_embeddings and hf.model_config(hub, "here").ffn_hidden_size == 128
+    # What transformers itself takes for keys that are not there.
+    sizes = {key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "max_position_embeddings")}
+    bare = hf.model_config({"model_type": "llama"} | sizes, "here")
+    default = transformers.LlamaConfig(**sizes)
+    assert (bare.norm_eps, bare.max_positions) == (default.rms_norm_eps, default.max_position_embeddings)
+    assert bare.tie_embeddings == default.tie_word_embeddings
+    assert bare.rope_theta == default.rope_parameters["rope_theta"]
+
+
+def single(folder, target, change) -> Path:
+    """A copy of a folder with all tensors in one file, after `change(tensors)`."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    change(tensors)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors")
+    shutil.copy(folder / "config.json", target)
+    return target
+
+
+def test_tensors_that_older_files_hold_besides(folders, tmp_path):
+    def bare(tensors):  # as the hub has GPT-2: saved from the model without head, masks included
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+        tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    def buffers(tensors):
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    for name, change in (("gpt2", bare), ("llama-tied", buffers)):
+        expected, reader = hf.Reader(folders(name)), hf.Reader(single(folders(name), tmp_path / name, change))
+        assert all(torch.equal(whole(reader, n), whole(expected, n)) for n in expected.names())
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}}
+LACKING = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0}}
+
+
+@pytest.mark.parametrize(
+    "name,changes,message",
+    [
+        ("llama", {"model_type": "mistral"}, "model_type='mistral' is not supported; llama and gpt2 are"),
+        ("llama", {"model_type": ["llama"]}, "model_type=['llama'] is not supported; llama and gpt2 are"),
+        ("llama", {"attention_bias": True}, "attention_bias=True is not supported, minitron's llama has False"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, minitron's llama has 'silu'"),
+        ("llama", YARN, "rope_type='yarn' is not supported, minitron's llama has 'default' or 'llama3'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported"),
+        ("llama", {"rope_scaling": 2}, "the rotary parameters 2 are no JSON object"),
+        ("llama", LACKING, "high_freq_factor is missing"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("llama", {"sliding_window": 4096}, "sliding_window=4096 is not supported, minitron's llama has None"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        ("llama", {"auto_map": {"AutoModel": "own.Model"}}, "auto_map={'AutoModel': 'own.Model'} is not supported"),
+        ("llama", {"head_dim": 16}, "head_dim=16 is not supported, minitron's llama has None or 8"),
+        ("llama", {"hidden_size": ...}, "hidden_size is missing"),
+        ("llama", {"hidden_size": "wide"}, "model.hidden_size=wide is not an integer"),
+        ("llama", {"num_attention_heads": 5}, "model.num_heads=5 does not divide model.hidden_size=32"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not supported, minitron's gpt has"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ("gpt2", {"n_embd": {}}, "model.hidden_size={} is not an integer"),
+        ("gpt2", {"n_positions": ...}, "n_positions is missing"),
+        ("gpt2", {"n_layer": "${oc.env:HOME}"}, "it holds an interpolation ${...}, which is not expanded"),
+    ],
+)
+def test_what_the_model_cannot_be_is_refused_by_name(name, changes, message, folders):
+    settings = settings_with(folders(name), **changes)
+    assert error_of(hf.model_config, settings, "a/config.json").startswith(f"a/config.json: {message}")
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def reindex(change):
+    return lambda d: edit(d / "model.safetensors.index.json", lambda index: change(index["weight_map"]))
+
+
+def shard(d, number=0) -> Path:
+    return sorted(d.glob("*.safetensors"))[number]
+
+
+def only_pickle(d):
+    for file in d.glob("*safetensors*"):
+        file.unlink()
+    (d / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
+
+
+def rewrite(change):
+    def damage(d):
+        tensors = load_file(shard(d))
+        change(tensors)
+        save_file(tensors, shard(d))
+
+    return damage
+
+
+def truncate(name=None):
+    def damage(d):
+        path = d / name if name else shard(d)
+        path.write_bytes(path.read_bytes()[:-100])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda d: (d / "config.json").unlink(), r"config.json cannot be read \(No such file or directory\); name"),
+        (truncate("config.json"), r"config.json is not JSON \(.*\); copy it again"),
+        (lambda d: (d / "config.json").write_text("[]"), r"config.json holds no JSON object"),
+        (truncate("model.safetensors.index.json"), r"index.json is not JSON \(.*\); copy it again"),
+        (lambda d: edit(d / "model.safetensors.index.json", dict.clear), r"index.json has no weight_map"),
+        (reindex(lambda m: m.update(x="../x.safetensors")), r"no weight_map of tensors to files in its own folder"),
+        (lambda d: shard(d).unlink(), r"model-00001-of-.* cannot be read"),
+        (truncate(), r"model-00001-of-.* cannot be read"),
+        (reindex(lambda m: m.pop("model.norm.weight")), r"holds model.norm.weight, other than .* says"),
+        (
+            reindex(lambda m: m.update({"model.norm.weight": min(m.values())})),
+            r"model-00001-of-.* lacks model.norm.weight, other than model.safetensors.index.json says",
+        ),
+        (only_pickle, r"holds pytorch_model.bin but no model.safetensors: .bin is a pickle, and loading one can run"),
+        (lambda d: [file.unlink() for file in d.glob("*safetensors*")], r"holds neither model.safetensors nor model.s"),
+        (
+            lambda d: edit(d / "config.json", lambda c: c.update(num_hidden_layers=3)),
+            r"lacks the tensor model.layers.2.input_layernorm.weight of config.json's model",
+        ),
+        (
+            lambda d: edit(d / "config.json", lambda c: c.update(num_hidden_layers=1)),
+            r"model.layers.1.* has no place in config.json's model, a LlamaForCausalLM",
+        ),
+        (
+            lambda d: edit(d / "config.json", lambda c: c.update(vocab_size=91)),
+            r"embed_tokens.weight has shape \(90, 32\), config.json's model \(91, 32\)",
+        ),
+        (
+            lambda d: edit(d / "config.json", lambda c: c.update(tie_word_embeddings=True)),
+            r"lm_head.weight differs from the embedding, .* set tie_word_embeddings=false",
+        ),
+        (
+            rewrite(lambda t: t.update({name: x.to(torch.float8_e4m3fn) for name, x in t.items()})),
+            r"is F8_E4M3, none of BF16, F16, F32; save the model unquantized",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused_and_nothing_is_left(damage, message, folders, tmp_path):
+    shutil.copytree(folders("llama"), tmp_path / "hf")
+    damage(tmp_path / "hf")
+    assert re.search(message, error_of(convert, "import", tmp_path / "hf", tmp_path / "there"))
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def checkpoint(folder, model, kind="param", names=None):
+    cfg = Config(model=model)
+    with Writer(folder, 5, dataclasses.asdict(cfg)) as writer:
+        for name, shape in hf.global_shapes(model).items():
+            if names is None or name in names:
+                writer.add(name, kind, shape, (0,) * len(shape), torch.zeros(shape))
+        if names:
+            writer.add("lora.a", kind, (1,), (0,), torch.zeros(1))
+
+
+def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_path):
+    model = hf.Reader(folders("llama")).model
+    gpt = hf.Reader(folders("gpt2")).model
+
+    def refused(checkpoint_model, *options, **more):
+        checkpoint(tmp_path / "run", checkpoint_model, **more)
+        try:
+            return error_of(convert, "export", tmp_path / "run", tmp_path / "back", *options)
+        finally:
+            shutil.rmtree(tmp_path / "run")
+            assert os.listdir(tmp_path) == []
+
+    learned = dataclasses.replace(model, positions="learned")
+    assert "model.positions=learned cannot be exported: transformers' llama has rope" in refused(learned)
+    grouped = dataclasses.replace(gpt, num_kv_heads=2)
+    assert "model.kv_heads=2 cannot be exported: transformers' gpt2 has 4" in refused(grouped)
+    names = hf.global_shapes(model).keys()
+    headless = refused(model, names=names - {"head.weight"})
+    assert "head.weight has shape None, and (128, 32) in the Hugging Face model" in headless
+    assert "lora.a has shape (1,), and None in the Hugging Face model" in refused(model, names=names)
+    assert "blocks.0.attention.out.weight has shape None" in refused(model, kind="exp_avg")
+    assert "--max-shard-gb=0 is no size of a file; use 5 or so" in refused(model, "--max-shard-gb", 0)
+    assert "--max-shard-gb=inf is no size" in refused(model, "--max-shard-gb", "inf")
+    assert "absent" in error_of(convert, "export", tmp_path / "absent", tmp_path / "back")
+
+    checkpoint(tmp_path / "run", model)
+    part = next(tmp_path.rglob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    assert "is damaged: its checksum is" in error_of(convert, "export", tmp_path / "run", tmp_path / "back")
+    (tmp_path / "back").mkdir()
+    assert "back exists already" in error_of(convert, "export", tmp_path / "run", tmp_path / "back")
+
+
+def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    convert("import", folders("llama"), tmp_path / "there")
+    monkeypatch.setattr(convert_hf, "header", full)
+    message = error_of(convert, "export", tmp_path / "there", tmp_path / "back")
+    assert message.endswith("back cannot be written ([Errno 28] No space left on device); nothing is left of it")
+    assert os.listdir(tmp_path) == ["there"]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+MEMORY = """
+import sys, threading
+import torch
+from minitron.checkpoint import format
+from tools import convert_hf as tool
+tool.BLOCK_VALUES, format.SHARD_BYTES = 1 << 20, 4 << 20
+
+def owned():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+def watch():
+    while not done.wait(0.002):
+        peaks.append(owned())
+
+torch.zeros(1 << 20).to(torch.bfloat16).float().sum()
+for command in ["import", "hf", "there"], ["export", "there", "back", "--max-shard-gb", "0.04"]:
+    before, peaks, done = owned(), [0], threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    tool.main(command)
+    done.set()
+    thread.join()
+    print("grew by", max(peaks) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's own memory")
+def test_memory_is_that_of_one_tensor(tmp_path):
+    """138 MB of weights in tensors of up to 17 MB, converted there and back.
+
+    Counted is the process's own memory: pages of mapped files the system takes back when it needs them. malloc is told
+    to return freed tensors, which it does by itself for those above 32 MB; its heap would hide what is held.
+    """
+    sizes = dict(hidden_size=1024, ffn_hidden_size=4096, num_layers=4, vocab_size=1024, num_heads=8, num_kv_heads=8)
+    model = dataclasses.replace(hf.model_config({"model_type": "llama"} | LLAMA, "here"), **sizes)
+    tensors = (
+        (part.name, torch.full(part.stored, 0.5, dtype=torch.bfloat16))
+        for parts in hf.tensor_map(model).values()
+        for part in parts
+    )
+    (tmp_path / "hf").mkdir()
+    convert_hf.write_model(tmp_path / "hf", model, torch.bfloat16, tensors, 40_000_000)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(hf.settings_of(model, "bf16")))
+    (tmp_path / "measure.py").write_text(MEMORY)
+    run = subprocess.run(
+        [sys.executable, "measure.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
+    )
+    assert run.returncode == 0, run.stderr
+    grown = [int(number) for number in re.findall(r"grew by (\d+)", run.stdout)]
+    assert len(grown) == 2 and max(grown) < 40e6, grown
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 3 and sum(file.stat().st_size for file in files) > 130e6
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
+
+
+def test_the_command_says_what_comes_next_and_ends_in_one_line_otherwise(folders, tmp_path, capsys):
+    convert("import", folders("gpt2"), tmp_path / "there")
+    done = f"minitron.pretrain {tmp_path}/there/model.yaml checkpoint.load={tmp_path}/there data.source=..."
+    assert done in capsys.readouterr().out
+    again = subprocess.run(
+        [sys.executable, ROOT / "tools" / "convert_hf.py", "import", folders("gpt2"), "there"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": ""},
+    )
+    assert again.returncode == 1
+    assert again.stderr == "error: there exists already; delete it or name a new folder\n"

@@ -1,0 +1,100 @@
+"""Every collective against its plain twin on whole tensors, and every backward against the transpose."""
+
+import pytest
+import torch
+
+from minitron.comm import collectives
+from minitron.comm.mesh import Axis, Mesh
+from minitron.testing import assert_close_rel
+
+SIZES = (2, 4)
+
+
+def _data(rank: int, shape=(8, 4, 12)) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def run_collective(name, kwargs, shape):
+    """Forward of rank-dependent x, backward of rank-dependent dy: (x, y, dy, dx) of this rank."""
+    mesh = Mesh.create(tp=torch.distributed.get_world_size())
+    x = _data(mesh.rank, shape).requires_grad_()
+    y = getattr(collectives, name)(x, mesh.tp, **kwargs)
+    dy = _data(100 + mesh.rank, y.shape)
+    y.backward(dy)
+    return x.detach(), y.detach(), dy, x.grad
+
+
+FORWARD = {
+    "copy": lambda xs, r, **k: xs[r],
+    "all_reduce": lambda xs, r, **k: sum(xs),
+    "all_gather": lambda xs, r, dim=0: torch.cat(xs, dim),
+    "reduce_scatter": lambda xs, r, dim=0: sum(xs).chunk(len(xs), dim)[r],
+    "split": lambda xs, r, dim=0: xs[r].chunk(len(xs), dim)[r],
+    "all_to_all": lambda xs, r, split_dim, concat_dim: torch.cat(
+        [x.chunk(len(xs), split_dim)[r] for x in xs], concat_dim
+    ),
+}
+CASES = [("copy", {}), ("all_reduce", {})]
+CASES += [(name, {"dim": dim}) for name in ("all_gather", "reduce_scatter", "split") for dim in (0, 2)]
+CASES += [("all_to_all", {"split_dim": 2, "concat_dim": 0}), ("all_to_all", {"split_dim": 0, "concat_dim": 1})]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "name,kwargs", CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
+def test_forward_and_adjoint(ranks, size, name, kwargs):
+    results = ranks(size, run_collective, name, kwargs, (8, 4, 12))
+    xs, ys, dys, dxs = zip(*results)
+    for r, y in enumerate(ys):
+        assert_close_rel(y, FORWARD[name](list(xs), r, **kwargs), 1e-14, f"{name} of rank {r}")
+    if name in ("copy", "split"):
+        # x stands for one tensor that every rank holds, so its gradient is the sum over ranks, on every rank.
+        twin = [x.clone() for x in xs]
+        expected = sum(dys) if name == "copy" else torch.cat(dys, kwargs["dim"])
+        for r in range(len(twin)):
+            assert_close_rel(dxs[r], expected, 1e-14, f"d{name} of rank {r}")
+    elif name == "all_reduce":
+        # the sum is used once, by ranks that all hold the same copy of it and of its gradient
+        for r in range(size):
+            assert_close_rel(dxs[r], dys[r], 1e-14, f"d{name} of rank {r}")
+    else:
+        # a map on the ranks' tensors taken together: autograd of the twin gives the transpose
+        leaves = [x.clone().requires_grad_() for x in xs]
+        outputs = [FORWARD[name](leaves, r, **kwargs) for r in range(size)]
+        torch.autograd.backward(outputs, list(dys))
+        for r in range(size):
+            assert_close_rel(dxs[r], leaves[r].grad, 1e-14, f"d{name} of rank {r}")
+
+
+def gather_and_reduce_in_place():
+    mesh = Mesh.create(tp=torch.distributed.get_world_size())
+    rank, size = mesh.tp.rank, mesh.tp.size
+    whole = torch.arange(4.0 * size) * (rank + 1)
+    collectives.reduce_scatter_into(whole.chunk(size)[rank], whole, mesh.tp)
+    mine = whole.chunk(size)[rank].clone()
+    collectives.all_gather_into(whole, whole.chunk(size)[rank], mesh.tp)
+    return mine, whole
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_slices_of_a_buffer_in_place(ranks, size):
+    """The optimizer reduces and gathers flat buffers into and out of their own slices."""
+    expected = torch.arange(4.0 * size) * sum(range(1, size + 1))
+    for rank, (mine, whole) in enumerate(ranks(size, gather_and_reduce_in_place)):
+        assert torch.equal(mine, expected.chunk(size)[rank])
+        assert torch.equal(whole, expected)
+
+
+def test_an_axis_of_one_is_the_identity():
+    x = torch.randn(3, 4)
+    axis = Axis.single()
+    for name, kwargs in CASES:
+        if name != "all_to_all":
+            assert getattr(collectives, name)(x, axis, **kwargs) is x
+
+
+def test_indivisible_dimension_is_named():
+    axis = Axis("tp", 0, 4, (0, 1, 2, 3))
+    with pytest.raises(ValueError, match=r"dimension 0 of \(6, 2\) is not divisible by the 4 ranks of axis 'tp'"):
+        collectives.split(torch.zeros(6, 2), axis)

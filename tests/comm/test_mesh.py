@@ -1,0 +1,114 @@
+"""The mesh: coordinates against a numpy array of ranks, and process groups against the coordinates."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitron.comm.mesh import AXES, Axis, Mesh
+from minitron.planning.dryrun import fake_world
+
+NAMES = (*AXES, "dp_cp", "embedding", "world")
+sizes = st.integers(1, 3)
+
+
+def lines_through(cells, cell):
+    """Per axis name the ranks of the line through `cell`: the twin, which only slices an array [pp, dp, cp, tp]."""
+    pp, dp, cp, tp = cell
+    column = cells[:, dp, cp, tp]
+    ends = list(dict.fromkeys([column[0], column[-1]]))
+    return {
+        "pp": column, "dp": cells[pp, :, cp, tp], "cp": cells[pp, dp, :, tp], "tp": cells[pp, dp, cp, :],
+        "dp_cp": cells[pp, :, :, tp].ravel(), "world": cells.ravel(),
+        "embedding": ends if cells[cell] in ends else [cells[cell]],
+    }
+
+
+def coordinates(mesh):
+    return {name: (axis.name, axis.rank, axis.size, axis.ranks)
+            for name, axis in ((name, getattr(mesh, name)) for name in NAMES)}
+
+
+@given(pp=sizes, dp=sizes, cp=sizes, tp=sizes)
+def test_offline_coordinates_are_lines_of_an_array_of_ranks(pp, dp, cp, tp):
+    cells = np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
+    for cell in np.ndindex(*cells.shape):
+        rank = int(cells[cell])
+        mesh = Mesh.offline(cells.size, rank, tp=tp, pp=pp, cp=cp)
+        assert mesh.rank == rank
+        assert coordinates(mesh) == {
+            name: (name, list(line).index(rank), len(line), tuple(int(r) for r in line))
+            for name, line in lines_through(cells, cell).items()}
+        assert all(getattr(mesh, name).group is None for name in NAMES)
+
+
+@given(pp=sizes, dp=sizes, cp=sizes, tp=sizes)
+def test_all_ranks_agree_on_who_is_in_a_line(pp, dp, cp, tp):
+    """Collectives need it: the members of an axis name the same ranks in the same order, and rank i is the i-th."""
+    world = pp * dp * cp * tp
+    meshes = [Mesh.offline(world, rank, tp=tp, pp=pp, cp=cp) for rank in range(world)]
+    for mesh in meshes:
+        for name in NAMES:
+            axis = getattr(mesh, name)
+            assert axis.ranks[axis.rank] == mesh.rank
+            assert all(getattr(meshes[other], name).ranks == axis.ranks for other in axis.ranks)
+
+
+def sums_over_axes(sizes):
+    """This rank's coordinates, and what an all-reduce of 2^rank over each axis gives: a bit for every participant."""
+    mesh = Mesh.create(**sizes)
+    sums = {}
+    for name in NAMES:
+        axis, x = getattr(mesh, name), torch.tensor([1 << mesh.rank])
+        if axis.size > 1:
+            dist.all_reduce(x, group=axis.group)
+            assert dist.get_group_rank(axis.group, mesh.rank) == axis.rank
+        else:
+            assert axis.group is None
+        sums[name] = int(x)
+    return coordinates(mesh), sums
+
+
+@pytest.mark.parametrize("sizes", [
+    {"pp": 2, "cp": 2, "tp": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 4, "cp": 2},
+    {"cp": 2, "tp": 2},
+    {"tp": 8},
+    {},
+], ids=str)
+def test_groups_communicate_over_exactly_the_ranks_of_their_axis(ranks, sizes):
+    """Jobs share worker processes, so this also shows that nothing of an earlier mesh is left behind."""
+    for rank, (coords, sums) in enumerate(ranks(8, sums_over_axes, sizes)):
+        assert coords == coordinates(Mesh.offline(8, rank, **sizes))
+        assert sums == {name: sum(1 << r for r in line) for name, (_, _, _, line) in coords.items()}
+
+
+def test_a_mesh_of_16384_ranks_is_made_at_once():
+    """It took 80 s while every rank listed the whole world for each of its ranks. Bound: 10 times of what it takes."""
+    sizes, start = {"tp": 8, "pp": 16, "cp": 2}, time.process_time()
+    with fake_world(16384, 9000):
+        assert coordinates(Mesh.create(**sizes, device="meta")) == coordinates(Mesh.offline(16384, 9000, **sizes))
+    assert time.process_time() - start < 5
+
+
+def test_a_world_of_one_needs_no_groups(ranks):
+    ((coords, sums),) = ranks(1, sums_over_axes, {})
+    assert coords == coordinates(Mesh.offline()) and set(sums.values()) == {1}
+
+
+def test_device(ranks):
+    assert Mesh.offline(device="meta").device == torch.device("meta")
+    assert Mesh.offline().device == torch.device("cpu")
+
+
+def test_a_world_that_the_axes_do_not_divide_is_refused(ranks):
+    message = r"tp\*pp\*cp=2\*3\*1=6 does not divide the world of 8 ranks; start a multiple of 6 ranks"
+    with pytest.raises(ValueError, match=message):
+        Mesh.offline(8, tp=2, pp=3)
+    with pytest.raises(RuntimeError, match=message):
+        ranks(8, sums_over_axes, {"tp": 2, "pp": 3})

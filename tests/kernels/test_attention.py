@@ -1,0 +1,98 @@
+"""Attention backends: each equals the masked softmax in float64, also block by block, and `choose` picks or refuses."""
+
+import sys
+
+import pytest
+import torch
+from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
+
+from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, choose
+from minitron.testing import assert_close_rel
+
+# Rounding of the number format (2^-24, 2^-53) times the hundreds of terms of a sum, and room.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13,
+             # bf16 rounds by 2^-9 = 0.2 %: out once, gradients from a p and a ds that were rounded before
+             torch.bfloat16: 1e-2}
+ON_CPU = [pytest.param(REFERENCE, id="reference"), pytest.param(FLASH_CPU, id="flash")]
+
+
+def check(actual, expected, dtype, what=""):
+    for name, value in expected.items():
+        assert_close_rel(actual[name], value, TOLERANCE[dtype], f"{what} {name}")
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("permuted", [True, False])
+def test_backend_equals_float64_softmax(backend, dtype, permuted):
+    for n, g in [(4, 4), (4, 2), (6, 1)]:
+        for sq, sk, causal in [(1, 1, True), (37, 37, True), (40, 24, False), (1, 9, False)]:
+            dout, q, k, v = random_block(sq, sk, n=n, g=g, dtype=dtype, permuted=permuted)
+            allowed = torch.from_numpy(allowed_pairs(sq)) if causal else torch.ones(sq, sk, dtype=torch.bool)
+            expected = attend_with_grads(dout, q, k, v, allowed)
+            actual = run_backend(backend, dout, q, k, v, causal)
+            assert actual["out"].dtype == actual["dq"].dtype == dtype
+            assert actual["lse"].dtype == torch.promote_types(dtype, torch.float32)
+            if sq == sk == 1:  # one key: p is 1 whatever the score is, so these gradients are rounding errors
+                for name in ("dq", "dk"):
+                    assert actual[name].abs().max() < TOLERANCE[dtype] * 10 and expected.pop(name).abs().max() < 1e-12
+            check(actual, expected, dtype, f"{n} heads, {g} groups, {sq} x {sk}")
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_blocks_merge_to_the_whole(backend, dtype):
+    dout, q, k, v = random_block(48, 48, dtype=dtype)
+    expected = attend_with_grads(dout, q, k, v, torch.from_numpy(allowed_pairs(48)))
+    check(run_backend_in_two_blocks(backend, dout, q, k, v), expected, dtype)
+
+
+def test_reference_applies_a_dropout_mask():
+    dout, q, k, v = random_block(20, 20)
+    mask = (torch.rand(2, 4, 20, 20) > 0.3) / 0.7
+    allowed = torch.from_numpy(allowed_pairs(20))
+    expected = attend_with_grads(dout, q, k, v, allowed, mask)
+    check(run_backend(REFERENCE, dout, q, k, v, True, mask), expected, torch.float32)
+
+
+@pytest.mark.parametrize("backend", [CUDNN, FLASH_CUDA], ids=["cudnn", "flash"])
+def test_calls_of_cuda_kernels_fit_their_schemas(backend):
+    """On the meta device: shapes only, but every argument is parsed by this version of torch."""
+    dout, q, k, v = random_block(128, 64, d=64, dtype=torch.bfloat16, device="meta")
+    actual = run_backend(backend, dout, q, k, v, causal=False)
+    assert {name: x.shape for name, x in actual.items()} == dict(
+        out=q.shape, lse=q.shape[:3], dq=q.shape, dk=k.shape, dv=v.shape)
+
+
+def test_auto_takes_the_fastest_that_fits():
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose("auto", "cpu", dtype, 64) is FLASH_CPU
+        assert choose("auto", "cpu", dtype, 64, documents=True) is FLASH_CPU
+        assert choose("auto", "cpu", dtype, 64, dropout=0.1) is REFERENCE
+    assert choose("auto", "cuda", torch.float32, 64) is REFERENCE
+    assert choose("auto", "cuda", torch.bfloat16, 100) is REFERENCE
+    assert choose("flash", "cpu", torch.float32, 64) is FLASH_CPU
+    assert choose("reference", "cuda", torch.bfloat16, 64) is REFERENCE
+
+
+@pytest.mark.parametrize("name, device, dtype, head_dim, dropout, message", [
+    ("fast", "cpu", torch.float32, 64, 0.0, "model.attention=fast is not an attention backend; use auto, cudnn"),
+    ("cudnn", "cpu", torch.bfloat16, 64, 0.0, "model.attention=cudnn does not run on the device type 'cpu'; use"),
+    ("flash-attn", "cpu", torch.bfloat16, 64, 0.0, "model.attention=flash-attn does not run on the device type 'cpu'"),
+    ("flash", "cpu", torch.float32, 64, 0.1, "model.attention=flash cannot apply model.attention_dropout=0.1; use"),
+    ("cudnn", "cuda", torch.bfloat16, 64, 0.5, "model.attention=cudnn cannot apply model.attention_dropout=0.5; use"),
+    ("flash-attn", "cuda", torch.float32, 64, 0.0, "flash-attn needs bf16 or fp16 on CUDA, not torch.float32"),
+    ("flash", "cuda", torch.bfloat16, 100, 0.0, "a head dimension that is a multiple of 8 up to 256, not 100; use"),
+    ("flash-attn", "cuda", torch.bfloat16, 512, 0.0, "head dimension that is a multiple of 8 up to 256, not 512; use"),
+])
+def test_impossible_choices_are_refused(name, device, dtype, head_dim, dropout, message):
+    with pytest.raises(ValueError) as error:
+        choose(name, device, dtype, head_dim, dropout)
+    assert message in str(error.value)
+
+
+def test_missing_flash_attn_names_the_install_line(monkeypatch):
+    for module in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)  # makes the import fail, installed or not
+    with pytest.raises(ValueError, match="pip install flash-attn --no-build-isolation"):
+        choose("flash-attn", "cuda", torch.bfloat16, 64)

@@ -1,0 +1,295 @@
+"""FP8 behind the GEMM seam, on CPU: products against the values that the casts stand for, scales, and whole runs."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from layouts import LLAMA, Pieces, config, dataset_of, mesh_of
+
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config import rules
+from minitron.config.schema import PrecisionConfig
+from minitron.data.loader import Loader
+from minitron.kernels import fp8_torch
+from minitron.kernels.fp8 import HISTORY, DelayedScaling, Formats, Fp8Gemm, choose_backend
+from minitron.kernels.fp8_torch import Operand, limit
+from minitron.kernels.gemm import Gemm
+from minitron.parallel.overlap import Separate
+from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear
+from minitron.testing import assert_close_rel
+from minitron.train import build
+
+CPU = torch.device("cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = ("delayed", "current", "block")
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+S, B, H, F = 128, 2, 128, 256
+
+
+def randn(name: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)))).bfloat16()
+
+
+def precision(recipe: str, **keys) -> PrecisionConfig:
+    return PrecisionConfig(fp8=recipe, fp8_backend="torch", **keys)
+
+
+def values(payload, columns: bool = False) -> torch.Tensor:
+    """The float32 matrix [m, k] that a payload stands for, read by rows or by columns."""
+    data, scale = payload[2:] if columns else payload[:2]
+    full = data.float() * scale if scale.numel() == 1 else fp8_torch.dequantize(Operand(data, scale))
+    return full.t() if columns else full
+
+
+# ---- casts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["x", "weight", "dy"])
+@pytest.mark.parametrize("backend", [fp8_torch.TensorScaling(), fp8_torch.BlockScaling()])
+def test_a_cast_rounds_each_value_once(backend, role):
+    x = randn("x", 256, 384) * torch.logspace(-3, 3, 384)
+    payload = backend.cast(x.bfloat16(), role, Axis.single(), None, None, columns=True)
+    blocks = type(backend) is fp8_torch.BlockScaling
+    step = 2 ** -3 if role == "dy" and not blocks else 2 ** -4  # half a unit of the last bit kept
+    for columns in False, True:
+        back, x32 = values(payload, columns), x.bfloat16().float()
+        # below the smallest normal number of the scaled format the step no longer shrinks with the value
+        floor = x32.abs().max() / limit(E5M2 if step == 2 ** -3 else E4M3) * 2 ** -6
+        assert ((back - x32).abs() <= x32.abs() * step + floor * step).all()
+
+
+def test_blocks_have_powers_of_two_that_fill_the_range():
+    x = randn("x", 256, 256).float()
+    x[:, 128:] *= 1e-3
+    rows = fp8_torch.BlockScaling().cast(x, "x", Axis.single(), None, None, columns=False)
+    tiles = fp8_torch.BlockScaling().cast(x, "weight", Axis.single(), None, None, columns=False)
+    assert rows.columns is None and rows.rows_scale.shape == (2, 256)
+    for block in range(2):
+        part = slice(128 * block, 128 * block + 128)
+        for row in range(256):
+            tile = slice(row // 128 * 128, row // 128 * 128 + 128)
+            for payload, top in ((rows, x[row, part]), (tiles, x[tile, part])):
+                used = float(top.abs().max() / payload.rows_scale[block, row])
+                assert 224 < used <= 448  # of the limit, more than a half
+    assert (torch.frexp(rows.rows_scale).mantissa == 0.5).all()
+
+
+def test_a_given_scale_saturates_and_notes_the_magnitude():
+    x = torch.tensor([[0.5, -3.0, 100.0, 1e-9]])
+    scale, amax = torch.tensor([4.48]), torch.tensor([7.0])
+    cast = fp8_torch.TensorScaling().cast(x * 2, "x", Axis.single(), scale, amax, columns=False)
+    assert values(cast)[0, 2] == 448 / 4.48 and amax == 200  # 200 would not fit
+    fp8_torch.TensorScaling().cast(x, "x", Axis.single(), scale, amax, columns=False)
+    assert amax == 200  # a smaller one changes nothing
+
+
+# ---- products and communication -----------------------------------------------------------------------------------
+
+
+def two_layers(recipe, tp, by, sequence_parallel, remake):
+    """column -> row on one rank: y, dx, and the two weight gradients."""
+    mesh = Mesh.create(tp=tp)
+    layout = Layout(by(mesh.tp), sequence_parallel, torch.bfloat16)
+    formats = Formats(precision(recipe), range(1), 1, mesh)
+    column = ColumnParallelLinear(H, (F,), layout, std=0.1, bias=False, gemm=formats.gemm(0))
+    row = RowParallelLinear(F, H, layout, std=0.1, bias=False, gemm=formats.gemm(0))
+    for layer, name, shape in ((column, "w1", (F, H)), (row, "w2", (H, F))):
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.shard.cut(randn(name, *shape)))
+        layer.weight.main_grad, layer.weight.grad_stale = torch.full(layer.weight.shape, float("nan")), True
+        layer.weight.grad_ready = lambda: None
+    part = (lambda t: t.chunk(tp)[mesh.tp.rank]) if sequence_parallel else (lambda t: t)
+    x, dy = part(randn("x", S * B // 2, 2, H)).clone().requires_grad_(), part(randn("dy", S * B // 2, 2, H))
+    for _ in range(2):  # the second backward adds to the first's gradients
+        inner = column(x)
+        y = row(inner, (lambda: inner.detach()) if remake else None)
+        x.grad = None
+        y.backward(dy)
+    return y.detach(), x.grad, column.weight.main_grad / 2, row.weight.main_grad / 2
+
+
+def plain_two_layers(recipe, tp):
+    """The same on whole tensors in float32, from casts as the design says they are made."""
+    backend = choose_backend(precision(recipe), CPU)
+    cast = lambda t, role: backend.cast(t.bfloat16(), role, Axis.single(), None, None, columns=True)
+    x, dy = cast(randn("x", S, B, H).flatten(0, 1), "x"), cast(randn("dy", S, B, H).flatten(0, 1), "dy")
+    y, dx, dw1, dw2 = 0, 0, [], []
+    for w1, w2 in zip(randn("w1", F, H).chunk(tp), randn("w2", H, F).chunk(tp, 1)):
+        w1, w2 = cast(w1, "weight"), cast(w2, "weight")
+        inner = cast(values(x) @ values(w1).t(), "x")
+        y = y + (values(inner) @ values(w2).t()).bfloat16()
+        dinner = cast(values(dy) @ values(w2, True), "dy")
+        dx = dx + (values(dinner) @ values(w1, True)).bfloat16()
+        dw1.append(values(dinner, True).t() @ values(x, True))
+        dw2.append(values(dy, True).t() @ values(inner, True))
+    return y.view(S, B, H), dx.view(S, B, H), torch.cat(dw1), torch.cat(dw2, 1)
+
+
+@recipes
+@pytest.mark.parametrize("tp, by, sequence_parallel, remake", [
+    (1, Separate, False, False), (2, Separate, True, False), (2, Separate, True, True), (2, Separate, False, False),
+    (2, Pieces, True, False)])
+def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, remake):
+    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, remake)
+    whole = lambda i: torch.cat([r[i] for r in results]) if sequence_parallel else results[0][i]
+    actual = whole(0), whole(1), torch.cat([r[2] for r in results]), torch.cat([r[3] for r in results], 1)
+    # A sum in another order rounds another way to bf16 (2^-9), and now and then to another FP8 value (2^-4 or 2^-3).
+    for name, mine, twin in zip(("y", "dx", "dw1", "dw2"), actual, plain_two_layers(recipe, tp)):
+        assert_close_rel(mine.float(), twin.float(), 6e-3, name)
+
+
+@recipes
+def test_products_are_near_the_exact_ones(recipe):
+    """e4m3 rounds by up to 2^-4, a random sum then by 3 to 4 %; e5m2 by twice that."""
+    y, _, _, _ = plain_two_layers(recipe, 1)
+    x, w1, w2 = (randn(*a).float() for a in (("x", S, B, H), ("w1", F, H), ("w2", H, F)))
+    assert_close_rel(y.float(), x @ w1.t() @ w2.t(), 0.08)
+
+
+# ---- delayed scaling ----------------------------------------------------------------------------------------------
+
+
+def histories(magnitudes, mesh_shape):
+    """Scales after each step, on one of tp x dp ranks whose x have their own magnitudes [steps][ranks]."""
+    mesh = Mesh.create(tp=mesh_shape[0])
+    formats = Formats(precision("delayed"), range(1), 1, mesh)
+    gemm, scales = formats.gemm(0), []
+    for step in magnitudes:
+        for part in (0.5, 1.0, 0.25):  # microbatches
+            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), Axis.single())
+        formats.on_weights_updated()
+        scales.append(float(formats.scaling.scale[0]))
+    return scales, gemm.history[:, 0].clone()
+
+
+def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
+    steps = 2 * HISTORY + 3
+    magnitudes = torch.exp2(torch.randint(-6, 7, (steps, 4), generator=torch.Generator().manual_seed(1))).tolist()
+    magnitudes[20] = [float("nan"), 1.0, float("inf"), 2.0]  # leaves the newest history as it was
+    tops = [max(row) for row in magnitudes]
+    tops[20] = tops[19]
+    expected = [448 / max(tops[max(0, i - HISTORY + 1):i + 1]) for i in range(steps)]
+    for scales, history in ranks(4, histories, magnitudes, (2,)):
+        assert scales == expected
+        assert history.tolist() == tops[:-HISTORY - 1:-1]
+
+
+def test_a_tensor_of_zeros_has_scale_one():
+    scaling = DelayedScaling(("x", "dy"), (), CPU)
+    scaling.amax[1] = 2.0
+    scaling.advance()
+    assert scaling.scale.tolist() == [1.0, 57344 / 2]
+
+
+# ---- whole runs ---------------------------------------------------------------------------------------------------
+
+MODEL = dict(num_layers=4, hidden_size=128, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, vocab_size=90,
+             vocab_multiple=16, max_positions=64, init_std=0.1)
+TRAIN = dict(seq_len=64, micro_batch_size=2, global_batch_size=4, steps=12)
+
+
+def run(cfg, steps=None, trainer=None, first=0, evaluate=False):
+    """(losses, trainer) of some steps on this rank."""
+    torch.set_num_threads(1)
+    trainer, losses = trainer or build(cfg, mesh_of(cfg)), []
+    with_data = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    batch = cfg.train.global_batch_size
+    for step in range(first, first + (steps or cfg.train.steps)):
+        losses.append(trainer.step(with_data.step(step * batch, step), cfg.optimizer.lr).read()["loss"])
+        if evaluate:
+            trainer.evaluate(with_data.step(0, 0))
+    with_data.close()
+    return losses, trainer
+
+
+def toy(recipe, **sections):
+    keys = {"dtype": "bf16"} | ({} if recipe == "none" else {"fp8": recipe, "fp8_backend": "torch"})
+    change = {"model": MODEL, "train": TRAIN, "precision": keys | sections.pop("precision", {})}
+    cfg = config(LLAMA, change, sections)
+    rules.check(cfg, 1)
+    return cfg
+
+
+@recipes
+def test_training_follows_bf16(recipe):
+    reference, _ = run(toy("none"))
+    losses, _ = run(toy(recipe))
+    assert reference[-1] < 0.97 * reference[0]
+    for mine, other in zip(losses, reference):  # rounding noise of 4 % in each product, averaged over 256 tokens
+        assert abs(mine - other) < 0.01 * other
+    assert losses != reference
+
+
+@recipes
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing(recipe, recompute):
+    cfg = toy(recipe)
+    losses, plain = run(cfg, 3)
+    again, trainer = run(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, recompute=recompute)), 3)
+    assert again == losses
+    for mine, other in zip(trainer.chunks[0].formats.gemms, plain.chunks[0].formats.gemms):
+        assert mine.history is None or torch.equal(mine.history, other.history)
+
+
+@recipes
+def test_evaluation_leaves_no_trace(recipe):
+    assert run(toy(recipe), 4, evaluate=True)[0] == run(toy(recipe), 4)[0]
+
+
+def test_what_is_cast_how_often(monkeypatch):
+    """Weights once per step; activations and gradients once per microbatch."""
+    cfg = toy("delayed", precision={"fp8_bf16_layers": 1})
+    trainer, casts = build(cfg, mesh_of(cfg)), []
+    formats, scale = trainer.chunks[0].formats, Fp8Gemm._scale
+    monkeypatch.setattr(Fp8Gemm, "_scale", lambda self, role, *rest: casts.append(role) or scale(self, role, *rest))
+    run(cfg, 3, trainer)
+    gemms = 4 * (MODEL["num_layers"] - 2)
+    microbatches = TRAIN["global_batch_size"] // TRAIN["micro_batch_size"]
+    assert len(formats.gemms) == gemms
+    assert {role: casts.count(role) for role in casts} == {
+        "weight": 3 * gemms, "x": 3 * gemms * microbatches, "dy": 3 * gemms * microbatches}
+    blocks = trainer.chunks[0].blocks
+    assert [type(blocks[str(i)].mlp.down.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
+    assert type(trainer.chunks[0].head.gemm) is Gemm
+
+
+def test_histories_are_all_that_a_run_needs_to_go_on():
+    cfg = toy("delayed")
+    whole, _ = run(cfg, 6)
+    _, trainer = run(cfg, 3)
+    saved = {name: module.gemm.history.clone() for name, module in trainer.chunks[0].named_modules()
+             if getattr(getattr(module, "gemm", None), "history", None) is not None}
+    assert len(saved) == 4 * MODEL["num_layers"] and "blocks.0.attention.qkv" in saved
+    old = trainer.chunks[0].formats.scaling
+    fresh = DelayedScaling(("x", "weight", "dy") * len(saved), (), CPU)
+    for gemm in trainer.chunks[0].formats.gemms:
+        gemm.scaling = fresh
+    for name, module in trainer.chunks[0].named_modules():
+        if name in saved:
+            module.gemm.history.copy_(saved[name])
+    fresh.follow_history()
+    trainer.chunks[0].formats.scaling = fresh
+    assert torch.equal(fresh.scale, old.scale)
+    assert run(cfg, 3, trainer, first=3)[0] == whole[3:]
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_transformer_engine_needs_a_gpu():
+    with pytest.raises(ValueError, match="fp8_backend=te runs on CUDA devices, not on cpu; use .*=torch or"):
+        choose_backend(PrecisionConfig(fp8="current"), CPU)
+
+
+def test_blocks_on_a_gpu_need_transformer_engine():
+    with pytest.raises(ValueError, match="=torch has blocks for CPUs only.*use precision.fp8_backend=te, or"):
+        choose_backend(precision("block"), torch.device("cuda"))
+
+
+def test_transformer_engine_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "minitron.kernels.fp8_te", raising=False)
+    message = r"cannot load Transformer Engine \(.*\); pip install transformer-engine\[pytorch\], or use .*=torch"
+    with pytest.raises(ValueError, match=message):
+        choose_backend(PrecisionConfig(fp8="current"), torch.device("cuda"))

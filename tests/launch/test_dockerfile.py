@@ -1,0 +1,50 @@
+"""The image's recipe: a linter that parses it finds nothing, and its versions are those of the project.
+
+No image is built here: that takes a daemon and an hour. hadolint parses the file and its shell commands.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "launch" / "Dockerfile").read_text()
+ARGUMENTS = dict(re.findall(r"^ARG (\w+)=(\S+)", TEXT, re.M))
+INSTRUCTIONS = "\n".join(line for line in TEXT.splitlines() if not line.startswith("#"))
+
+
+def test_hadolint_finds_nothing():
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert hadolint, "hadolint is missing; it comes with pip install -e '.[test]'"
+    result = subprocess.run([hadolint, "--no-color", ROOT / "launch" / "Dockerfile"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_versions_are_the_projects():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert ARGUMENTS["TORCH"] == pins["torch"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, extra in ("TRANSFORMER_ENGINE", "fp8"), ("FLASH_ATTN", "flash-attn"):
+        requirement, = map(Requirement, extras[extra])
+        assert requirement.specifier.contains(ARGUMENTS[name]), (name, ARGUMENTS[name], requirement)
+    for name in ("TORCH", "TRANSFORMER_ENGINE", "FLASH_ATTN", "APEX_COMMIT", "CUDA"):
+        assert re.search(rf"\$\{{?{name}\b", INSTRUCTIONS), f"ARG {name} is not used"
+
+
+def test_apex_is_nvidias_at_a_commit_and_never_pypis():
+    assert re.fullmatch(r"[0-9a-f]{40}", ARGUMENTS["APEX_COMMIT"])
+    assert 'https://github.com/NVIDIA/apex "$APEX_COMMIT"' in INSTRUCTIONS
+    commands = re.findall(r"pip install[^&]*", INSTRUCTIONS.replace("\\\n", " "))
+    assert commands and not any(re.search(r"[\s\"']apex\b", command) for command in commands)
+
+
+def test_everything_that_is_copied_is_there():
+    sources = [word for line in INSTRUCTIONS.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert {"minitron", "configs", "launch", "tools"} <= set(sources)
+    assert all((ROOT / source).exists() for source in sources)

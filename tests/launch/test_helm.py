@@ -1,0 +1,253 @@
+"""The chart of launch/helm: what helm makes of it is valid Kubernetes, and a pod's command trains, run here as two nodes
+would run it.
+
+The templates go through helm itself (`tests/run.sh` fetches it), so no test stands in for its template language.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from minitron.config import cli, rules
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "launch" / "helm"
+BIN = Path(sys.executable).parent
+HELM = shutil.which("helm", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+pytestmark = pytest.mark.skipif(HELM is None, reason="no helm; get one by: bash tests/get_helm.sh FOLDER_ON_PATH")
+
+SETTINGS = {"workload.image": "registry/minitron:1", "workload.gcsBucketForDataCataPath": "bucket"}
+TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_heads=2",
+        "model.vocab_size=64", "parallel.tp=1", "parallel.pp=2", "parallel.vp=1", "train.seq_len=32", "train.steps=3",
+        "train.global_batch_size=4", "precision.dtype=fp32"]
+
+
+def helm(*args, config="gpt3_175b", release="me-gpt3", **settings) -> subprocess.CompletedProcess:
+    """`helm template` with SETTINGS and more; __ in a keyword stands for the dot."""
+    values = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
+    command = [HELM, "template", release, str(CHART), *args]
+    command += [arg for key, value in values.items() for arg in ("--set", f"{key}={value}")]
+    command += ["--set-file", f"config={ROOT}/configs/{config}.yaml"] if config else []
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def rendered(*args, **settings) -> dict[str, dict]:
+    """The manifests by kind."""
+    result = helm(*args, **settings)
+    assert result.returncode == 0, result.stderr
+    return {document["kind"]: document for document in yaml.safe_load_all(result.stdout)}
+
+
+def pod_of(documents: dict) -> dict:
+    return documents["Job"]["spec"]["template"]["spec"]
+
+
+def environment(container: dict) -> dict[str, str]:
+    """Variables of a container. Every one occurs once: a second one would hide the first."""
+    assert len({entry["name"] for entry in container["env"]}) == len(container["env"])
+    return {entry["name"]: entry["value"] for entry in container["env"]}
+
+
+A3MEGA = ("-f", str(CHART / "a3mega.yaml"))
+CASES = {
+    "a3mega": (A3MEGA, {}),
+    "one GPU": ((), {"workload__gpus": 1}),
+    "elsewhere": ((), {"workload__gcsBucketForDataCataPath": "", "queue": "research", "nodeSelector.pool": "h200",
+                       "workload__volume.persistentVolumeClaim.claimName": "runs"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_manifests_follow_the_schemas_of_kubernetes(name):
+    args, settings = CASES[name]
+    documents = rendered(*args, **settings)
+    assert set(documents) == {"ConfigMap", "Service", "Job"}
+    for document in documents.values():
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    pod = pod_of(documents)
+    volumes = [volume["name"] for volume in pod["volumes"]]
+    for container in pod["containers"] + pod.get("initContainers", []):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+    subprocess.run([HELM, "lint", "--strict", str(CHART), *args, "--set", "workload.image=i", "--set", "config=c",
+                    "--set", "workload.gcsBucketForDataCataPath=b"], check=True, capture_output=True)
+
+
+def test_one_pod_a_node_found_by_name():
+    documents = rendered(*A3MEGA, workload__gpus=64, network__ncclSettings="null", release="run7")
+    job, service, pod = documents["Job"]["spec"], documents["Service"]["spec"], pod_of(documents)
+    container, = pod["containers"]
+    env = environment(container)
+    assert job["parallelism"] == job["completions"] == 64 // 8 == int(env["NNODES"])
+    assert job["completionMode"] == "Indexed"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert env["MASTER_ADDR"] == "run7-0.run7.default.svc.cluster.local"
+    # That name is <pod>.<subdomain>.<namespace>, so the subdomain must be a headless service over the job's pods.
+    assert pod["subdomain"] == documents["Service"]["metadata"]["name"] == "run7"
+    assert service["clusterIP"] == "None" and service["selector"] == {"job-name": documents["Job"]["metadata"]["name"]}
+    assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+    shm, = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shared-memory")
+    assert shm["medium"] == "Memory" and {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert documents["ConfigMap"]["data"]["config.yaml"] == (ROOT / "configs/gpt3_175b.yaml").read_text()
+
+
+def test_nccl_settings_win_over_the_charts():
+    first = {"network.ncclSettings[0].name": "NCCL_PROTO", "network.ncclSettings[0].value": "LL128"}
+    env = environment(pod_of(rendered(*A3MEGA, **first))["containers"][0])
+    shipped = {name: yaml.safe_load((CHART / "files" / name).read_text()) for name in ("env.yaml", "env-tcpxo.yaml")}
+    assert env.items() >= (shipped["env.yaml"] | shipped["env-tcpxo.yaml"] | {"NCCL_PROTO": "LL128"}).items()
+    assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "eth0"
+    plain = environment(pod_of(rendered())["containers"][0])
+    assert not set(plain) & (set(shipped["env-tcpxo.yaml"]) - set(shipped["env.yaml"]) | {"NCCL_SOCKET_IFNAME"})
+
+
+def test_the_command_of_the_readme_is_the_documents_job():
+    """GPT-3 175B on 32 machines of 8 GPUs, whose configuration fits them."""
+    command, = re.findall(r"^helm install.*?launch/helm$", (ROOT / "README.md").read_text(), re.M | re.S)
+    env = os.environ | {"ARTIFACT_REGISTRY": "europe-docker.pkg.dev/p/r", "GCS_BUCKET": "results", "USER": "me"}
+    result = subprocess.run(["bash", "-c", command.replace("helm install", f"{HELM} template")], cwd=ROOT, env=env,
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    documents = {document["kind"]: document for document in yaml.safe_load_all(result.stdout)}
+    container, = pod_of(documents)["containers"]
+    assert environment(container)["MASTER_ADDR"].startswith("me-gpt3-175b-0.me-gpt3-175b.default.svc")
+    assert documents["Job"]["spec"]["parallelism"] == 32
+    assert "args" not in container
+    cfg = cli.load([str(ROOT / "configs/gpt3_175b_gke.yaml")])
+    rules.check(cfg, 256, capability=(9, 0))
+    assert cfg.train.global_batch_size == 2048 and cfg.precision.fp8 == "delayed"
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"workload__gpus": 12}, "workload.gpus=12 is more than a node's workload.gpusPerNode=8 and no multiple of it; "
+                             "use for example 16"),
+    ({"workload__image": ""}, "workload.image is empty; name the image built from launch/Dockerfile"),
+    ({"workload__gcsBucketForDataCataPath": ""}, "nowhere to keep the artifacts"),
+    ({"workload__volume.emptyDir.medium": ""}, "workload.gcsBucketForDataCataPath and workload.volume are both set"),
+    ({"workload__gcsBucketForDataCataPath": "gs://bucket"}, "/workload/gcsBucketForDataCataPath"),
+    ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
+    ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
+    ({"network__stack": "tcpx"}, "/network/stack"),
+    ({"config": None}, "config is empty; give the run's YAML: --set-file config="),
+])
+def test_mistakes_end_before_anything_is_installed(settings, message):
+    result = helm(**settings)
+    assert result.returncode != 0 and message in result.stderr, result.stderr
+
+
+# ---- the pod's command ----------------------------------------------------------------------------------------------
+
+
+def start_pod(documents, index, folder, address=("127.0.0.1", 0), path=str(BIN)) -> subprocess.Popen:
+    """The training container of one pod as a process: volumes are folders, `address` replaces the name in DNS."""
+    pod = pod_of(documents)
+    container, = pod["containers"]
+    mounts = {mount["mountPath"]: str(folder / mount["name"]) for mount in container["volumeMounts"]}
+    for name, text in documents["ConfigMap"]["data"].items():
+        (folder / "configuration").mkdir(parents=True, exist_ok=True)
+        (folder / "configuration" / name).write_text(text)
+
+    def here(text: str) -> str:
+        for inside, outside in mounts.items():
+            text = re.sub(f"^{inside}(?=/|$)", outside, text)
+        return text
+
+    env = {name: here(value) for name, value in environment(container).items()}
+    env |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]), "JOB_COMPLETION_INDEX": str(index),
+            "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"],
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([here(word) for word in container["command"] + container.get("args", [])], env=env,
+                            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def artifacts_of(documents, folder) -> Path:
+    path = Path(environment(pod_of(documents)["containers"][0])["ARTIFACTS"])
+    assert re.fullmatch(r"/gcs/minitron-experiments/me-gpt3-\d+", str(path))
+    return folder / "artifacts" / path.relative_to("/gcs")
+
+
+def test_two_nodes_train(tmp_path):
+    """Two torchruns on loopback, the second node first: the index, not the order of arrival, makes the ranks."""
+    documents = rendered(workload__gpus=2, workload__gpusPerNode=1, workload__arguments=f"{{{','.join(TINY)}}}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    pods = [start_pod(documents, index, tmp_path, address) for index in (1, 0)]
+    second, first = (pod.communicate(timeout=120)[0] for pod in pods)
+    assert [pod.returncode for pod in pods] == [0, 0], first + second
+    assert "iteration        3/       3" in second and "iteration  " not in first  # the last rank prints, on node 1
+    artifacts = artifacts_of(documents, tmp_path)
+    expected = cli.load([str(ROOT / "configs/gpt3_175b.yaml"), *TINY])
+    assert cli.load([str(artifacts / "hparams.yaml")]) == expected
+    steps = (artifacts / "dllogger/rank-0/dllogger.json").read_text().splitlines()[1:]
+    assert len(steps) == 3 and all(line.startswith("DLLL {") for line in steps)
+    for rank in (0, 1):
+        assert f"rank {rank}: " in (artifacts / f"rank-{rank}.log").read_text()
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A folder with stand-ins: python prints a configuration with the profile.kind $KIND, torchrun notes its
+    arguments and without a profiler goes on until SIGTERM, nsys notes its arguments and runs the rest."""
+    for kind in ("none", "nsys"):
+        (tmp_path / f"{kind}.yaml").write_text(cli.to_yaml(cli.load([f"profile.kind={kind}"])))
+    scripts = {
+        "python": 'cat "$KIND.yaml"',
+        "torchrun": 'echo "$@" >torchrun.txt\n'
+                    'trap "echo saved; exit 7" TERM\nwhile [ "$KIND" = none ]; do sleep 0.05; done',
+        "nsys": 'for word in "$@"; do [ "$word" = torchrun ] && break; echo "$word"; shift; done >nsys.txt\n"$@"',
+    }
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_nsys_runs_on_every_node_if_the_configuration_asks_for_it(tmp_path, programs):
+    documents = rendered(workload__gpus=16)
+    artifacts = artifacts_of(documents, tmp_path)
+    documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "nsys"})
+    for index in (0, 1):
+        pod = start_pod(documents, index, tmp_path, path=str(programs))
+        output = pod.communicate(timeout=30)[0]
+        assert pod.returncode == 0, output
+        assert (tmp_path / "nsys.txt").read_text().split() == [
+            "profile", "-s", "none", "-t", "nvtx,cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
+            "-o", f"{artifacts}/noderank-{index}"]
+        words = (tmp_path / "torchrun.txt").read_text().split()
+        assert words[words.index("--node-rank") + 1] == str(index) and words[words.index("--nnodes") + 1] == "2"
+    assert (artifacts / "hparams.yaml").read_text() == (tmp_path / "nsys.yaml").read_text()
+
+
+def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, programs):
+    documents = rendered(workload__gpus=8)
+    documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "none"})
+    pod = start_pod(documents, 0, tmp_path, path=str(programs))
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "torchrun.txt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # for its trap
+    pod.send_signal(signal.SIGTERM)
+    output = pod.communicate(timeout=30)[0]
+    assert pod.returncode == 7 and "saved" in output, output
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("train.stepz=100", "unknown key train.stepz; did you mean train.steps?"),
+    ("train.steps=100", "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 8"),
+])
+def test_a_wrong_configuration_ends_a_pod_with_one_line(tmp_path, argument, message):
+    pod = start_pod(rendered(workload__gpus=8, workload__arguments=f"{{{argument}}}"), 0, tmp_path)
+    *_, last = pod.communicate(timeout=60)[0].splitlines()
+    assert pod.returncode == 1 and last.startswith(f"error: {message}"), last

@@ -1,0 +1,398 @@
+"""The Slurm jobs as they are shipped, on a real Slurm of two nodes, with small models on CPU ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, until
+
+from minitron.config import cli
+
+ROOT = Path(__file__).parents[2]
+TINY = ("model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
+        "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
+        "parallel.tp=1 parallel.pp=2 parallel.vp=2")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster() as cluster:
+        yield cluster
+
+
+class Stage:
+    """A staging area, and what its users type."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir()
+        # One rank a node stands for eight GPUs; both nodes are this machine.
+        self.variables = dict(STAGE_PATH=str(folder), VENV=sys.prefix, DTYPE="bf16", DATASET="mock", MIN_NODES="1",
+                              SLURM_GPUS_PER_NODE="null", RUN_CONF_GPUS_PER_NODE="1", MASTER_ADDR="localhost",
+                              CUDA_VISIBLE_DEVICES="", EXTRA_ARGS=TINY, TOKENIZER="bytes")
+
+    def submit(self, cluster: Cluster, *arguments: str, size: str = "175b", **variables: str) -> int:
+        options = [f"--output={self.folder}/%j.out", *(arguments or ["-N2"])]
+        return cluster.submit(*options, str(ROOT / "launch" / f"{size}.sbatch"), **self.variables | variables)
+
+    def output(self, job: int) -> str:
+        """Of the batch script."""
+        path = self.folder / f"{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def metrics(self, job: int, kind: str = "step") -> list[dict]:
+        lines = [line for path in self.folder.glob(f"results/*/*/*/*/{job}/metrics.jsonl")
+                 for line in path.read_text().splitlines()]
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    def script(self, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["bash", str(ROOT / "launch" / name), *arguments], capture_output=True, text=True,
+                              env=os.environ | self.variables | variables, cwd=self.folder, timeout=120)
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path / "stage")
+
+
+def write_shards(folder: Path, count: int) -> list[Path]:
+    """JSONL of real text, the source of Python's `os`, in The Pile's form."""
+    folder.mkdir(parents=True)
+    words = Path(os.__file__).read_text().split()
+    shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
+    for i, shard in enumerate(shards):
+        texts = [" ".join(words[k:k + 60]) for k in range(i, 3000, 60)]
+        shard.write_text("".join(json.dumps({"text": text, "meta": {"set": "Github"}}) + "\n" for text in texts))
+    return shards
+
+
+# ---- the dataset --------------------------------------------------------------------------------------------------
+
+
+def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
+    write_shards(tmp_path / "pile" / "train", 5)
+    done = stage.script("generate_dataset.sh", "gpt3", "../pile", WORKERS="1")
+    assert done.returncode == 0, done.stderr
+    assert "Taking the first 4 of 5 shards; FILES=5 would take all\n" in done.stdout
+    folder = stage.folder / "gpt3-dataset"
+    documented = {f"my-gpt3_0{i}_text_document.{ending}" for i in range(4) for ending in ("bin", "idx")}
+    assert documented == {path.name for path in folder.iterdir() if path.suffix != ".json"}
+    checked = stage.script("check_dataset.sh")
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stdout.splitlines()[-1] == f"Dataset generation completed successfully at: {folder}"
+
+    again = stage.script("generate_dataset.sh", "gpt3", "../pile", WORKERS="1")
+    assert again.returncode == 0 and again.stdout.count("is there already") == 4
+    with open(folder / "my-gpt3_02_text_document.bin", "r+b") as file:
+        file.truncate(100)
+    damaged = stage.script("check_dataset.sh")
+    assert damaged.returncode == 1 and "completed" not in damaged.stdout
+    assert "my-gpt3_02_text_document" in damaged.stderr and "generate it again" in damaged.stderr
+    (folder / "my-gpt3_03_text_document.idx").unlink()
+    missing = stage.script("check_dataset.sh")
+    assert missing.returncode == 1 and missing.stdout == ""
+    assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see .*, then run .*\n", missing.stderr)
+
+
+@pytest.mark.parametrize("arguments, variables, message", [
+    (["gpt3"], {}, "give a dataset and its text"),
+    (["bert", "x.jsonl"], {}, "'bert' is no dataset; use gpt3 or llama3.1"),
+    (["gpt3", "."], {}, "holds no *.jsonl, *.jsonl.gz, *.jsonl.xz or *.jsonl.zst"),
+    (["gpt3", "x.jsonl"], {}, "1 shard(s) make no 4 pairs of files; give more, or set FILES=1"),
+    (["gpt3", "x.jsonl"], {"FILES": "1"}, "x.jsonl: no such shard"),
+    (["gpt3", "x.jsonl"], {"FILES": "none"}, "FILES=none is no number of files; use 1 to 99"),
+    (["gpt3", "x.jsonl"], {"STAGE_PATH": ""}, "STAGE_PATH is not set"),
+    (["gpt3", "x.jsonl"], {"STAGE_PATH": "/nowhere"}, "STAGE_PATH=/nowhere is no folder"),
+    (["gpt3", "x.jsonl"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run launch/setup.sh"),
+])
+def test_dataset_mistakes_are_one_line(stage, arguments, variables, message):
+    done = stage.script("generate_dataset.sh", *arguments, **variables)
+    assert done.returncode == 1 and message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+CONTAINER = """#!/usr/bin/env python3
+import os, sys
+with open({record!r}, "a") as record:
+    print(*sys.argv[1:], file=record)
+outside = [a for a in sys.argv[1:] if not a.startswith(("--container-", "--no-container-"))]
+os.environ["PATH"] = os.pathsep.join([{python!r}, {path!r}])
+os.execvp("srun", ["srun", *outside])
+"""
+
+
+def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
+    """The training in a container: here its srun is one that takes pyxis' options, and this Python is the image's."""
+    shards = map(str, write_shards(tmp_path / "shards", 2))
+    done = subprocess.run(["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards], text=True,
+                          env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for job in re.findall(r": job (\d+), ", done.stdout):
+        assert cluster.wait(int(job))["JobState"] == "COMPLETED", next(
+            stage.folder.glob("results.data_preparation/*")).read_text()
+    assert stage.script("check_dataset.sh", "llama3.1").returncode == 0
+
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(CONTAINER.format(record=str(tmp_path / "srun"), python=f"{sys.prefix}/bin",
+                                     path=cluster.environment["PATH"]))
+    srun.chmod(0o755)
+    tiny = TINY.replace("parallel.pp=2 parallel.vp=2", "parallel.pp=1 parallel.vp=1 parallel.cp=2")
+    job = stage.submit(cluster, "-N2", size="70b", DATASET="", MODEL_SIZE="70b", DTYPE="fp8", VENV="/nowhere",
+                       CONTAINER="image.sqsh", PATH=f"{srun.parent}:{cluster.environment['PATH']}",
+                       EXTRA_ARGS=f"{tiny} model.num_kv_heads=2 train.steps=4 precision.fp8_backend=torch")
+    assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    assert "--container-image=image.sqsh" in (tmp_path / "srun").read_text()
+    assert f"--container-mounts={ROOT}:{ROOT},{stage.folder}:{stage.folder} " in (tmp_path / "srun").read_text()
+    [out] = stage.folder.glob("results/*/fp8/70b/2/*.out")
+    timings = re.findall(r"global_step=(\d)\.0+, consumed_samples=([\d.]+), train_step_timing in s=", out.read_text())
+    assert [int(step) for step, _ in timings] == list(range(4)) and float(timings[-1][1]) == 4 * 2 * 16
+    metrics = subprocess.run([sys.executable, str(ROOT / "tools" / "training_metrics.py"), f"--file={out}",
+                              "--batch_size=32", "--num_accelerators=2", "--model_type=llama3.1-70b",
+                              "--accelerator_type=h100", "--start_step=1", "--end_step=3"],
+                             capture_output=True, text=True)
+    assert metrics.returncode == 0 and "Average step time: " in metrics.stdout, metrics.stderr
+    config = (out.with_suffix("") / "config.yaml").read_text()
+    assert all(f"my-llama_0{i}_text_document" in config for i in range(2)) and "fp8: delayed" in config
+
+
+# ---- setup --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """A PATH with a curl that notes its arguments and serves what `served` holds, and an enroot."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("curl", 'cat >{0}/header; echo "$@" >>{0}/arguments; while [ "$1" != --output ]; do shift; done; '
+                                'cp {0}/served "$2"'),
+                       ("enroot", 'echo "$@" >>{0}/arguments; touch "$3"')):
+        (folder / name).write_text("#!/bin/bash\n" + text.format(folder) + "\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    failed = stage.script("setup.sh", **variables)
+    assert failed.returncode == 1 and "files are missing, see above" in failed.stderr
+    (tools / "served").write_text("not the published file")
+    forged = stage.script("setup.sh", **variables)
+    assert forged.returncode == 1 and "encoder.json did not arrive, or not as it was published" in forged.stderr
+    bpe = stage.folder / "gpt3-dataset" / "bpe"
+    assert list(bpe.iterdir()) == []
+
+    for name in ("encoder.json", "vocab.bpe"):  # copied by hand
+        (bpe / name).write_text("")
+    (tools / "arguments").unlink()
+    done = stage.script("setup.sh", **variables, HF_TOKEN="hf_secret", IMAGE="docker://registry#image:1")
+    assert done.returncode == 0 and done.stdout.endswith(f"Ready: {stage.folder}\n"), done.stderr
+    assert f"export CONTAINER={stage.folder}/minitron.sqsh\n" in done.stdout
+    arguments = (tools / "arguments").read_text()
+    assert f"import --output {stage.folder}/minitron.sqsh docker://registry#image:1\n" in arguments
+    assert arguments.count("huggingface.co/meta-llama") == 1 and "hf_secret" not in arguments
+    assert (tools / "header").read_text() == "Authorization: Bearer hf_secret\n"
+    assert (stage.folder / "llama3.1-dataset" / "llama" / "tokenizer.model").read_text() == "not the published file"
+
+
+def test_setup_fetches_what_fine_tuning_reads(stage, tools):
+    answers = [{"text": "Paris", "answer_start": 0}, {"text": "Paris, France", "answer_start": 0}]
+    question = {"question": "Capital of France?", "id": "1", "answers": answers}
+    paragraph = {"context": "Par\u00eds.", "qas": [question]}
+    (tools / "served").write_text(json.dumps({"data": [{"title": "Paris", "paragraphs": [paragraph]}]}))
+    (stage.folder / "gpt3-dataset" / "bpe").mkdir(parents=True)
+    for name in ("encoder.json", "vocab.bpe"):
+        (stage.folder / "gpt3-dataset" / "bpe" / name).touch()
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "FINETUNE": "8b", "HF_TOKEN": "hf_secret"}
+    done = stage.script("setup.sh", **variables)
+    assert done.returncode == 0 and "hf_secret" not in done.stdout + done.stderr, done.stderr
+    weights = {path.name for path in (stage.folder / "HF_ckpt/models/meta-llama/Meta-Llama-3-8B").iterdir()}
+    shards = {f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}
+    assert weights == {"config.json", "model.safetensors.index.json"} | shards
+    [row] = (stage.folder / "squad" / "train.jsonl").read_text().splitlines()
+    assert json.loads(row) == {"prompt": "Context: Par\u00eds. Question: Capital of France? Answer:",
+                               "completion": " Paris"}
+    assert "hf_secret" not in (tools / "arguments").read_text()
+    wrong = stage.script("setup.sh", **variables | {"FINETUNE": "70b"})
+    assert wrong.returncode == 1 and "FINETUNE=70b is no model that can be fetched; use 8b" in wrong.stderr
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------
+
+
+def run_preempted(cluster, stage, preempt, **variables):
+    """A job of 50 steps that `preempt(job)` stops in between; once it has gone on by itself, the job and both logs."""
+    job = stage.submit(cluster, **variables)
+    until(lambda: stage.metrics(job) or cluster.job(job)["JobState"] == "FAILED", 200, lambda: stage.output(job))
+    preempt(job)
+    cluster.wait(job, "PENDING")
+    reached = len(stage.metrics(job))
+    assert 0 < reached < 50
+    facts = cluster.wait(job)
+    [out] = stage.folder.glob(f"results/*/bf16/175b/2/{job}.out")
+    assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "1", stage.output(job) + out.read_text()
+    starts = stage.metrics(job, "run")
+    assert [start["first_step"] for start in starts] == [1, reached + 1]
+    assert [step["step"] for step in stage.metrics(job)] == list(range(1, 51))
+    assert stage.metrics(job)[-1]["consumed_samples"] == 50 * 2 * 16
+    assert "start number 2; output: " in stage.output(job)
+    assert [path.name for path in (out.with_suffix("") / "checkpoint").glob("step_*")] == [f"step_{reached:08d}"]
+    return stage.output(job), out.read_text()
+
+
+def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on(cluster, stage):
+    """What --signal=B:USR1 sends before the time is up, sent early."""
+    batch, run = run_preempted(cluster, stage, lambda job: cluster.run("scancel", "--batch", "--signal=USR1", str(job)))
+    assert re.search(r"SIGUSR1: stopped after iteration \d+, which was saved; back to the queue\n", batch)
+    assert "resumed from" in run and "Traceback" not in run and "exitcode" not in run
+
+
+@pytest.mark.slow
+def test_a_job_whose_ranks_are_told_to_stop_goes_on_as_well(cluster, stage):
+    """`scancel --signal=USR1 JOB` reaches every process of the nodes, torchrun too, and not the batch script."""
+    batch, run = run_preempted(cluster, stage, lambda job: cluster.run("scancel", "--signal=USR1", str(job)))
+    assert "which was saved; back to the queue\n" in batch and "Traceback" not in run
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_requeues_saves_and_goes_on(cluster, stage):
+    _, run = run_preempted(cluster, stage, lambda job: cluster.run("scontrol", "requeue", str(job)))
+    assert re.search(r"SIGTERM: stopped after iteration \d+, which was saved", run)
+
+
+@pytest.mark.slow
+def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
+    job = stage.submit(cluster, CHECKPOINT_DIR="none")
+    until(lambda: stage.metrics(job), 200, lambda: stage.output(job))
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
+
+
+@pytest.mark.parametrize("size, nodes, dtype", [
+    ("175b", 16, "fp8"), ("70b", 8, "bf16"), ("8b", 1, "fp8"), ("13b", 1, "bf16")])
+def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size, nodes, dtype):
+    """With stand-ins for Slurm and torchrun: before it starts that, the job checks its configuration for all GPUs."""
+    folder = stage.folder / ("llama3.1-dataset" if size in ("70b", "8b") else "gpt3-dataset")
+    folder.mkdir()
+    (folder / "my-text_00_text_document.idx").touch()
+    programs = {"bin/scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{size}.sbatch"',
+                "bin/srun": 'while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && out=$1; shift; done; "$@" >"${out#*=}"',
+                "venv/bin/python": f'[ "$1" != -c ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"'}
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"STAGE_PATH": str(stage.folder), "VENV": str(tmp_path / "venv"), "DTYPE": dtype, "SLURM_JOB_ID": "7",
+           "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-9]", "SLURM_PROCID": "0",
+           "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(ROOT / "launch" / f"{size}.sbatch")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [out] = stage.folder.glob(f"results/minitron-*/{dtype}/{size}/{8 * nodes}/7.out")
+    words = out.read_text().split()
+    assert ["--nproc_per_node", "8", "--nnodes", str(nodes), "--rdzv_id", "7", "--rdzv_endpoint", "node1:10007",
+            "--rdzv_backend", "c10d", "--max_restarts", "0", "--tee", "3", "-m", "minitron.pretrain"] == words[2:18]
+    cfg = cli.load([str(ROOT / words[18]), *words[19:]])
+    assert cfg.train.global_batch_size == 16 * nodes and cfg.train.steps == 50 and cfg.log.format == "nemo"
+    assert (cfg.precision.fp8, cfg.precision.dtype) == ("delayed" if dtype == "fp8" else "none", "bf16")
+    assert cfg.data.paths == ("1", str(folder / "my-text_00_text_document"))
+
+
+@pytest.mark.parametrize("arguments, profiled", [(["profile.kind=nsys", "log.dir=/r"], True),
+                                                 (["profile.kind=nsys", "log.dir=/r", "profile.kind=none"], False)])
+def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
+    for name in ("nsys", "python"):
+        (tmp_path / name).write_text(f'#!/usr/bin/env bash\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
+    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+                           env=env, capture_output=True, text=True, check=True).stdout
+    nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
+            "-o /r/noderank-1 ") * profiled
+    assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
+    assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
+
+
+TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (
+    " model.num_kv_heads=2 model.rope_theta=1e4")
+
+
+def test_fine_tuning_as_its_users_start_it(cluster, stage, tmp_path):
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    base = [sys.executable, "-m", "minitron.pretrain", *TINY_TUNED.split(), "train.steps=1", "data.source=mock",
+            "train.global_batch_size=2", f"checkpoint.dir={tmp_path / 'base'}"]
+    done = subprocess.run(base, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [{"prompt": f"{i}?", "completion": f" {i * i}!"} for i in range(99)]
+    (tmp_path / "squares.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = stage.submit(cluster, "-N2", size="finetune", FT_TYPE="lora", MODEL_SIZE="8b", JOB_TOTAL_GPUS="2",
+                       HF_TOKEN="hf_secret", BASE=str(tmp_path / "base"), DATASET=str(tmp_path / "squares.jsonl"),
+                       EXTRA_ARGS=f"{TINY_TUNED} train.steps=4 optimizer.warmup_steps=1")
+    assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    name = "lora_nemo_llama3_8b_bf16_2"
+    [out] = stage.folder.glob(f"logs/experiments/{name}/{name}_{job}/{name}/log-*.{name}_{job}_0.out")
+    text = out.read_text()
+    assert len(re.findall(r"reduced_train_loss: [\d.]+ \| train_step_timing in s: [\d.]+ \|", text)) == 4
+    assert "consumed_samples: 32" in text and "mean of the last 4 steps" in text
+    assert re.search(r"of which [\d.]+ M are trained", text) and "sft: an epoch is 96 documents" in text
+    assert {path.name for path in out.parent.iterdir()} >= {"config.yaml", "metrics.jsonl", "rank-1.log", "checkpoint"}
+    secret = subprocess.run(["grep", "-rl", "hf_secret", str(stage.folder)], capture_output=True, text=True)
+    assert secret.stdout == ""
+
+
+@pytest.mark.parametrize("variables, message", [
+    (dict(FT_TYPE=""), "FT_TYPE= is neither sft nor lora; submit with FT_TYPE=lora sbatch"),
+    (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 8b; leave it unset"),
+    (dict(JOB_TOTAL_GPUS="16"), "JOB_TOTAL_GPUS=16, but 1 node(s) of 1 GPUs are 1; submit with another -N"),
+    (dict(), "/HF_ckpt/models/meta-llama/Meta-Llama-3-8B; run FINETUNE=8b launch/setup.sh, or set BASE"),
+    (dict(BASE="/", DATASET=""), "/squad/train.jsonl; run FINETUNE=8b launch/setup.sh, or set DATASET to a .jsonl"),
+])
+def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, variables, message):
+    job = stage.submit(cluster, "-N1", size="finetune", **{"FT_TYPE": "lora"} | variables)
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    [line] = stage.output(job).splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+# ---- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variables, message", [
+    (dict(DTYPE="fp16"), "DTYPE=fp16 is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch"),
+    (dict(DTYPE=""), "DTYPE= is neither fp8 nor bf16"),
+    (dict(STAGE_PATH=""), "STAGE_PATH is not set; export STAGE_PATH="),
+    (dict(STAGE_PATH="relative"), "STAGE_PATH=relative is no folder with an absolute path"),
+    (dict(MIN_NODES=""), "1 node(s) are too few for 175b; submit with -N 16 or more"),
+    (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 175b; submit launch/70b.sbatch"),
+    (dict(SLURM_GPUS_PER_NODE="8"), "Slurm gave the job 1 GPUs a node; submit with --gres=gpu:8"),
+    (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
+    (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),
+    (dict(DATASET=""), "/gpt3-dataset has no *_text_document.idx; run launch/generate_dataset.sh gpt3"),
+    (dict(VENV="/nowhere"), "there is no /nowhere/bin/python; run launch/setup.sh, or set VENV or CONTAINER"),
+    (dict(EXTRA_ARGS="train.stepz=5"), "unknown key train.stepz; did you mean train.steps?"),
+    (dict(EXTRA_ARGS=""), "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 1"),
+])
+def test_mistakes_are_one_line_and_a_failed_job(cluster, stage, variables, message):
+    job = stage.submit(cluster, "-N1", **variables)
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    lines = [line for line in stage.output(job).splitlines() if message in line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), stage.output(job)
+    assert "Traceback" not in stage.output(job)
+
+
+def test_a_job_script_started_without_sbatch_says_so():
+    done = subprocess.run(["bash", str(ROOT / "launch" / "175b.sbatch")], capture_output=True, text=True,
+                          env={name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"})
+    assert done.returncode != 0 and done.stderr.count("\n") == 1
+    assert "SLURM_JOB_ID: is not set; submit this file: DTYPE=fp8 sbatch -N 16 launch/175b.sbatch" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.s*")), ids=lambda path: path.name)
+def test_scripts_parse(path):
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True).stderr == b""

@@ -1,0 +1,212 @@
+"""Adapters beside frozen weights: against the formula, in every layout, and what they leave alone.
+
+Layouts agree with one process to 1e-5 of each gradient's norm: summation order alone moves float32 by about 1e-7.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_invariance
+import torch
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
+from test_invariance import DOCUMENTS, assert_equals_one_process, axes, mean_error
+
+from minitron.comm.mesh import Axis
+from minitron.config import rules
+from minitron.config.schema import Config
+from minitron.data.loader import Loader
+from minitron.kernels import fp8_torch
+from minitron.kernels.gemm import Gemm
+from minitron.kernels.rng import dropout, token_keys
+from minitron.model.lora import FIRST_SITE, Adapter, adapted
+from minitron.parallel.overlap import Separate
+from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear
+from minitron.testing import assert_close_rel
+from minitron.train import Trainer, build
+
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def lora(*targets: str, **keys) -> dict:
+    return {"finetune": {"kind": "lora"}, "lora": {"rank": 4, "alpha": 4.0, "targets": targets or ("qkv",), **keys},
+            "model": {"num_layers": 4}}
+
+
+# ---- one layer against the formula ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", [("qkv",), ("q", "v"), ("v", "k", "q"), ("o",)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_formula(targets, p):
+    """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target, and its gradients by autograd."""
+    cfg, generator = config(LLAMA, lora(*targets, dropout=p, alpha=6.0)), torch.Generator().manual_seed(0)
+    layout, m = Layout(Separate(Axis.single()), sequence_parallel=False), cfg.model
+    name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
+    make = dict(std=1.0, bias=False, gemm=Gemm())
+    linear = (ColumnParallelLinear(32, (32, 16, 16), layout, **make) if name == "attention.qkv" else
+              RowParallelLinear(32, 32, layout, **make)).requires_grad_(False)
+    linear.adapter = adapter = Adapter(linear, spans, cfg, layout, (2, FIRST_SITE))
+    for param in linear.parameters():
+        param.data.normal_(generator=generator)
+    x = torch.randn(8, 2, 32, generator=generator, requires_grad=True)
+    keys = token_keys(1, 2, torch.arange(2), torch.arange(8))
+
+    twin = torch.nn.functional.linear(x, linear.weight)
+    dropped, updates = dropout(x, p, keys, 2, FIRST_SITE), torch.zeros_like(twin)
+    for i, (target, span) in enumerate(spans.items()):
+        low = dropped @ adapter.a[4 * i:4 * i + 4].t()
+        updates[..., span.start:span.start + span.size] = 6.0 / 4 * low @ adapter.b[target].t()
+    twin = twin + updates
+    y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator)
+    params = [x, adapter.a, *adapter.b.values()]
+    assert_close_rel(y, twin, 1e-6)
+    for ours, expected in zip(torch.autograd.grad(y, params, dy), torch.autograd.grad(twin, params, dy)):
+        assert_close_rel(ours, expected, 1e-5)
+    assert torch.equal(linear(x), linear(x)) and not linear.weight.requires_grad
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+def train_adapters(cfg: Config):
+    with adapters_that_do_something():
+        return train_steps(cfg)
+
+
+@pytest.fixture
+def assert_layout(ranks, monkeypatch):
+    monkeypatch.setattr(test_invariance, "train_steps", train_adapters)  # of the twin
+
+    def check(world, base, change, layout, **more):
+        assert_equals_one_process(ranks, world, base, change, axes(layout), more, run=train_adapters)
+
+    return check
+
+
+@pytest.mark.parametrize("world, layout, targets", [
+    (2, "tp=2", ("qkv",)), (2, "tp=2", ALL), (4, "tp=4 sequence_parallel=off", ALL), (2, "pp=2 vp=2", ("qkv",)),
+    (2, "cp=2", ALL), (2, "", ("qkv", "o")), (4, "tp=2 overlap_tp=off overlap_grads=off", ("qkv", "down")),
+    (4, "tp=2 cp=2 cp_style=ulysses", ("gate", "v")), (8, "tp=2 pp=2 vp=2 cp=2", ALL)])
+def test_every_layout_equals_one_process(assert_layout, world, layout, targets):
+    assert_layout(world, LLAMA, lora(*targets), layout)
+
+
+@pytest.mark.parametrize("world, layout, recompute", [
+    (2, "tp=2", "none"), (2, "tp=2 sequence_parallel=off", "selective"), (4, "tp=2 cp=2", "full"),
+    (4, "tp=2 pp=2 vp=2 sequence_parallel=off overlap_grads=off", "full"), (8, "tp=2 pp=2 vp=2 cp=2", "selective")])
+@pytest.mark.parametrize("base, targets", [(LLAMA, ("qkv", "o", "up", "down")), (GPT3, ("q", "v", "o", "up", "down"))],
+                         ids=["llama", "tied gpt"])
+def test_dropout_and_recomputation(assert_layout, base, targets, world, layout, recompute):
+    change = lora(*targets, dropout=0.2)
+    change["model"] |= {"hidden_dropout": 0.1}
+    change |= DOCUMENTS
+    assert_layout(world, base, change, layout, train={"recompute": recompute})
+
+
+@pytest.mark.parametrize("world, layout, recompute", [
+    (2, "tp=2 sequence_parallel=off", "selective"), (4, "tp=2 cp=2", "full")])
+def test_fp8_is_as_near_to_float32_in_every_layout(ranks, world, layout, recompute):
+    """The distance to the float32 gradients is at most 1.5 times that of one process in FP8: chance."""
+    model = {"hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "init_std": 0.05}
+    change = lora(*ALL, dropout=0.1)
+    change["model"] |= model
+    fp8 = {"precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"}, "train": {"recompute": recompute}}
+    (expected, exact), (_, single) = (train_adapters(config(LLAMA, change, more)) for more in ({}, fp8))
+    exact = {name: whole for name, (whole, _) in exact.items()}
+    allowed = 1.5 * mean_error(single, exact)
+    assert 0.03 < allowed < 0.3, "the comparison would prove nothing"
+    cfg = config(LLAMA, change, fp8, axes(layout))
+    rules.check(cfg, world)
+    for figures, parts in ranks(world, train_adapters, cfg, timeout=120):
+        assert mean_error(parts, exact) <= allowed
+        # three steps of a loss near log(90), each moved by 1 % of a gradient that is 10 % off at the most
+        assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-3)
+
+
+# ---- what stays as it is --------------------------------------------------------------------------------------------
+
+
+def steps_of(trainer: Trainer, count: int) -> list[float]:
+    cfg, loader = trainer.cfg, Loader(dataset_of(trainer.cfg), trainer.cfg, trainer.mesh)
+    batch = cfg.train.global_batch_size
+    losses = [trainer.step(loader.step(i * batch, i), 1e-2).read()["loss"] for i in range(count)]
+    loader.close()
+    return losses
+
+
+@pytest.mark.parametrize("fp8", ["none", "delayed", "current"])
+@pytest.mark.parametrize("base, targets", [(LLAMA, ALL), (GPT3, ("qkv", "o", "up", "down"))], ids=["llama", "gpt"])
+def test_a_fresh_adapter_changes_nothing(base, targets, fp8):
+    """B = 0: not one bit of the loss. The MLP's operation is three there, of the same kernels."""
+    precision = {"precision": {"dtype": "bf16", "fp8": fp8, "fp8_backend": "torch"}} if fp8 != "none" else {}
+    cfg, tuned = config(base, {"model": {"num_layers": 4}}, precision), config(base, lora(*targets), precision)
+    plain, tuned = build(cfg, mesh_of(cfg)), build(tuned, mesh_of(cfg))
+    loader = Loader(dataset_of(cfg), cfg, plain.mesh)
+    batches = loader.step(0, 0)
+    loader.close()
+    assert torch.equal(plain.evaluate(batches), tuned.evaluate(batches))
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "tied gpt"])
+def test_frozen_weights_have_no_gradients_states_or_products(base, monkeypatch):
+    """Weight gradients of adapters alone; of frozen weights no buffer, no optimizer state, and not a bit changes."""
+    cfg = config(base, lora("qkv", "o"))
+    trainer = build(cfg, mesh_of(cfg))
+    adapters = {p.global_name: p for p in trainer.chunks[0].parameters() if ".adapter." in p.global_name}
+    frozen = {p.global_name: p for p in trainer.chunks[0].parameters() if p.global_name not in adapters}
+    assert len(adapters) == 4 * 2 * 2 and "embedding.words.weight" in frozen
+    before = {name: p.clone() for name, p in (adapters | frozen).items()}
+    monkeypatch.setattr(Gemm, "weight_grad", lambda *_: pytest.fail("a weight gradient of a frozen weight"))
+    steps_of(trainer, 3)
+    assert all(torch.equal(p, before[name]) and p.grad is None and not hasattr(p, "main_grad")
+               for name, p in frozen.items())
+    assert not any(torch.equal(p, before[name]) for name, p in adapters.items())
+    assert {span.name for bucket in trainer.gradients.buckets for span in bucket.plan.spans} == adapters.keys()
+    assert sum(master.numel() for master in trainer.optimizer.masters) < 1.2 * sum(
+        -(-p.numel() // 128) * 128 for p in adapters.values())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_frozen_fp8_weights_are_cast_once(recipe, monkeypatch):
+    """And training follows that in bf16: rounding of 4 % in each product, averaged over the batch."""
+    model = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4}
+    losses, casts = {}, []
+    original = fp8_torch.TensorScaling.cast
+    monkeypatch.setattr(fp8_torch.TensorScaling, "cast", lambda self, x, role, *rest: (
+        casts.append(role), original(self, x, role, *rest))[1])
+    for fp8 in ({}, {"fp8": recipe, "fp8_backend": "torch"}):
+        cfg = config(LLAMA, lora("qkv", "down"), {"model": model, "precision": {"dtype": "bf16"} | fp8})
+        rules.check(cfg, 1)
+        losses[bool(fp8)] = torch.tensor(steps_of(build(cfg, mesh_of(cfg)), 4))
+    assert casts.count("weight") == 4 * 2  # four products in each of two blocks, in four steps
+    assert_close_rel(losses[True], losses[False], 1e-2)
+
+
+def saved_for_backward(cfg: Config) -> int:
+    """Bytes that a forward pass keeps for the backward, parameters left out."""
+    trainer, kept = build(cfg, mesh_of(cfg)), {}
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    (chunk,), batch = trainer.chunks, loader.step(0, 0)[0]
+    loader.close()
+    own = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = chunk(batch)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_inputs_of_frozen_products_are_not_kept():
+    """Of each block the MLP's input and activation; of the head its input. The adapter keeps u, r numbers a token."""
+    cfg = config(LLAMA, {"model": {"num_layers": 4}})
+    m, tokens = cfg.model, cfg.train.seq_len * cfg.train.micro_batch_size
+    adapters = saved_for_backward(config(LLAMA, lora("qkv")))
+    less = tokens * 4 * (m.num_layers * (m.hidden_size + m.ffn_hidden_size) + m.hidden_size)
+    first = tokens * 4 * (m.hidden_size + 1) + tokens * 8  # block 0's norm and the embedding's ids: nothing below learns
+    assert adapters == saved_for_backward(cfg) - less - first + m.num_layers * tokens * 4 * 4

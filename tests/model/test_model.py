@@ -1,0 +1,141 @@
+"""Logits and losses equal Hugging Face transformers' Llama and GPT-2 on the same weights."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from layouts import GPT3, LLAMA, config
+from minitron.checkpoint import hf
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import RopeScaling
+from minitron.data.batch import Batch
+from minitron.kernels import attention
+from minitron.model.gpt import GPT
+from minitron.model.init import initialise
+from minitron.parallel.context import as_documents
+from minitron.testing import assert_close_rel
+
+# Both compute in float32; sums run in another order through eight layers.
+TOLERANCE = 1e-5
+
+
+def whole_model(cfg, std=0.1) -> GPT:
+    """The model in one piece, every vector given values too, so that no weight or bias could be exchanged unnoticed."""
+    mesh = Mesh.offline(1)
+    backend = attention.choose("auto", mesh.device, torch.float32, cfg.model.head_dim)
+    model = GPT(cfg, mesh, backend, range(cfg.model.num_layers), first=True, last=True)
+    initialise([model], cfg.train.seed)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape, generator=generator) * std)
+    return model
+
+
+def batch_of(cfg, b=3) -> Batch:
+    s = cfg.train.seq_len
+    tokens = torch.randint(0, cfg.model.vocab_size, (s + 1, b), generator=torch.Generator().manual_seed(1))
+    order = torch.arange(s)
+    return Batch(tokens[:-1], tokens[1:], torch.ones(s, b), order[:, None], order, torch.arange(b), count=float(s * b))
+
+
+def twin_of(cfg, model: GPT):
+    """transformers' model of the same weights, by the map that exports them."""
+    settings = hf.settings_of(cfg.model, "fp32")
+    twin = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
+    )
+    params = {p.global_name: p.detach() for p in model.parameters()}
+
+    def read(name, start, shape):
+        return params[name][tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))]
+
+    missing, unexpected = twin.load_state_dict(dict(hf.export(cfg.model, read)), strict=False)
+    assert not unexpected and missing == ["lm_head.weight"] * cfg.model.tie_embeddings
+    return twin.eval()
+
+
+SCALED = {"model": {"rope_scaling": RopeScaling(factor=8.0, original_max_positions=16)}}
+
+
+@pytest.mark.parametrize(
+    "base,change",
+    [
+        (LLAMA, {}),
+        (LLAMA, SCALED),
+        (LLAMA, {"model": {"tie_embeddings": True}}),
+        (LLAMA, {"model": {"num_kv_heads": None}}),
+        (GPT3, {}),
+        (GPT3, {"model": {"tie_embeddings": False}}),
+    ],
+    ids=["llama3", "llama3.1", "llama-tied", "llama2", "gpt", "gpt-untied"],
+)
+def test_logits_and_loss_equal_transformers(base, change):
+    cfg = config(base, change, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
+    model, batch = whole_model(cfg), batch_of(cfg)
+    twin = twin_of(cfg, model)
+    with torch.no_grad():
+        expected = twin(batch.tokens.T).logits.transpose(0, 1)
+        assert_close_rel(model.logits(batch), expected, TOLERANCE, "logits")
+        loss = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        assert float(model(batch)) == pytest.approx(float(loss), rel=TOLERANCE)
+
+
+def test_rope_scaling_matters_here():
+    """The scaled case above would prove nothing if its frequencies were those of the plain one."""
+    cfg = config(LLAMA, SCALED)
+    plain = config(LLAMA)
+    model, other = whole_model(cfg), whole_model(plain)
+    assert not torch.allclose(model.frequencies, other.frequencies)
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_documents_apart_equal_documents_alone(base):
+    """A packed sample gives each document the logits it has alone, and no gradient crosses a boundary: exactly 0."""
+    cfg = config(base, {"data": {"separate_documents": True}})
+    model, batch = whole_model(cfg), batch_of(cfg, b=1)
+    s, bounds = cfg.train.seq_len, np.array([0, 5, 18, cfg.train.seq_len])
+    positions = torch.arange(s) - torch.from_numpy(np.repeat(bounds[:-1], np.diff(bounds)))
+    batch.documents, batch.positions = as_documents([bounds]), positions[:, None]
+    logits = model.logits(batch)
+    for start, end in zip(bounds[:-1], bounds[1:]):
+        order = torch.arange(end - start)
+        alone = Batch(
+            batch.tokens[start:end],
+            batch.labels[start:end],
+            batch.mask[start:end],
+            order[:, None],
+            order,
+            batch.samples,
+            count=float(end - start),
+        )
+        assert_close_rel(logits[start:end], model.logits(alone), TOLERANCE, f"document at {start}")
+    embedded = []
+    hook = model.embedding.words.register_forward_hook(lambda *args: embedded.append(args[2]))
+    logits = model.logits(batch)
+    hook.remove()
+    (grad,) = torch.autograd.grad(logits[5:18].square().sum(), embedded)
+    assert grad[5:18].abs().sum() > 0
+    assert float(grad[:5].abs().max()) == float(grad[18:].abs().max()) == 0.0
+
+
+def test_initial_weights_do_not_depend_on_the_number_of_stages():
+    """A parameter's values come from its global name: the last of two stages begins like the whole model ends."""
+    cfg = config(LLAMA)
+    whole = whole_model(cfg, std=0.0)
+    mesh = Mesh.offline(2, 1, pp=2)
+    last = GPT(
+        cfg,
+        mesh,
+        attention.choose("auto", mesh.device, torch.float32, cfg.model.head_dim),
+        range(4, 8),
+        first=False,
+        last=True,
+    )
+    initialise([last], cfg.train.seed)
+    params = dict(whole.named_parameters())
+    for name, param in last.named_parameters():
+        assert torch.equal(param, params[name]), name

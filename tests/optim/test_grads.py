@@ -1,0 +1,361 @@
+"""Gradient buckets: the layout (hypothesis), the protocol with the layers, and sums equal to a single process.
+
+The toy model here has real parameters but made-up gradients: every use of a parameter by sample i and sequence part j
+adds coefficient * (parameter - target), both drawn from (use, step, i, j). So the gradient depends on the parameters
+that the forward saw, the total over samples and parts is the same in every layout, and a single process can compute
+it in a few lines.
+"""
+
+import re
+import zlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from minitron.comm.collectives import Done, all_reduce_
+from minitron.comm.mesh import Mesh
+from minitron.kernels.gemm import accumulate
+from minitron.optim.buckets import ALIGNMENT, Gradients, Kind, plan_buckets
+from minitron.parallel.tensor import Shard
+from minitron.testing import assert_close_rel
+
+SAMPLES, PARTS = 4, 4  # of a global batch, of a sequence
+SMALL_BUCKETS = 2000  # bytes: a few parameters each
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter of the toy: its full shape, the sizes that tp splits along `dim` (None: replicated)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    chunks: tuple[int, ...] = ()
+    tied: bool = False
+
+    @property
+    def decay(self):
+        return len(self.shape) > 1
+
+    def shard(self, tp):
+        return None if self.dim is None else Shard(self.dim, tp, self.chunks)
+
+    def initial(self):
+        return draw(self.shape, "initial", self.name)
+
+
+UNITS = {
+    "embedding": [Spec("embedding.weight", (24, 6), 0, (24,), tied=True), Spec("embedding.positions", (5, 6))],
+    "block0": [Spec("block0.norm", (7,)), Spec("block0.qkv", (16, 7), 0, (8, 4, 4)),
+               Spec("block0.bias", (16,), 0, (8, 4, 4)), Spec("block0.out", (6, 132), 1, (132,))],
+    "block1": [Spec("block1.norm", (7,)), Spec("block1.qkv", (16, 7), 0, (8, 4, 4)),
+               Spec("block1.out", (29, 44), 1, (44,))],
+    "head": [Spec("head.norm", (301,))],
+}
+SPECS = {spec.name: spec for specs in UNITS.values() for spec in specs}
+TIED = "embedding.weight"
+
+
+def draw(shape, *key):
+    seed = zlib.crc32("/".join(map(str, key)).encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def gradient(spec, seen, use, step, samples, parts, shard=None):
+    """Sum over samples and parts of coefficient * (seen - target), for the part of the parameter that `shard`
+    cuts."""
+    total = torch.zeros_like(seen)
+    for sample in samples:
+        for part in parts:
+            coefficient = draw(spec.shape, "coefficient", use, step, sample, part)
+            target = draw(spec.shape, "target", use, step, sample, part)
+            if shard is not None:
+                coefficient, target = shard.cut(coefficient), shard.cut(target)
+            total += coefficient.abs() * (seen - target)
+    return total
+
+
+class Unit(nn.Module):
+    """Parameters of one unit. The forward notes what it saw; the backward adds gradients and reports them, last
+    first."""
+
+    def __init__(self, name, tp, dtype, tied=None):
+        super().__init__()
+        self.uses = {}  # use -> (spec, parameter)
+        for spec in UNITS[name]:
+            shard = spec.shard(tp)
+            param = nn.Parameter((spec.initial() if shard is None else shard.cut(spec.initial())).to(dtype))
+            param.global_name, param.shard, param.decay = spec.name, shard, spec.decay
+            param.tied, param.uses = spec.tied, 1
+            self.register_parameter(spec.name.split(".")[1], param)
+            self.uses[spec.name] = spec, param
+        if tied is not None:
+            self.tied = tied
+            self.uses["head.weight"] = SPECS[TIED], tied
+
+    def forward(self):
+        self.seen = {use: param.detach().float() for use, (_, param) in self.uses.items()}
+
+    def backward(self, step, sample, parts, scale):
+        for use, (spec, param) in reversed(self.uses.items()):
+            mine = range(PARTS) if param.shard is not None else parts
+            grad = scale * gradient(spec, self.seen[use], use, step, [sample], mine, param.shard)
+            assert accumulate(param, grad) is None
+
+
+class Chunk(nn.Module):
+    def __init__(self, names, mesh, dtype):
+        super().__init__()
+        self.parts = nn.ModuleDict()
+        for name in names:
+            tied = None
+            if name == "head":
+                first = self.parts["embedding"] if "embedding" in self.parts else Unit("embedding", mesh.tp, dtype)
+                tied = first.weight
+            self.parts[name] = Unit(name, mesh.tp, dtype, tied)
+        if {"embedding", "head"} <= set(names):
+            tied.uses = 2
+
+    def units(self):
+        return iter(self.parts.values())
+
+
+class Toy:
+    """The toy on this rank's place in the mesh: chunks, gradient buffers, and one training step's forward and
+    backward."""
+
+    def __init__(self, mesh, *, vp=1, sequence_parallel=True, overlap=True, dtype=torch.float32):
+        self.mesh = mesh
+        names, stages = list(UNITS), mesh.pp.size * vp
+        each = len(names) // stages
+        mine = [mesh.pp.rank + i * mesh.pp.size for i in range(vp)]
+        self.chunks = [Chunk(names[stage * each:(stage + 1) * each], mesh, dtype) for stage in mine]
+        self.gradients = Gradients(self.chunks, mesh, sequence_parallel=sequence_parallel, overlap=overlap,
+                                   bucket_bytes=SMALL_BUCKETS)
+        tp, data = mesh.tp, mesh.dp_cp
+        self.parts = range(tp.rank, PARTS, tp.size) if sequence_parallel else range(PARTS)
+        self.samples = range(data.rank, SAMPLES, data.size)
+
+    def accumulate(self, step, scale=1.0, poison=0.0):
+        """Every microbatch's forward and backward. `poison` is added to one gradient of this rank."""
+        self.gradients.begin_step()
+        poisoned = next(self.chunks[0].parameters())
+        poisoned.main_grad.zero_().view(-1)[0] = poison
+        poisoned.grad_stale = False
+        for sample in self.samples:
+            for chunk in self.chunks:
+                for unit in chunk.units():
+                    unit()
+            for index, chunk in reversed(list(enumerate(self.chunks))):
+                if sample == self.samples[-1]:
+                    self.gradients.begin_last_backward(index)
+                for unit in reversed(list(chunk.units())):
+                    unit.backward(step, sample, self.parts, scale)
+
+
+def twin_gradients(seen, step):
+    """{name: whole gradient} of a single process whose forward saw the parameters `seen`."""
+    return {name: sum(gradient(spec, seen[name], use, step, range(SAMPLES), range(PARTS))
+                      for use in ([name, "head.weight"] if spec.tied else [name])) for name, spec in SPECS.items()}
+
+
+def cut(name, full, tp):
+    shard = SPECS[name].shard(tp)
+    return full if shard is None else shard.cut(full)
+
+
+# (world, mesh arguments, other arguments of the toy): every axis alone, pairs, interleaved chunks
+LAYOUTS = [
+    (1, {}, {}),
+    (2, {}, {}),
+    (2, {"cp": 2}, {}),
+    (2, {"tp": 2}, {}),
+    (2, {"tp": 2}, {"sequence_parallel": False}),
+    (2, {"pp": 2}, {}),
+    (2, {"pp": 2}, {"vp": 2}),
+    (4, {}, {}),
+    (4, {"tp": 2}, {}),
+    (4, {"tp": 2, "pp": 2}, {"vp": 2}),
+    (4, {"cp": 2, "pp": 2}, {}),
+]
+
+
+# ---- layout ---------------------------------------------------------------------------------------------------------
+
+kinds = st.builds(Kind, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans(), st.booleans())
+
+
+@settings(deadline=None)  # other work on the machine is no failure
+@given(st.lists(st.tuples(st.integers(1, 3000), kinds), min_size=1, max_size=30), st.integers(1, 20000),
+       st.integers(1, 6))
+def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks):
+    params = [(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(params)]
+    plans = plan_buckets(params, bucket_bytes, ranks)
+    seen = {name: [0] * numel for name, numel, _ in params}
+    for plan in plans:
+        assert plan.size % (ranks * ALIGNMENT) == 0
+        for rank in range(ranks):
+            for span, first, last in plan.owned(rank, ranks):
+                assert rank * plan.size // ranks <= first < last <= (rank + 1) * plan.size // ranks
+                for i in range(first - span.start, last - span.start):
+                    seen[span.name][i] += 1
+    assert all(set(counts) == {1} for counts in seen.values())
+    kind_of = {name: kind for name, _, kind in params}
+    order = [int(span.name[1:]) for plan in plans for span in plan.spans]
+    for plan in plans:
+        assert {kind_of[span.name] for span in plan.spans} == {plan.kind}
+        assert not plan.kind.tied or len(plan.spans) == 1
+        assert all(span.start % ALIGNMENT == 0 for span in plan.spans)
+        assert all(a.start + a.numel <= b.start for a, b in zip(plan.spans, plan.spans[1:]))
+        closed = plan.spans[:-1]  # only the last parameter may bring a bucket to its limit
+        assert not closed or (closed[-1].start + closed[-1].numel) * 4 < bucket_bytes
+    for kind in set(kind_of.values()):  # reverse forward order within a kind, across its buckets
+        of_kind = [i for i in order if kind_of[f"p{i}"] == kind]
+        assert of_kind == sorted(of_kind, reverse=True)
+
+
+def test_parameters_move_into_the_buffers_and_keep_their_values():
+    toy = Toy(Mesh.offline(), dtype=torch.bfloat16)
+    for bucket in toy.gradients.buckets:
+        for name, param in bucket.params.items():
+            assert torch.equal(param, SPECS[name].initial().bfloat16())
+            assert param.untyped_storage().data_ptr() == bucket.data.untyped_storage().data_ptr()
+            assert param.main_grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
+            assert param.main_grad.dtype == torch.float32 and param.grad is None
+        assert bucket.grad_slice.data_ptr() == bucket.grad.data_ptr()  # one data rank: no copy
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def reduced_gradients(mesh_args, toy_args, overlap):
+    mesh = Mesh.create(**mesh_args)
+    toy = Toy(mesh, overlap=overlap, **toy_args)
+    toy.accumulate(step=0)
+    toy.gradients.finish()
+    toy.accumulate(step=1)  # nothing of the first step is left in it
+    started = [not isinstance(bucket.reduction, Done) for bucket in toy.gradients.buckets]
+    assert started == [overlap and mesh.dp_cp.size > 1] * len(started)
+    toy.gradients.finish()
+    square_sum = toy.gradients.square_sum()
+    all_reduce_(square_sum, mesh.world)
+    return toy.gradients.full_gradients(), square_sum
+
+
+@pytest.mark.parametrize("world, mesh_args, toy_args", LAYOUTS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_and_norm_equal_a_single_process(ranks, world, mesh_args, toy_args, overlap):
+    expected = twin_gradients({name: spec.initial() for name, spec in SPECS.items()}, step=1)
+    names = set()
+    for rank, (gradients, square_sum) in enumerate(ranks(world, reduced_gradients, mesh_args, toy_args, overlap)):
+        mesh = Mesh.offline(world, rank, **mesh_args)
+        for name, value in gradients.items():  # float32 sums of 16 terms in another order
+            assert_close_rel(value, cut(name, expected[name], mesh.tp), 1e-6, name)
+        expected_sum = sum(value.double().square().sum() for value in expected.values())
+        assert_close_rel(square_sum, expected_sum, 1e-6, "square sum")
+        names |= gradients.keys()
+    assert names == SPECS.keys()
+
+
+def owned_parts(mesh_args):
+    toy = Toy(Mesh.create(**mesh_args))
+    for param in (p for chunk in toy.chunks for p in chunk.parameters()):
+        param.main_grad.copy_(draw(param.shape, param.global_name))
+    slices = [bucket.grad_slice for bucket in toy.gradients.buckets]
+    return [(part.name, part.offset, part.of(slices)) for part in toy.gradients.owned()]
+
+
+def test_owned_parts_tell_where_a_slice_belongs(ranks):
+    pieces = [piece for rank in ranks(4, owned_parts, {"cp": 2}) for piece in rank]
+    assert len(pieces) > len(SPECS)  # some parameter straddles two ranks
+    for name, spec in SPECS.items():
+        mine = sorted((piece for piece in pieces if piece[0] == name), key=lambda piece: piece[1])
+        assert [offset for _, offset, _ in mine] == [sum(v.numel() for _, _, v in mine[:i]) for i in range(len(mine))]
+        assert torch.equal(torch.cat([values for _, _, values in mine]), draw(spec.shape, name).flatten())
+
+
+# ---- protocol -------------------------------------------------------------------------------------------------------
+
+
+def test_a_unit_waits_for_exactly_the_buckets_of_its_parameters():
+    class Handle:
+        waited = False
+
+        def wait(self):
+            self.waited = True
+
+    toy = Toy(Mesh.offline(2))  # two data ranks; nothing is sent here
+    for name, unit in toy.chunks[0].parts.items():
+        handles = []
+        for bucket in toy.gradients.buckets:
+            bucket.gather = Handle()
+            handles.append(bucket.gather)
+        unit()
+        needed = {param.global_name for param in unit.parameters()}
+        assert [h.waited for h in handles] == [bool(needed & b.params.keys()) for b in toy.gradients.buckets], name
+        assert not all(h.waited for h in handles)
+
+
+def test_gathers_start_in_the_order_of_the_forward():
+    toy = Toy(Mesh.offline(2))
+    position = {name: i for i, name in enumerate(SPECS)}
+    first_needed = [min(position[name] for name in bucket.params) for bucket in toy.gradients.buckets]
+    assert first_needed == sorted(first_needed)
+
+
+def test_a_parameter_that_never_reports_is_named():
+    toy = Toy(Mesh.offline())
+    toy.gradients.begin_last_backward(0)
+    for param in toy.chunks[0].parameters():
+        for _ in range(param.uses - (param.global_name == "block0.norm")):
+            param.grad_ready()
+    with pytest.raises(AssertionError, match="no gradient came for block0.norm$"):
+        toy.gradients.finish()
+
+
+def test_a_tied_weight_reports_both_of_its_uses():
+    toy = Toy(Mesh.offline())
+    toy.gradients.begin_last_backward(0)
+    for param in toy.chunks[0].parameters():
+        param.grad_ready()
+    with pytest.raises(AssertionError, match=f"no gradient came for {re.escape(TIED)}$"):
+        toy.gradients.finish()
+
+
+def test_a_parameter_that_reports_too_often_is_named():
+    toy = Toy(Mesh.offline())
+    norm = next(p for p in toy.chunks[0].parameters() if p.global_name == "block0.norm")
+    norm.grad_ready()  # before the last backward nobody counts
+    toy.gradients.begin_last_backward(0)
+    norm.grad_ready()
+    with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
+        norm.grad_ready()
+
+
+def test_a_step_without_a_last_backward_is_an_error():
+    with pytest.raises(AssertionError, match="no last backward was announced for the chunk of embedding"):
+        Toy(Mesh.offline()).gradients.finish()
+
+
+def test_names_are_unique_over_the_chunks_of_a_rank():
+    mesh = Mesh.offline()
+    chunks = [Chunk(["block0"], mesh, torch.float32) for _ in range(2)]
+    with pytest.raises(AssertionError, match="names repeat over chunks"):
+        Gradients(chunks, mesh, sequence_parallel=False, overlap=False)
+
+
+def test_the_norm_of_a_large_bucket_is_exact():
+    """A float32 sum over a bucket of 10 million elements was 4e-4 off, so one process and two clipped differently."""
+    layer = nn.Linear(4000, 2500, bias=False)
+    layer.units = lambda: [layer]
+    layer.weight.global_name, layer.weight.shard, layer.weight.decay = "weight", None, True
+    layer.weight.tied, layer.weight.uses = False, 1
+    gradients = Gradients([layer], Mesh.offline(), sequence_parallel=False, overlap=True)
+    bucket, = gradients.buckets
+    bucket.grad_slice.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
+    expected = float(bucket.grad_slice.double().square().sum())
+    assert float(gradients.square_sum()) == pytest.approx(expected, rel=1e-12)

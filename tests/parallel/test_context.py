@@ -1,0 +1,269 @@
+"""Context parallelism: every style equals one masked softmax, and the blocks cover what they must."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from attention_twin import allowed_pairs, attend_with_grads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.comm.mesh import Axis, Mesh
+from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
+from minitron.parallel.context import as_documents, attention, gathered_blocks, local_positions, ring_blocks
+from minitron.testing import assert_close_rel
+
+SEQ_LEN, BATCH, HEAD_DIM = 48, 2, 8
+STYLES = ("ring", "allgather", "ulysses")
+BACKENDS = {"flash": FLASH_CPU, "reference": REFERENCE}
+# Two samples with boundaries inside chunks, on their edges, and documents of one token.
+DOCUMENTS = as_documents([[0, 1, 17, 18, 36, 48], [0, 12, 45, 48]])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call. With `lonely`, the loss sees document 1 of sample 0 alone."""
+
+    style: str
+    num_heads: int
+    num_groups: int
+    documents: bool
+    backend: str = "flash"
+    dtype: torch.dtype = torch.float32
+    lonely: bool = False
+
+    def inputs(self):
+        """dout, q [s, b, n, d] and k, v [s, b, g, d], the same on every rank."""
+        generator = torch.Generator().manual_seed(self.num_heads)
+        dout, q, k, v = (torch.randn(SEQ_LEN, BATCH, heads, HEAD_DIM, generator=generator).to(self.dtype)
+                         for heads in (self.num_heads, self.num_heads, self.num_groups, self.num_groups))
+        if self.lonely:
+            dout = dout * lonely_document().to(self.dtype)
+        return dout, q, k, v
+
+
+def lonely_document():
+    """1 at document 1 of sample 0, 0 elsewhere: [s, b, 1, 1]"""
+    mask = torch.zeros(SEQ_LEN, BATCH, 1, 1)
+    mask[DOCUMENTS[0][1]:DOCUMENTS[0][2], 0] = 1
+    return mask
+
+
+def run_local(cases):
+    """On one rank of the cp axis: this rank's part of (out, dq, dk, dv), for each case."""
+    axis = Mesh.create(cp=torch.distributed.get_world_size()).cp
+    results = []
+    for case in cases:
+        positions = torch.from_numpy(local_positions(SEQ_LEN, axis.size, axis.rank, case.style))
+        dout, q, k, v = (x[positions] for x in case.inputs())
+        # views into one tensor, as a fused projection gives them: none of them is contiguous
+        qkv = torch.cat([q, k, v], 2).requires_grad_()
+        q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], 2)
+        out = attention(q, k, v, axis=axis, style=case.style, backend=BACKENDS[case.backend],
+                        documents=DOCUMENTS if case.documents else None)
+        results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
+    return results
+
+
+def assemble(parts, style):
+    """The ranks' parts -> the whole sequence, for each of out, dq, dk, dv."""
+    order = np.concatenate([local_positions(SEQ_LEN, len(parts), rank, style) for rank in range(len(parts))])
+    whole = {}
+    for name, pieces in zip(("out", "dq", "dk", "dv"), zip(*parts)):
+        whole[name] = torch.empty_like(torch.cat(pieces))
+        whole[name][order] = torch.cat(pieces)
+    return whole
+
+
+def allowed(documents):
+    return torch.from_numpy(np.stack([allowed_pairs(SEQ_LEN, b) for b in documents or [None] * BATCH])).unsqueeze(1)
+
+
+def expect(case):
+    pairs = allowed(DOCUMENTS if case.documents else None)
+    result = attend_with_grads(*(x.permute(1, 2, 0, 3) for x in case.inputs()), pairs)
+    return {name: result[name].permute(2, 0, 1, 3) for name in ("out", "dq", "dk", "dv")}
+
+
+def run_whole(ranks, world, cases):
+    for case, *parts in zip(cases, *ranks(world, run_local, cases)):
+        yield case, assemble(parts, case.style)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_style_equals_one_masked_softmax(ranks, world):
+    cases = [Case(style, *heads, documents) for style in STYLES for documents in (False, True)
+             for heads in [(8, 4), (4, 4), (3, 1)] if style != "ulysses" or heads[1] % world == 0]
+    cases += [Case(style, 4, 4, True, "reference") for style in STYLES]
+    for case, actual in run_whole(ranks, world, cases):
+        for name, value in expect(case).items():
+            assert_close_rel(actual[name], value, 1e-5, f"{case}: {name}")  # float32 sums in another order
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bf16_is_as_exact_as_one_kernel_call(ranks, world):
+    """Sums over blocks are float32: splitting costs one more rounding, of the parts. Two alike add up to sqrt(2)."""
+    cases = [Case(style, 8, 4, documents, dtype=torch.bfloat16) for style in STYLES for documents in (False, True)]
+    for (case, actual), (_, single) in zip(run_whole(ranks, world, cases), run_whole(ranks, 1, cases)):
+        for name, value in expect(case).items():
+            error, error_of_one = ((x[name].double() - value).norm() / value.norm() for x in (actual, single))
+            assert actual[name].dtype == torch.bfloat16
+            assert error <= 1.5 * error_of_one, f"{case}: {name} is off by {error:.1e}, one call by {error_of_one:.1e}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_gradient_leaks_into_another_document(ranks, world):
+    cases = [Case(style, 4, 4, True, backend, lonely=True) for style in STYLES for backend in BACKENDS]
+    outside = ~lonely_document().bool().squeeze(-1).squeeze(-1)
+    for case, actual in run_whole(ranks, world, cases):
+        for name in ("dq", "dk", "dv"):
+            assert torch.count_nonzero(actual[name][outside]) == 0, f"{case}: {name}"
+            assert torch.count_nonzero(actual[name][~outside]) > 0
+
+
+def test_dropout_mask_on_one_rank():
+    dout, q, k, v = Case("ring", 4, 2, True).inputs()
+    mask = (torch.rand(BATCH, 4, SEQ_LEN, SEQ_LEN) > 0.4) / 0.6
+    for boundaries in (None, DOCUMENTS):
+        expected = attend_with_grads(*(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(boundaries), mask)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, axis=Axis.single(), style="ring", backend=REFERENCE, documents=boundaries,
+                        dropout_mask=lambda samples, queries, keys: mask[samples, :, queries, keys])
+        actual = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, inputs, dout))))
+        for name, value in actual.items():
+            assert_close_rel(value.permute(1, 2, 0, 3), expected[name], 1e-5, name)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_one_rank_without_documents_is_one_call_on_views(style):
+    calls = []
+
+    def forward(q, k, v, **options):
+        calls.append((q, k, v, options))
+        return FLASH_CPU.forward(q, k, v, **options)
+
+    inputs = Case(style, 4, 2, False).inputs()[1:]
+    out = attention(*inputs, axis=Axis.single(), style=style, backend=Backend("spy", forward, FLASH_CPU.backward))
+    [(*seen, options)] = calls
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in inputs]
+    assert options == dict(causal=True, scale=HEAD_DIM ** -0.5)
+    assert out.is_contiguous()  # so the [s, b, n d] that the output projection wants is a view
+
+
+# ---- positions and blocks: no ranks needed --------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw):
+    """(sequence length, cp, documents of each sample or None)"""
+    size = draw(st.sampled_from([1, 2, 3, 4]))
+    seq_len = 2 * size * draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        return seq_len, size, None
+    inner = st.sets(st.integers(1, seq_len - 1))
+    boundaries = [np.array([0, *sorted(draw(inner)), seq_len]) for _ in range(draw(st.integers(1, 2)))]
+    return seq_len, size, as_documents(boundaries)
+
+
+def count_pairs(counts, blocks, queries, keys):
+    """Add 1 at every global (sample, query, key) that a block computes; queries, keys: the global positions at hand."""
+    for block in blocks:
+        rows, columns = queries[block.queries], keys[block.keys]
+        assert len(rows) and len(columns) and (not block.causal or len(rows) == len(columns))
+        pairs = np.tri(len(rows), dtype=int) if block.causal else np.ones((len(rows), len(columns)), dtype=int)
+        counts[block.samples, rows[:, None], columns[None, :]] += pairs
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts())
+def test_blocks_cover_each_allowed_pair_once(layout):
+    seq_len, size, documents = layout
+    expected = np.stack([allowed_pairs(seq_len, None if b is None else np.array(b)) for b in documents or [None]])
+    ring, gathered = np.zeros((2, *expected.shape), dtype=int)
+    held = [local_positions(seq_len, size, rank, "ring") for rank in range(size)]
+    for rank in range(size):
+        for source in range(size):
+            count_pairs(ring, ring_blocks(seq_len, size, rank, source, documents), held[rank], held[source])
+        count_pairs(gathered, ring_blocks(seq_len, size, rank, rank, documents), held[rank], held[rank])
+        count_pairs(gathered, gathered_blocks(seq_len, size, rank, documents), held[rank], np.arange(seq_len))
+    np.testing.assert_array_equal(ring, expected)
+    np.testing.assert_array_equal(gathered, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
+def test_own_blocks_cover_every_local_query_and_key_once(layout):
+    """What lets step 0 of the ring write where later steps add."""
+    seq_len, size, documents = layout
+    for rank in range(size):
+        for side in ("queries", "keys"):
+            counts = np.zeros((len(documents or [None]), seq_len // size), dtype=int)
+            for block in ring_blocks(seq_len, size, rank, rank, documents):
+                counts[block.samples, getattr(block, side)] += 1
+            assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_without_documents_a_step_is_one_block_and_the_ranks_are_in_balance(size):
+    seq_len = 16 * size
+    for rank in range(size):
+        for source in range(size):
+            [block] = ring_blocks(seq_len, size, rank, source, None)
+            num_pairs = (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
+            assert num_pairs == (16 * 16 if rank == source else 16 * 16 // 2)
+        assert len(gathered_blocks(seq_len, size, rank, None)) == (2 if 0 < rank < size - 1 else 1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_positions_are_a_partition(style):
+    for size in (1, 2, 4):
+        held = [local_positions(SEQ_LEN, size, rank, style) for rank in range(size)]
+        assert {(len(x), x.dtype) for x in held} == {(SEQ_LEN // size, np.dtype(np.int64))}
+        assert all((np.diff(x) > 0).all() for x in held)
+        assert sorted(np.concatenate(held)) == list(range(SEQ_LEN))
+    # zigzag: a rank's first chunk is as far from the start as its second is from the end
+    rank1 = local_positions(SEQ_LEN, 4, 1, style)
+    assert np.array_equal(rank1, SEQ_LEN - 1 - rank1[::-1]) == (style != "ulysses")
+
+
+def test_one_rank_takes_a_sequence_of_any_length():
+    assert local_positions(7, 1, 0, "ring").tolist() == list(range(7))
+    q = torch.randn(7, 1, 2, HEAD_DIM)
+    out = attention(q, q, q, axis=Axis.single(), style="ring", backend=FLASH_CPU, documents=as_documents([[0, 3, 7]]))
+    alone = attention(q[3:], q[3:], q[3:], axis=Axis.single(), style="ring", backend=FLASH_CPU)
+    assert torch.equal(out[3:], alone)
+
+
+@pytest.mark.parametrize("args, message", [
+    ((12, 4, 0, "ring"), "train.seq_len=12 cannot be cut into 8 equal chunks, which parallel.cp=4 with"),
+    ((10, 4, 0, "ulysses"), "train.seq_len=10 cannot be cut into 4 equal chunks"),
+])
+def test_positions_that_do_not_exist(args, message):
+    with pytest.raises(ValueError) as error:
+        local_positions(*args)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("seq_len, size, heads, style, documents, message", [
+    (8, 1, (4, 4), "spiral", None, "spiral"),
+    (8, 1, (4, 3), "ring", None, "3 key heads for 4 query heads"),
+    (8, 2, (6, 3), "ulysses", None, "ulysses: 8 positions, 3 key heads, 2 ranks"),
+    (7, 2, (4, 4), "ring", None, "ring: 7 positions"),
+    (8, 1, (4, 4), "ring", [[0, 8]], "of 2 samples"),
+    (8, 2, (4, 4), "ring", [[0, 16], [0, 8]], "with 16 positions"),
+    (8, 1, (4, 4), "ring", [[0, 5, 5, 8], [0, 8]], "(0, 5, 5, 8)"),
+])
+def test_calls_that_rules_and_loader_exclude(seq_len, size, heads, style, documents, message):
+    q, k = (torch.zeros(seq_len, 2, n, HEAD_DIM) for n in heads)
+    with pytest.raises(AssertionError) as error:
+        attention(q, k, k, axis=Axis("cp", 0, size, tuple(range(size))), style=style, backend=FLASH_CPU,
+                  documents=documents and as_documents(documents))
+    assert message in str(error.value)
+
+
+def test_dropout_across_ranks_is_excluded():
+    q = torch.zeros(8, 1, 4, HEAD_DIM)
+    with pytest.raises(AssertionError, match="attention dropout across ranks"):
+        attention(q, q, q, axis=Axis("cp", 0, 2, (0, 1)), style="ring", backend=REFERENCE,
+                  dropout_mask=lambda *_: torch.ones(1, 4, 8, 8))

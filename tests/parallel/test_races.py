@@ -1,0 +1,233 @@
+"""Copies between GPUs: nobody reads what may not be written yet, or writes what may still be read, on 2, 4 and 8 ranks.
+
+What each rank launches is noted, with the memory that it touches, and replayed with a vector clock for every stream.
+"""
+
+import random
+import weakref
+from collections import Counter, defaultdict, deque
+from contextlib import contextmanager
+from functools import reduce
+from operator import or_
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitron.comm.mesh import Axis
+from minitron.optim import slices
+from minitron.parallel import overlap
+
+CPU = torch.device("cpu")
+
+
+class Lent(numpy.ndarray):
+    """Memory of a tensor; it dies when torch's allocator would have it back."""
+
+
+class Rank:
+    """A rank's streams and memory, whose use is noted. shared: (number, rank) -> buffer; kept: memory that stays."""
+
+    def __init__(self, rank, size, shared, kept):
+        self.axis = Axis("axis", rank, size, tuple(range(size)), SimpleNamespace(group_name="axis"))
+        self.shared, self.kept, self.made, self.met, self.launches, self.streams = shared, kept, 0, 0, [], 0
+        self.current = self.stream()
+
+    def note(self, kind, stream, what):
+        self.launches.append((kind, stream.name, what))
+
+    def touch(self, *tensors, write=False):
+        for x in tensors:
+            self.note("access", self.current, (x.data_ptr(), x.data_ptr() + x.nbytes, write))
+
+    def stream(self, priority=0):
+        stream, self.streams = SimpleNamespace(name=(self.axis.rank, self.streams)), self.streams + 1
+        stream.wait_event = lambda event: self.note("wait", stream, event.version)
+        stream.wait_stream = lambda other: stream.wait_event(other.record_event())
+        stream.record_event = lambda: self.event().record(stream)
+        return stream
+
+    def event(self):
+        def record(stream):
+            event.version = self.axis.rank, len(self.launches)
+            self.note("record", stream, event.version)
+            return event
+
+        event = SimpleNamespace(record=record)
+        return event
+
+    def set_stream(self, stream):
+        self.current = stream
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def copy_(self, there, here):
+        self.touch(here)
+        self.touch(there, write=True)
+
+    def new_empty(self, like, *shape):
+        memory, stream = numpy.zeros(int(numpy.prod(shape)) * like.itemsize, numpy.uint8), self.current
+        lent, place = memory.view(Lent), (memory.ctypes.data, memory.ctypes.data + memory.nbytes, True)
+        self.kept.append(memory)  # no other tensor gets its address
+        weakref.finalize(lent, self.note, "access", stream, place)  # what its stream launches next may write there
+        return torch.from_numpy(lent).view(like.dtype).view(shape)
+
+    def empty(self, numel, dtype, device):
+        self.made += 1
+        for rank in range(self.axis.size):
+            self.shared.setdefault((self.made, rank), torch.zeros(numel, dtype=dtype))
+        return self.shared[self.made, self.axis.rank]
+
+    def rendezvous(self, buffer, group_name):
+        self.met = number = self.met + 1  # in the order in which they were made
+
+        def get_buffer(rank, shape, dtype, start):
+            return self.shared[number, rank].view(dtype)[start:start + int(numpy.prod(shape))].view(shape)
+
+        return SimpleNamespace(get_buffer=get_buffer,
+                               barrier=lambda channel: self.note("barrier", self.current, number))
+
+
+def launches(size, program, seed):
+    """What each rank launches: [(kind, stream, what), ...]."""
+    shared, kept = {}, []
+    return [noted(Rank(rank, size, shared, kept), program, seed) for rank in range(size)]
+
+
+def noted(rank, program, seed):
+    cuda = SimpleNamespace(Stream=rank.stream, Event=rank.event, current_stream=lambda device=None: rank.current,
+                           set_stream=rank.set_stream, stream=rank.on, synchronize=lambda: None)
+    with mock.patch.multiple(overlap, symmetric_memory=rank), mock.patch.multiple(torch, cuda=cuda), \
+            mock.patch.multiple(slices, symmetric_memory=rank, PIECE_BYTES=48), \
+            mock.patch.multiple(dist, barrier=lambda group: None), \
+            mock.patch.multiple(torch.Tensor, copy_=lambda there, here: rank.copy_(there, here),
+                                new_empty=lambda like, *shape: rank.new_empty(like, *shape)):
+        program(rank, random.Random(seed))
+    return list(rank.launches)
+
+
+def replay(launches):
+    """Raises AssertionError where two accesses to a byte, one of them a write, may come in either order.
+
+    A rank stands at a barrier until all others do: the worst that streams on one hardware queue can do.
+    """
+    left, clocks, versions, seen = [deque(x) for x in launches], defaultdict(Counter), {}, []
+    while any(left):
+        for rank in left:
+            while rank and rank[0][0] != "barrier":
+                kind, stream, what = rank.popleft()
+                clock = clocks[stream]
+                if kind == "record":
+                    versions[what] = clock.copy()
+                elif kind == "wait":
+                    clock |= versions[what]  # the later of both, stream by stream
+                else:
+                    first, last, write = what
+                    clock[stream] += 1
+                    still = [(stream, clock[stream], first, last, write)]
+                    for at, time, begin, end, written in seen:
+                        before = time <= clock[at]
+                        assert before or end <= first or last <= begin or not (write or written), "a race"
+                        if not (before and first <= begin and end <= last and write >= written):  # else this one counts
+                            still.append((at, time, begin, end, written))
+                    seen = still
+        if any(left):
+            assert len({rank[0][2] if rank else None for rank in left}) == 1, "ranks stand at different barriers"
+            here = [rank.popleft()[1] for rank in left]
+            met = reduce(or_, (clocks[stream] for stream in here))
+            clocks.update((stream, met.copy()) for stream in here)
+
+
+def products(rank, draw):
+    """What layers do, in any order, with operands that grow."""
+    by = overlap.Pipelined(rank.axis, CPU, rank.touch)
+    for _ in range(8):
+        product(rank, by, draw.choice(["gather", "gather_then", "then_scatter", "backward"]), draw.choice([1, 1, 2]),
+                keep=draw.random() < 0.5)
+
+
+def product(rank, by, kind, m, keep):
+    """backward: as a column-parallel layer does, which gathers its input again while it scatters its gradient."""
+    def operand(rows):
+        rank.touch(x := torch.zeros(0).new_empty(rows, 64), write=True)
+        return x
+
+    def consume(rows, parts):
+        rank.touch(*parts)
+        rank.touch(y[rows], write=True)
+
+    def produce(rows, out):
+        rank.touch(x)
+        rank.touch(out, write=True)
+
+    x, y = operand(m), operand(rank.axis.size * m)
+    if kind == "gather_then":
+        rank.touch(y, *by.gather_then([x], consume, keep) or [])
+    elif kind == "then_scatter":
+        by.then_scatter(produce, y.shape, x)
+    else:
+        gathered = by.gather([operand(m)])
+        finish = by.scatter(produce, y.shape, x) if kind == "backward" else nothing
+        rank.touch(*gathered())
+        finish()
+
+
+def steps(rank, draw):
+    """Steps of three buckets, the first one from weights that were read, or not."""
+    size, gathers = rank.axis.size, []
+    by = slices.CopiedSlices(rank.axis, CPU, 6 * 96 * size,
+                             lambda stage, piece: (rank.touch(stage), rank.touch(piece, write=True)))
+    rank.kept.append(by)
+    data, grads = ([by.zeros(32 * size, dtype) for _ in range(3)] for dtype in (torch.bfloat16, torch.float32))
+    rank.touch(*data, write=True)
+    if draw.random() < 0.5:
+        rank.touch(*map(by.own, data), write=True)
+        gathers = list(map(by.gather, data))
+    for _ in range(3):
+        for gather in gathers:
+            gather.wait()
+        rank.touch(*data)
+        sums = []
+        for grad in draw.sample(grads, 3):
+            rank.touch(grad, write=True)
+            sums.append(by.reduce(grad))
+        for total in sums:
+            total.wait()
+        gathers = []
+        for param, grad in zip(data, grads):
+            rank.touch(by.own(grad))
+            rank.touch(by.own(param), write=True)
+            gathers.append(by.gather(param))
+
+
+def nothing(*_):
+    pass
+
+
+@pytest.mark.parametrize("program", [products, steps])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_all_accesses_have_an_order(size, program):
+    for seed in range(16 // size):
+        replay(launches(size, program, seed))
+
+
+@pytest.mark.parametrize("program, owner, name, mistake", [
+    (products, overlap._Half, "barrier", nothing),
+    (products, overlap.Pipelined, "_after", nothing),
+    (products, overlap.Pipelined, "_finish", lambda by, use: lambda: by._pending.discard(use)),
+    (products, overlap, "_groups", lambda size, rank: [  # a ring: who reads from a rank is not whom it reads from
+        overlap._Group(i % size, [i % size]) for i in range(rank, rank + size)]),
+    (steps, slices.CopiedSlices, "_announce", nothing),
+    (steps, slices.Arrival, "wait", nothing),
+])
+def test_a_mistake_is_a_race(program, owner, name, mistake):
+    with mock.patch.object(owner, name, mistake), pytest.raises(AssertionError, match="a race"):
+        for seed in range(4):
+            replay(launches(4, program, seed))

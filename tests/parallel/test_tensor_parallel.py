@@ -1,0 +1,175 @@
+"""Tensor-parallel layers equal plain ones on whole tensors: outputs, input gradients and weight gradients."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import Pieces
+
+from minitron.comm.mesh import Axis, Mesh
+from minitron.kernels.gemm import DTYPES, Gemm, use
+from minitron.parallel.overlap import Separate
+from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
+                                      vocab_parallel_cross_entropy)
+from minitron.testing import assert_close_rel
+
+S, B, H, V = 8, 3, 16, 32
+CHUNKS = (24, 8, 8)  # queries, keys, values
+# float32: the parts are added in another order. bf16: one rounding of each partial sum, 2^-8, per tensor-parallel rank.
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+
+
+def _full(name: str, *shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)))).to(dtype)
+
+
+def _set(param, full):
+    with torch.no_grad():
+        param.copy_(full if param.shard is None else param.shard.cut(full))
+
+
+def _part(x, mesh, sequence_parallel):
+    return x.chunk(mesh.tp.size)[mesh.tp.rank].clone() if sequence_parallel else x.clone()
+
+
+in_order = partial(Separate, overlap=False)
+
+
+def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
+    """column -> relu -> row on one rank: y, dx, and gradients of the three parameters, each as this rank has it."""
+    mesh = Mesh.create(tp=tp)
+    dtype = DTYPES[dtype]
+    layout = Layout(by(mesh.tp), sequence_parallel, dtype)
+    column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
+    row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm())
+    params = {"w1": column.weight, "b1": column.bias, "w2": row.weight, "b2": row.bias}
+    for name, shape in (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,))):
+        _set(params[name], _full(name, *shape, dtype=dtype))
+    reports = []
+    if main_grad:
+        for name, p in params.items():
+            p.main_grad, p.grad_stale = torch.full(p.shape, float("nan")), True  # what the step before left
+            p.grad_ready = lambda name=name: reports.append(name)
+    x = _part(_full("x", S, B, H, dtype=dtype), mesh, sequence_parallel).requires_grad_()
+    inner = column(x)
+    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None) + use(row.bias)
+    y.backward(_part(_full("dy", S, B, H, dtype=dtype), mesh, sequence_parallel))
+    grads = {name: (p.main_grad if main_grad else p.grad) for name, p in params.items()}
+    assert not main_grad or (sorted(reports) == sorted(params) and all(p.grad is None for p in params.values()))
+    shards = {n: p.shard for n, p in params.items()}
+    return y.detach(), x.grad, {n: (g, shards[n] and shards[n].slices(), shards[n] and shards[n].dim)
+                                for n, g in grads.items()}
+
+
+def _plain_two_layers(dtype):
+    w1, b1, w2, b2 = (_full(n, *s, dtype=dtype).requires_grad_() for n, s in
+                      (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,))))
+    x = _full("x", S, B, H, dtype=dtype).requires_grad_()
+    # heads are permuted by the sharding, but the permutation of w1's rows is the same as that of w2's columns
+    y = F.linear(F.linear(x, w1, b1).relu(), w2, b2)
+    y.backward(_full("dy", S, B, H, dtype=dtype))
+    return y.detach(), x.grad, {"w1": w1.grad, "b1": b1.grad, "w2": w2.grad, "b2": b2.grad}
+
+
+@pytest.mark.parametrize("tp,sequence_parallel,by,dtype,main_grad,remake", [
+    (1, False, Separate, "fp32", True, False), (2, True, Separate, "fp32", True, False),
+    (4, True, Separate, "fp32", True, True), (4, False, Separate, "fp32", True, False),
+    (2, True, in_order, "fp32", False, True), (2, False, in_order, "fp32", False, False),
+    (4, True, Separate, "bf16", True, True), (4, True, Pieces, "fp32", True, False),
+    (2, True, Pieces, "bf16", True, True),
+])
+def test_column_then_row(ranks, tp, sequence_parallel, by, dtype, main_grad, remake):
+    results = ranks(tp, two_layers_in_order, tp, sequence_parallel, by, dtype, main_grad, remake)
+    check_two_layers(results, _plain_two_layers(DTYPES[dtype]), sequence_parallel, dtype)
+
+
+def check_two_layers(results, plain, sequence_parallel, dtype):
+    """The ranks' results against those of plain layers on whole tensors."""
+    (y, dx, grads), tol = plain, TOLERANCE[dtype]
+    join = torch.cat if sequence_parallel else (lambda parts: parts[0])
+    assert_close_rel(join([r[0] for r in results]).float(), y.float(), tol, "y")
+    assert_close_rel(join([r[1] for r in results]).float(), dx.float(), tol, "dx")
+    for name, expected in grads.items():
+        parts = [r[2][name] for r in results]
+        if parts[0][1] is None:  # replicated: partial over the sequence, else the same everywhere
+            actual = sum(p[0] for p in parts) if sequence_parallel else parts[0][0]
+        else:
+            actual = torch.empty_like(expected, dtype=torch.float32)
+            for grad, slices, dim in parts:
+                for local, full, length in slices:
+                    actual.narrow(dim, full, length).copy_(grad.narrow(dim, local, length))
+        assert_close_rel(actual.float(), expected.float(), tol, f"gradient of {name}")
+
+
+def two_layers_in_order(*args):
+    """two_layers with the second weight cut like the first one's rows, so that columns meet their own rows."""
+    original = RowParallelLinear.__init__
+
+    def cut_by_chunks(self, in_features, out_features, layout, **kwargs):
+        original(self, in_features, out_features, layout, **kwargs)
+        self.weight.shard = Shard(1, layout.axis, CHUNKS)
+
+    RowParallelLinear.__init__ = cut_by_chunks
+    try:
+        return two_layers(*args)
+    finally:
+        RowParallelLinear.__init__ = original
+
+
+def embedding_and_loss(tp, sequence_parallel, main_grad):
+    mesh = Mesh.create(tp=tp)
+    layout = Layout(Separate(mesh.tp), sequence_parallel)
+    words = VocabParallelEmbedding(V, H, layout, std=0.1)
+    _set(words.weight, _full("words", V, H))
+    if main_grad:
+        words.weight.main_grad, words.weight.grad_ready = torch.ones(words.weight.shape), lambda: None
+        words.weight.grad_stale = True
+    ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
+    x = words(ids)
+    x.backward(_part(_full("dx", S, B, H), mesh, sequence_parallel))
+    logits = (5 * _full("logits", S, B, V)).chunk(tp, -1)[mesh.tp.rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, ids, mesh.tp)
+    loss.backward(_full("dloss", S, B))
+    return x.detach(), words.weight.main_grad if main_grad else words.weight.grad, loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("tp,sequence_parallel,main_grad", [(1, False, True), (2, True, True), (4, False, False),
+                                                            (4, True, True)])
+def test_vocabulary_split(ranks, tp, sequence_parallel, main_grad):
+    table = _full("words", V, H).requires_grad_()
+    ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
+    x = F.embedding(ids, table)
+    x.backward(_full("dx", S, B, H))
+    logits = (5 * _full("logits", S, B, V)).requires_grad_()
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(S, B)
+    loss.backward(_full("dloss", S, B))
+    results = ranks(tp, embedding_and_loss, tp, sequence_parallel, main_grad)
+    join = torch.cat if sequence_parallel else (lambda parts: parts[0])
+    assert_close_rel(join([r[0] for r in results]), x.detach(), 1e-7, "embedding")
+    assert_close_rel(torch.cat([r[1] for r in results]), table.grad, 1e-6, "gradient of the table")
+    for r in results:
+        assert_close_rel(r[2], loss.detach(), 1e-6, "loss")
+    assert_close_rel(torch.cat([r[3] for r in results], -1), logits.grad, 1e-6, "gradient of the logits")
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 1))
+def test_shard_cuts_where_its_slices_say(parts, size, dim):
+    """Every element lies on exactly one rank, at the place that `slices` gives."""
+    chunks = tuple(p * size for p in parts)
+    full = torch.arange(sum(chunks) * 3).view(3, -1) if dim else torch.arange(sum(chunks) * 3).view(-1, 3)
+    shards = [Shard(dim, Axis("tp", r, size, tuple(range(size))), chunks) for r in range(size)]
+    locals_ = [shard.cut(full) for shard in shards]
+    assert sorted(torch.cat([t.flatten() for t in locals_]).tolist()) == list(range(full.numel()))
+    joined = torch.empty_like(full)
+    for shard, part in zip(shards, locals_):
+        for local, start, length in shard.slices():
+            joined.narrow(dim, start, length).copy_(part.narrow(dim, local, length))
+    assert torch.equal(joined, full)
+
+
+def test_shard_that_does_not_divide():
+    with pytest.raises(ValueError, match="6 rows or columns cannot be split evenly over the 4 ranks of axis 'tp'"):
+        Shard(0, Axis("tp", 0, 4, (0, 1, 2, 3)), (8, 6))

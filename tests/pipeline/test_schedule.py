@@ -1,0 +1,475 @@
+"""Schedules are complete, deadlock-free and as fast as the theory says; `check` sees every planted defect."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.pipeline import schedule as schedule_module
+from minitron.pipeline.check import check
+from minitron.pipeline.schedule import (
+    Backward,
+    Exchange,
+    Forward,
+    Schedule,
+    Transfer,
+    forward_only,
+    input_of,
+    make,
+    output_of,
+    stage_layers,
+)
+from minitron.planning.simulate import simulate
+from tools.draw_pipeline import MAX_COLUMNS, describe, draw_svg, draw_text, peak_activations
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).map(
+    lambda layout: (layout[0], layout[1] if layout[0] > 1 else 1, layout[2])
+)  # pp, vp, microbatches
+
+
+def operations(schedule, rank):
+    return [action for action in schedule.ranks[rank] if type(action) is not Exchange]
+
+
+def peak_received(schedule):
+    """For each rank, the most received tensors that wait at once for the operation that uses them."""
+    peaks = []
+    for rank, actions in enumerate(schedule.ranks):
+        waiting = peak = 0
+        for action in actions:
+            if type(action) is Exchange:
+                waiting += len(action.recvs)
+                peak = max(peak, waiting)
+            elif input_of(action, rank, schedule.pp, schedule.vp) is not None:
+                waiting -= 1
+        peaks.append(peak)
+    return peaks
+
+
+def largest_group(pp, m):
+    return -(-m // max(1, m // pp))
+
+
+def theory(pp, vp, m):
+    """Step time in units of one chunk's forward and backward: the bubble of the literature, and m < pp's extra wait."""
+    return vp * m + pp - 1 + (vp - 1) * max(0, pp - m)
+
+
+def dependencies_only(schedule, forward, backward):
+    """Plain twin of `simulate`: the step time if every value arrived as soon as it is made."""
+    pp, end, now = schedule.pp, {}, [0] * schedule.pp
+    todo = [operations(schedule, rank)[::-1] for rank in range(pp)]
+    while any(todo):
+        for rank in range(pp):
+            while todo[rank]:
+                op = todo[rank][-1]
+                kind, stage = type(op), op.chunk * pp + rank
+                source = stage + (1 if kind is Backward else -1)
+                inside = 0 <= source < pp * schedule.vp
+                if inside and (kind, op.mb, source) not in end:
+                    break
+                start = max(now[rank], end[kind, op.mb, source] if inside else 0)
+                now[rank] = end[kind, op.mb, stage] = start + (forward if kind is Forward else backward)
+                todo[rank].pop()
+    return max(now)
+
+
+# What a schedule promises
+
+
+@settings(max_examples=2000, deadline=None)
+@given(LAYOUTS, st.integers(2, 4), st.integers(0, 40))
+def test_training_schedules_keep_their_promises(layout, backward, more_layers):
+    """No deadlock, nothing lost (check), the bubble of the theory, bounded memory, every layer once."""
+    pp, vp, m = layout
+    schedule = make(pp, vp, m)
+    check(schedule)
+    timeline = simulate(schedule, 2, backward)
+    assert timeline.makespan == theory(pp, vp, m) * (2 + backward)  # small integers: exact in floats
+    if m >= pp:
+        assert timeline.bubble == pytest.approx((pp - 1) / (vp * m), rel=1e-12)  # a handful of roundings
+    group = largest_group(pp, m)
+    warmup = [pp - rank - 1 if vp == 1 else (vp - 1) * group + 2 * (pp - rank - 1) for rank in range(pp)]
+    assert peak_activations(schedule) == tuple(min(vp * m, forwards + 1) for forwards in warmup)
+    assert max(peak_received(schedule)) <= (2 if vp == 1 else 4 if m % pp == 0 else max(0, group - pp) + 5)
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if type(action) is Exchange:  # at most one message each way with each neighbour
+                receive_peers = [transfer.peer for transfer in action.recvs]
+                assert len(action.sends) <= 1 and len(receive_peers) == len(set(receive_peers))
+                assert rank not in receive_peers + [transfer.peer for transfer in action.sends]
+    check_layers(stage_layers(pp * vp + more_layers, pp, vp), pp * vp + more_layers, pp)
+
+
+def check_layers(ranges, num_layers, pp):
+    """Every layer once; stages and ranks differ by one layer at most; the last stage has no more than any other."""
+    assert [layer for layers in ranges for layer in layers] == list(range(num_layers))
+    counts = [len(layers) for layers in ranges]
+    by_rank = [sum(counts[rank::pp]) for rank in range(pp)]
+    assert max(counts) - min(counts) <= 1 and max(by_rank) - min(by_rank) <= 1
+    assert counts[-1] == min(counts)
+    assert counts[0] == min(counts) or min(counts[:-1]) == max(counts)  # the first joins in when all others have
+
+
+@settings(max_examples=200, deadline=None)
+@given(LAYOUTS, st.integers(1, 9), st.integers(1, 9))
+def test_any_ratio_of_forward_and_backward(layout, forward, backward):
+    """The order of the operations reaches the theory for every ratio; messages can only add to it."""
+    schedule = make(*layout)
+    fastest = dependencies_only(schedule, forward, backward)
+    assert fastest == theory(*layout) * (forward + backward)
+    assert simulate(schedule, forward, backward).makespan >= fastest
+
+
+@settings(max_examples=300, deadline=None)
+@given(LAYOUTS)
+def test_forward_only_schedules(layout):
+    pp, vp, m = layout
+    schedule = forward_only(pp, vp, m)
+    check(schedule)
+    timeline = simulate(schedule, 1, 1)
+    assert timeline.makespan == vp * m + pp - 1 + (vp - 1) * max(0, pp - m)
+    training = make(pp, vp, m)
+    for rank in range(pp):
+        forwards = [op for op in operations(training, rank) if type(op) is Forward]
+        assert operations(schedule, rank) == forwards
+
+
+@pytest.mark.parametrize("pp, vp, groups", [(2, 2, 1), (2, 3, 4), (4, 2, 2), (4, 5, 3), (8, 3, 2)])
+def test_interleaved_order_is_megatrons(pp, vp, groups):
+    """The n-th operation by Megatron's arithmetic on virtual microbatch ids, for m a multiple of pp."""
+    m = pp * groups
+    schedule = make(pp, vp, m)
+    for rank in range(pp):
+
+        def place(n):
+            return n // (pp * vp) * pp + n % pp, n % (pp * vp) // pp
+
+        warmup = min(vp * m, 2 * (pp - rank - 1) + (vp - 1) * pp)
+        expected = [("F", *place(n)) for n in range(warmup)]
+        for n in range(vp * m):
+            if warmup + n < vp * m:
+                expected.append(("F", *place(warmup + n)))
+            mb, chunk = place(n)
+            expected.append(("B", mb, vp - 1 - chunk))
+        assert [(type(op).__name__[0], op.mb, op.chunk) for op in operations(schedule, rank)] == expected
+
+
+def test_thousands_of_microbatches():
+    """Making, checking and timing are linear; anything quadratic would run for minutes here."""
+    timeline = simulate(make(4, 2, 601), 1, 2)
+    assert timeline.makespan == theory(4, 2, 601) * 3
+
+
+def test_short_last_group_deadlocks(monkeypatch):
+    """Why the groups are made equal: the simple rule for m = 5, pp = 4 cannot even be ordered."""
+    monkeypatch.setattr(schedule_module, "_groups", lambda pp, m: [pp] * (m // pp) + [m % pp])
+    with pytest.raises(AssertionError, match="the order of the operations alone deadlocks"):
+        make(4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((0, 1, 4), "pp=0 must be at least 1"),
+        ((2, 0, 4), "vp=0 must be at least 1"),
+        ((2, 2, 0), "num_microbatches=0 must be at least 1"),
+        ((1, 2, 4), "vp=2 interleaves chunks of several pipeline ranks, but pp=1; use vp=1 or pp=2 or more"),
+    ],
+)
+@pytest.mark.parametrize("maker", [make, forward_only])
+def test_impossible_sizes(maker, args, message):
+    with pytest.raises(ValueError, match=message):
+        maker(*args)
+
+
+# What check() sees
+
+
+def edit(schedule, rank, change):
+    """The schedule with `change` applied to the list of that rank's actions."""
+    actions = list(schedule.ranks[rank])
+    change(actions)
+    return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :]))
+
+
+def find(actions, kind, nth=0):
+    return [i for i, action in enumerate(actions) if type(action) is kind][nth]
+
+
+def swap(actions, i, j):
+    actions[i], actions[j] = actions[j], actions[i]
+
+
+def without(actions, field, nth=0):
+    """Drop the nth Transfer in `field` ("sends" or "recvs")."""
+    i = [i for i, action in enumerate(actions) if type(action) is Exchange and getattr(action, field)][nth]
+    actions[i] = replace(actions[i], **{field: getattr(actions[i], field)[1:]})
+
+
+def duplicate_receive(actions):
+    i = [i for i, action in enumerate(actions) if type(action) is Exchange and action.recvs][0]
+    actions.insert(i, Exchange((), actions[i].recvs))
+
+
+def redirect_send(actions):
+    i = find(actions, Exchange)
+    actions[i] = replace(actions[i], sends=(replace(actions[i].sends[0], peer=2),))
+
+
+def backward_before_its_forward(actions):
+    actions.insert(0, actions.pop(find(actions, Backward)))
+
+
+def mark_last(actions, nth, last):
+    i = find(actions, Backward, nth)
+    actions[i] = replace(actions[i], last=last)
+
+
+def unused_receive(actions):
+    actions.append(Exchange((), (Transfer("activation", 0, 1, 0),)))
+
+
+DEFECTS = {
+    "forward dropped": (3, lambda a: a.pop(find(a, Forward, -1)), r"rank 3, .*Backward\(mb=7, chunk=1.*has not run"),
+    "backward dropped": (0, lambda a: a.pop(find(a, Backward, -2)), "rank 0 runs 31 operations instead of 32"),
+    "forward twice": (0, lambda a: a.insert(0, a[0]), r"rank 0, action 1 Forward\(mb=0, chunk=0\): runs a second time"),
+    "microbatch out of range": (0, lambda a: a.insert(0, Forward(8, 0)), "there are 8 microbatches and 2 chunks"),
+    "chunk out of range": (0, lambda a: a.insert(0, Forward(0, 2)), "there are 8 microbatches and 2 chunks"),
+    "backward too early": (3, backward_before_its_forward, "rank 3, action 0 Backward.*its forward has not run"),
+    "last missing": (1, lambda a: mark_last(a, -1, False), "`last` belongs on the chunk's last backward"),
+    "last too early": (1, lambda a: mark_last(a, 0, True), "`last` belongs on the chunk's last backward"),
+    "receive dropped": (1, lambda a: without(a, "recvs"), "rank 1, action 1 Forward.*has not been received"),
+    "send dropped": (0, lambda a: without(a, "sends"), r"rank 0 never sends Transfer\(kind='activation', mb=0"),
+    "receive after use": (1, lambda a: swap(a, 0, 1), "rank 1, action 0 Forward.*has not been received"),
+    "send before making": (0, lambda a: swap(a, 0, 1), "rank 0, action 0 Exchange.*which is not there to be sent"),
+    "send to another rank": (0, redirect_send, "rank 0, action 1 Exchange.*which is not there to be sent"),
+    "receive twice": (1, duplicate_receive, "rank 1, action 1 Exchange.*a second time"),
+    "receive unused": (1, unused_receive, "rank 1 never uses Transfer.*which it receives"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_check_sees(defect):
+    rank, change, message = DEFECTS[defect]
+    schedule = make(4, 2, 8)
+    check(schedule)
+    with pytest.raises(ValueError, match=message):
+        check(edit(schedule, rank, change))
+
+
+def test_check_sees_reordered_messages():
+    """Both receives of rank 1 come before their use, but the other way round than rank 0 sends them."""
+
+    def change(actions):
+        first, second = [i for i, action in enumerate(actions) if type(action) is Exchange and action.recvs][:2]
+        a, b = actions[first], actions[second]
+        actions[first], actions[second] = replace(a, recvs=b.recvs), replace(b, recvs=a.recvs)
+        swap(actions, first + 1, second)
+
+    schedule = make(2, 1, 4)
+    message = (
+        "message 0 from rank 0 to rank 1 differs at its ends: sent as activation of mb 0 for stage 1 .action 1., "
+        "received as activation of mb 1 for stage 1 .action 0."
+    )
+    with pytest.raises(ValueError, match=message):
+        check(edit(schedule, 1, change))
+
+
+def test_check_sees_a_receive_without_a_send():
+    schedule = Schedule(2, 1, 1, ((), (Exchange((), (Transfer("activation", 0, 1, 0),)), Forward(0, 0))), False)
+    with pytest.raises(ValueError, match="rank 0 runs 0 operations instead of 1"):
+        check(schedule)
+    with pytest.raises(ValueError, match="the schedule has actions for 2 ranks, but pp=3"):
+        check(replace(schedule, pp=3))
+
+
+def fused(schedule):
+    """The same operations with the obvious placement: send this operation's output and receive the next one's input."""
+    pp, vp, ranks = schedule.pp, schedule.vp, []
+    for rank in range(pp):
+        order = operations(schedule, rank)
+        actions = []
+        for op, following in zip([None, *order], [*order, None]):
+            sent = output_of(op, rank, pp, vp) if op else None
+            needed = input_of(following, rank, pp, vp) if following else None
+            actions += [op] if op else []
+            actions += [Exchange((sent,) if sent else (), (needed,) if needed else ())] if sent or needed else []
+        ranks.append(tuple(actions))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize("pp, vp, m", [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 3, 16)])
+def test_check_sees_that_fused_messages_deadlock(pp, vp, m):
+    """Interleaved with m > pp hangs; without interleaving, and for m = pp, the same placement runs."""
+    with pytest.raises(ValueError, match=r"deadlock: rank 0 at action \d+ Exchange.* waits for rank \d; rank 1 at"):
+        check(fused(make(pp, vp, m)))
+    check(fused(make(pp, vp, pp)))
+    check(fused(make(pp, 1, m)))
+
+
+# Time
+
+
+def test_transfers_take_time():
+    """One microbatch crosses pp - 1 links forward and as many back."""
+    assert simulate(make(4, 1, 1), 1, 2, 0.5).makespan == 4 * (1 + 2) + 2 * 3 * 0.5
+
+
+def test_slowest_stage_sets_the_pace():
+    """m microbatches through unequal stages: the slowest works without a break between filling and draining."""
+    forward, backward, m = [1, 2, 5], [2, 4, 10], 9
+    timeline = simulate(make(3, 1, m), forward, backward)
+    assert timeline.makespan == sum(forward[:2]) + sum(backward[:2]) + m * (5 + 10)
+    assert timeline.idle == tuple(timeline.makespan - m * (f + b) for f, b in zip(forward, backward))
+    for rank in range(3):
+        events = [event for event in timeline.events if event.rank == rank]
+        assert [event.action for event in events] == operations(timeline.schedule, rank)
+        assert all(a.end <= b.start for a, b in zip(events, events[1:]))
+
+
+def test_clock_with_short_backwards_costs_time(monkeypatch):
+    """Exchanges placed for backwards as short as forwards hold each other up; the bound is schedule.py's "4 %"."""
+    ideal = theory(8, 2, 16) * (1 + 2)
+    assert simulate(make(8, 2, 16), 1, 2).makespan == ideal
+    monkeypatch.setattr(schedule_module, "TICKS", {Forward: 1, Backward: 1})
+    assert 1.04 * ideal < simulate(make(8, 2, 16), 1, 2).makespan < 1.05 * ideal
+
+
+@pytest.mark.parametrize(
+    "seconds, message",
+    [
+        ((0, 1), "forward_seconds=0 must be positive and finite"),
+        ((1, float("nan")), "backward_seconds=nan must be positive"),
+        (([1, 1, 1], 1), "forward_seconds has 3 values; give one for each of the 4 stages"),
+        ((1, 1, -1), "transfer_seconds=-1 must not be negative"),
+        ((1, 1, float("nan")), "transfer_seconds=nan must not be negative"),
+    ],
+)
+def test_impossible_seconds(seconds, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(make(2, 2, 4), *seconds)
+
+
+# Layers
+
+
+@given(st.lists(st.integers(1, 9), min_size=8, max_size=8))
+def test_explicit_layers(counts):
+    ranges = stage_layers(sum(counts), 4, 2, counts)
+    assert [len(layers) for layers in ranges] == counts
+    assert [layer for layers in ranges for layer in layers] == list(range(sum(counts)))
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((7, 4, 2), "^model.num_layers=7 leaves stages empty: parallel.pp=4 x parallel.vp=2 are 8 stages"),
+        ((8, 2, 1, [3, 3, 2]), r"=\[3, 3, 2\] has 3 entries; give one for each of the parallel.pp=2 x parallel.vp=1"),
+        ((8, 2, 1, [8, 0]), r"^parallel.layers_per_stage=\[8, 0\] leaves a stage empty"),
+        ((8, 2, 1, [4, 5]), r"^parallel.layers_per_stage=\[4, 5\] sums to 9, but model.num_layers=8; make them equal"),
+    ],
+)
+def test_impossible_layers(args, message):
+    with pytest.raises(ValueError, match=message):
+        stage_layers(*args)
+
+
+# Drawings
+
+
+@settings(max_examples=50, deadline=None)
+@given(LAYOUTS, st.integers(1, 3), st.integers(1, 3))
+def test_text_shows_every_operation_at_its_time(layout, forward, backward):
+    timeline = simulate(make(*layout), forward, backward)
+    rows = draw_text(timeline).splitlines()
+    columns = (len(str(layout[2] - 1)) + 1) / min(forward, backward)  # per second
+    for rank, row in enumerate(rows):
+        shown = [(cell.start(), *cell.groups()) for cell in re.finditer(r"(\d+)([a-z]|[A-Z])-*", row[2:])]
+        events = [event for event in timeline.events if event.rank == rank]
+        expected = []
+        for event in events:
+            letter = "abcd"[event.action.chunk]
+            letter = letter if type(event.action) is Forward else letter.upper()
+            expected.append((int(event.start * columns + 0.5), str(event.action.mb), letter))
+        assert shown == expected
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_svg_has_a_box_for_every_operation():
+    timeline = simulate(make(3, 2, 5), 1, 2.5)
+    root = ElementTree.fromstring(draw_svg(timeline))
+    svg = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{svg}g")) == len(timeline.events)
+    texts = [text.text for text in root.iter(f"{svg}text")]
+    assert describe(timeline) in texts and describe(timeline).endswith(" % of the compute time")
+    assert {"rank 0", "rank 1", "rank 2", "forward", "backward", "idle"} <= set(texts)
+    right = max(float(box.find(f"{svg}rect").get("x")) for box in root.findall(f"{svg}g"))
+    assert right < float(root.get("width"))
+
+
+def test_drawings_name_the_schedule():
+    titles = [describe(simulate(s, 1, 1)) for s in (make(2, 1, 2), make(2, 2, 2), forward_only(2, 2, 2))]
+    assert [title.split(":")[0] for title in titles] == ["1F1B", "Interleaved 1F1B", "Forward only"]
+
+
+@pytest.mark.parametrize(
+    "layout, seconds, message",
+    [((2, 27, 2), (1, 1), "vp=27 has more chunks"), ((2, 1, 2), (1e-6, 1), f"the limit is {MAX_COLUMNS}")],
+)
+def test_impossible_drawings(layout, seconds, message):
+    with pytest.raises(ValueError, match=message):
+        draw_text(simulate(make(*layout), *seconds))
+
+
+def draw_pipeline(*args):
+    tool = [sys.executable, ROOT / "tools" / "draw_pipeline.py", *args]
+    return subprocess.run(tool, capture_output=True, text=True, timeout=60)
+
+
+def test_tool_draws(tmp_path):
+    svg = tmp_path / "schedule.svg"
+    result = draw_pipeline("--pp", "4", "--vp", "2", "--microbatches", "8", "--svg", svg)
+    timeline = simulate(make(4, 2, 8), 1, 2)
+    assert result.returncode == 0 and result.stderr == ""
+    assert describe(timeline) in result.stdout and draw_text(timeline) in result.stdout
+    assert result.stdout.rstrip().endswith(", ".join(map(str, peak_activations(timeline.schedule))))
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    assert svg.read_text(encoding="utf-8") == draw_svg(timeline)
+
+
+def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):
+    hint = "columns wide; --svg FILE makes one for the browser"
+    assert hint in draw_pipeline("--pp", "2", "--microbatches", "40").stdout
+    assert hint not in draw_pipeline("--pp", "2", "--microbatches", "4").stdout
+    assert hint not in draw_pipeline("--pp", "2", "--microbatches", "40", "--svg", tmp_path / "wide.svg").stdout
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--pp", "2"], "required: --microbatches"),
+        (["--pp", "x", "--microbatches", "2"], "invalid int value: 'x'"),
+        (["--pp", "1", "--vp", "2", "--microbatches", "2"], "vp=2 interleaves"),
+        (["--pp", "2", "--microbatches", "2", "--forward", "0"], "forward_seconds=0.0 must be positive"),
+        (["--pp", "2", "--microbatches", "2", "--transfer", "1e300"], f"inf columns, the limit is {MAX_COLUMNS}"),
+        (["--pp", "2", "--microbatches", "2", "--backward", "1e308"], f"inf columns, the limit is {MAX_COLUMNS}"),
+        (["--pp", "2", "--microbatches", "2", "--svg", "missing/schedule.svg"], "No such file or directory"),
+    ],
+)
+def test_tool_refuses_with_one_line(args, message):
+    result = draw_pipeline(*args)
+    assert result.returncode == 1 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_schedules_need_no_torch():
+    code = "import sys, tools.draw_pipeline; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,0 +1,366 @@
+"""The dry run against real runs: the same collectives, the same schedule, the same errors, the same memory."""
+
+import dataclasses
+import inspect
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import GPT3, LLAMA, config, mesh_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitron.comm.mesh import Mesh
+from minitron.config import cli
+from minitron.config.schema import FinetuneConfig
+from minitron.kernels import meta, plain
+from minitron.model import gpt
+from minitron.optim import zero1
+from minitron.pipeline.schedule import Backward, Exchange, Forward, make
+from minitron.planning import dryrun
+from minitron.planning.dryrun import Recorder, choose_ranks, dry_run, fake_world, make_mesh, prepare, recorded, run_step
+from minitron.planning.memory_walk import MemoryWalk
+from minitron.planning.simulate import simulate
+
+ROOT = Path(__file__).parents[2]
+
+
+def settings(base, **sections):
+    """Half the layers and the batch of `base`, unless `sections` say otherwise."""
+    return config(base, {"model": {"num_layers": 4}, "train": {"global_batch_size": 4}}, sections)
+
+
+def fp8(kind, **precision):
+    return settings(LLAMA, parallel=dict(tp=2), precision=dict(dtype="bf16", fp8=kind, **precision),
+                    model=dict(hidden_size=64, ffn_hidden_size=96, num_heads=4, num_kv_heads=4))
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+def real_trace(cfg):
+    """What one gloo rank communicates in building and in one step, on a CPU."""
+    torch.set_num_threads(1)
+    recorder, mesh, calls = Recorder(), mesh_of(cfg), Calls()
+    with calls:
+        run_step(prepare(cfg, recorded(mesh, recorder)))
+    assert calls.count == len(recorder.records)  # nothing goes past the recorder
+    return recorder.records
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches torch's process groups."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op.namespace == "c10d"
+        return op(*args, **(kwargs or {}))
+
+
+LAYOUTS = [
+    (2, settings(LLAMA, parallel=dict(tp=2))),
+    (2, settings(GPT3, parallel=dict(tp=2, sequence_parallel=False, overlap_tp=False))),
+    (2, settings(LLAMA, parallel=dict(overlap_grads=False), precision=dict(dtype="fp16"))),
+    (2, fp8("delayed", fp8_backend="torch")),
+    (2, fp8("current", fp8_backend="torch")),
+    (4, settings(LLAMA, parallel=dict(cp=2, cp_style="ring"), data=dict(separate_documents=True))),
+    (4, settings(LLAMA, parallel=dict(cp=2, cp_style="allgather", tp=2, overlap_tp=False))),
+    (4, settings(GPT3, parallel=dict(pp=2, vp=2, cp=2, cp_style="ulysses"), train=dict(recompute="full"))),
+    (4, settings(GPT3, parallel=dict(pp=4, vp=2), model=dict(num_layers=8), train=dict(global_batch_size=6))),
+    (8, settings(GPT3, parallel=dict(tp=2, pp=2, vp=2), train=dict(recompute="selective"))),
+]
+
+
+LAYOUTS.append((2, dataclasses.replace(LAYOUTS[0][1], finetune=FinetuneConfig(kind="lora", base="anywhere"))))
+
+
+def name_of(value):
+    return value if isinstance(value, int) else "-".join(
+        f"{key}={v}" for key, v in dataclasses.asdict(value.parallel).items() if v not in (1, None))
+
+
+@pytest.mark.parametrize("world,cfg", LAYOUTS, ids=name_of)
+def test_collectives_are_those_of_a_real_run(ranks, world, cfg):
+    for rank, real in enumerate(ranks(world, real_trace, cfg)):
+        assert dry_run(cfg, world, rank).collectives == real
+        assert real
+
+
+def test_fp8_of_transformer_engine_communicates_as_its_twin_does():
+    for kind in ("delayed", "current"):
+        assert dry_run(fp8(kind), 2, 1).collectives == dry_run(fp8(kind, fp8_backend="torch"), 2, 1).collectives
+
+
+def test_ranks_agree_on_what_they_do_together():
+    """Of all ranks' dry runs: every message sent is one received, in order, and groups run the same collectives."""
+    cfg = settings(GPT3, parallel=dict(tp=2, pp=2, vp=2))
+    posted = [dry_run(cfg, 8, rank).collectives for rank in range(8)]
+
+    def messages(rank, kind, peer):
+        return [(r.axis, r.num_bytes, r.dtype) for r in posted[rank] if (r.kind, r.ranks) == (kind, (peer,))]
+
+    def together(rank, group):
+        return [(r.kind, r.axis, r.num_bytes, r.dtype) for r in posted[rank] if r.ranks == group]
+
+    for rank, records in enumerate(posted):
+        for record in records:
+            if record.kind == "send":
+                (peer,) = record.ranks
+                assert messages(rank, "send", peer) == messages(peer, "recv", rank)
+            elif record.kind != "recv":
+                assert together(rank, record.ranks) == together(record.ranks[0], record.ranks)
+
+
+# ---- schedule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp,vp,num_microbatches", [(1, 1, 3), (2, 1, 4), (2, 2, 3), (4, 2, 6), (4, 2, 2)])
+def test_the_schedule_run_is_the_schedule_simulated(pp, vp, num_microbatches):
+    cfg = settings(LLAMA, model=dict(num_layers=8), parallel=dict(pp=pp, vp=vp),
+                   train=dict(global_batch_size=num_microbatches))
+    simulated = simulate(make(pp, vp, num_microbatches), 1.0, 2.0, 0.1)
+    for rank in range(pp):
+        actions = [action for action, _ in dry_run(cfg, pp, rank).timeline]
+        run = [action for action in actions if isinstance(action, Forward | Backward | Exchange)]
+        assert tuple(run) == simulated.schedule.ranks[rank]
+        assert [action for action in run if type(action) is not Exchange] == [
+            event.action for event in simulated.events if event.rank == rank]
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def failure(cfg, plant_heads=0):
+    """How a step fails whose configuration nobody has checked: on a gloo rank or in a dry run."""
+    mesh = mesh_of(cfg) if torch.distributed.get_backend() == "gloo" else make_mesh(cfg, 3)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        trainer = prepare(cfg, mesh)
+        for block in trainer.chunks[0].blocks.values():
+            block.attention.heads += plant_heads
+        run_step(trainer)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("cfg,plant,part", [
+    (settings(LLAMA, parallel=dict(tp=3)), 0, "cannot be split evenly over the 3 ranks"),
+    (settings(LLAMA, parallel=dict(tp=3), model=dict(num_heads=6, num_kv_heads=6, hidden_size=48, vocab_size=96)), 0,
+     "is not divisible by the 3 ranks of axis 'tp'"),
+    (settings(LLAMA, parallel=dict(cp=3), train=dict(seq_len=31)), 0, "cannot be cut into 6 equal chunks"),
+    (settings(LLAMA, parallel=dict(pp=3, vp=3)), 0, "leaves stages empty"),
+    (settings(LLAMA), 1, "split_with_sizes expects split_sizes to sum exactly to"),
+], ids=["heads", "sequence", "chunks", "stages", "bug"])
+def test_a_layout_error_appears_as_in_the_real_run(ranks, cfg, plant, part):
+    with fake_world(3, 1):
+        dry = failure(cfg, plant)
+    assert part in dry[1] and ranks(3, failure, cfg, plant)[1] == dry
+
+
+def test_a_configuration_is_checked_first():
+    with pytest.raises(ValueError, match="parallel.tp=3 does not divide model.num_kv_heads=4; use 1, 2 or 4"):
+        dry_run(settings(LLAMA, parallel=dict(tp=3)), 3)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base,changes", [
+    (LLAMA, {}), (GPT3, dict(train=dict(recompute="selective"))), (LLAMA, dict(train=dict(recompute="full")))])
+def test_memory_is_that_of_a_run_on_a_real_device(monkeypatch, base, changes):
+    """The same kernels on a CPU and on meta: every action reaches the same number of bytes."""
+    for module in (gpt, zero1):
+        monkeypatch.setattr(module, "choose_ops", lambda device: plain)
+    cfg = config(base, dict(model=dict(attention="reference")), changes)
+    real, dry = dryrun.walk_step(cfg, Mesh.offline()), dryrun.walk_step(cfg, make_mesh(cfg, 1))
+    assert [action for action, _ in real.timeline] == [action for action, _ in dry.timeline]
+    # of a microbatch, whose tensors a CPU takes from the host as they are: six of at most 8 bytes a token, rounded
+    batch = 6 * 512 * cfg.num_microbatches(1)
+    for (_, on_cpu), (_, on_meta) in zip(real.timeline, dry.timeline, strict=True):
+        assert 0 <= on_meta - on_cpu <= batch
+    for part in ("parameters", "gradients", "optimizer"):
+        assert real.memory[part] == dry.memory[part] > 0
+    assert real.peak_action == dry.peak_action
+
+
+@pytest.mark.parametrize("family,dp", [("llama", 1), ("gpt", 1), ("llama", 4)])
+def test_memory_counted_by_hand(family, dp):
+    """What a layer adds: 18 bytes a parameter, 12 of them shared by data ranks, and what its backward needs."""
+    h, f, n, g, s, b, gated = 256, 1024, 4, 2 if family == "llama" else 4, 128, 2, family == "llama"
+    model = dict(family=family, hidden_size=h, ffn_hidden_size=f, num_heads=n, num_kv_heads=g, vocab_size=4096,
+                 positions="rope" if gated else "learned", max_positions=s)
+    two, three = (dry_run(settings(LLAMA, model=model | dict(num_layers=layers), precision=dict(dtype="bf16"),
+                                   train=dict(seq_len=s, micro_batch_size=b, global_batch_size=b * dp)), dp)
+                  for layers in (2, 3))
+    added = {part: three.memory[part] - two.memory[part] for part in three.memory}
+    d = h // n
+    weights = h * (n + 2 * g) * d + h * h + (3 if gated else 2) * h * f
+    vectors = 2 * h if gated else 4 * h + (n + 2 * g) * d + h + f + h
+    assert added["parameters"] == 2 * (weights + vectors)
+    assert added["gradients"] == 2 * added["parameters"] and added["optimizer"] == 6 * added["parameters"] // dp
+    # kept of each token: two sums, two norms, q k v, attention's output, the MLP inside; lse; the norms' statistics
+    inner = 3 * f if gated else 2 * f
+    kept = 2 * (2 * h + 2 * h + (n + 2 * g) * d + h + inner) + 4 * n + 4 * (2 if gated else 4)
+    assert added["activations"] == kept * s * b and not added["other"] and not added["fp8 weights"]
+    assert two.peak_action == three.peak_action == Forward(0, 0)
+
+
+def test_frozen_weights_have_neither_gradients_nor_an_optimizer():
+    cfg = settings(LLAMA, finetune=dict(kind="lora", base="anywhere"), lora=dict(rank=16, targets=("qkv",)))
+    m, memory = cfg.model, dry_run(cfg, 1).memory
+    adapters = m.num_layers * 16 * (m.hidden_size + m.head_dim * (m.num_heads + 2 * m.kv_heads))
+    whole = dry_run(settings(LLAMA), 1).memory
+    assert memory["gradients"] == 4 * adapters
+    assert memory["optimizer"] == 2 * memory["gradients"]  # in float32 the parameters are their own masters
+    padding = 512 * 9 * m.num_layers + 512 * 3  # frozen weights are tensors of their own, in blocks of 512 bytes
+    assert 0 <= memory["parameters"] - whole["parameters"] - 4 * adapters <= padding
+
+
+def test_fp8_is_counted_as_transformer_engine_keeps_it():
+    """Weights are cast twice, to 1 byte; of what a layer keeps, the GEMMs' inputs are casts."""
+    h, f, n, s, b = 256, 1024, 4, 128, 2
+    model = dict(hidden_size=h, ffn_hidden_size=f, num_heads=n, num_kv_heads=n, vocab_size=4096, max_positions=s)
+    train = dict(seq_len=s, micro_batch_size=b, global_batch_size=b)
+    two, three = (dry_run(settings(LLAMA, model=model | dict(num_layers=layers), train=train,
+                                   precision=dict(dtype="bf16", fp8="delayed")), 1) for layers in (2, 3))
+    scales = 4 * 512  # of the four casts: one number each takes 512 bytes
+    assert three.memory["fp8 weights"] - two.memory["fp8 weights"] == 2 * (4 * h * h + 3 * h * f) + scales
+    kept = 2 * (2 * h + 3 * h + h + 2 * f) + (2 * h + h + f) + 4 * n + 4 * 2
+    assert three.memory["activations"] - two.memory["activations"] == kept * s * b + scales
+
+
+def test_the_walk_sees_births_deaths_and_parts():
+    walk = MemoryWalk()
+    with walk:
+        a = torch.empty(500, dtype=torch.uint8, device="meta")  # in whole blocks 512
+        walk.label("first", [a])
+        walk.begin("one")
+        b = a.view(50, 10).t().contiguous()  # as much again
+        b += 1                               # in place
+        walk.begin("two")
+        del a                                # its view's source goes with it
+        c = torch.cat([b, b])                # 1000 bytes, in whole blocks 1024
+        walk.begin("three")
+        del b, c
+    assert walk.timeline() == [("build", 512), ("one", 1024), ("two", 1536), ("three", 1536)]
+    assert walk.peak() == ({"activations": 1536, "first": 0}, "two") and not walk.alive
+
+
+def test_a_kernel_shows_its_results_and_runs_once_a_shape():
+    calls = []
+
+    def kernel(x, y, *, scale):
+        calls.append(x.shape)
+        return (x.float() * scale).sum(0).to(x.dtype), None, y.add_(1)
+
+    seen, walk = meta.hidden(kernel), MemoryWalk()
+    with walk:
+        x, y = torch.empty(8, 512, device="meta", dtype=torch.bfloat16), torch.empty(3, device="meta")
+        for _ in range(2):
+            z, none, same = seen(x, y, scale=2)
+            assert z.shape == (512,) and z.dtype == x.dtype and none is None and same is y
+            del z
+        seen(x, y, scale=2.0)  # a number of another type is another call
+        seen(x[:2], y, scale=2)
+        with pytest.raises(RuntimeError):
+            seen(x, y, scale=y)  # float() of x, [8, 512], times [3]
+    assert [size for _, size in walk.log if size > 0] == [8192, 512] + [1024] * 4
+    assert calls == [(8, 512), (8, 512), (2, 512), (8, 512)]  # the last one failed
+    view = meta.once(torch.ops.aten.select.int)
+    for row in (0, 1, 0):
+        assert view(x, 0, row).untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_every_kernel_has_a_twin():
+    kernels = {name for name, f in vars(plain).items()
+               if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")}
+    assert kernels - {"rotate"} <= vars(meta).keys()  # which is a part of split_heads
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def pretrain(*argv):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "minitron.pretrain", *argv], check=False, capture_output=True,
+                          text=True, env=environment, timeout=300)
+
+
+def run(argv):
+    options, rest = dryrun.split(argv)
+    dryrun.command(cli.load(rest), options)
+
+
+def test_a_rank_of_2048_in_seconds_and_little_memory():
+    done = pretrain(str(ROOT / "configs/gpt3_175b.yaml"), "--dry-run", "--world", "2048", "--rank", "2047", "--json")
+    assert done.returncode == 0 and not done.stderr
+    (report,) = json.loads(done.stdout)
+    assert report["cell"] == "rank 2047 (pp 7, dp 63, cp 0, tp 3)" and report["seconds"] < 60
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 << 20  # KiB
+    assert sum(report["memory"].values()) == report["peak_bytes"] == max(size for _, size in report["timeline"])
+    total = sum(count for count, _ in report["traffic"].values())
+    assert total == sum(action != "start" for *_, action in report["collectives"]) > 0
+    assert "attention by cudnn: its formulas" in report["replaced"]
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "minitron.pretrain", "--dry-run", "--world", "2", "train.global_batch_size=512",
+               "parallel.pp=2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.read(10)
+        process.stdout.close()  # with more to come than a pipe holds
+        assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE
+
+
+def test_the_table(capsys):
+    run([str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--world=4", "--dry-run"])
+    text = capsys.readouterr().out
+    assert "one step on 4 ranks: tp 1 pp 2 vp 1 cp 1 dp 2, 2 microbatches of 4" in text
+    assert "rank 0 (pp 0)" in text and "rank 2 (pp 1)" in text and "rank 3 (pp 1)" in text
+    for word in ("peak memory", "parameters", "first reached in", "pp send", "of collectives: ", "replaced: Triton",
+                 "left out: "):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["--world", "many"], "argument --world: invalid int value: 'many'; use --dry-run --world N"),
+    (["--world", "4", "--ranks", "first,4"], "--ranks=first,4 does not name ranks of --world=4; use first, middle"),
+    (["--world", "2", "parallel.tp=4"], "needs 4 ranks, but there are 2"),
+    (["--wurld", "2"], "unknown option --wurld"),
+])
+def test_mistakes_are_one_line(argv, message):
+    with pytest.raises(ValueError, match="^[^\n]*$") as caught:
+        run(["--dry-run", *argv])
+    assert message in str(caught.value)
+
+
+def test_ranks_by_name():
+    assert choose_ranks("first,middle,last", pp=8, world=64) == [0, 32, 63]
+    assert choose_ranks("first,middle,last", pp=1, world=64) == [0]
+    assert choose_ranks("5,first,5", pp=1, world=6) == [5, 0]
+
+
+@pytest.mark.parametrize("recipe,world,options", [
+    ("llama31_405b", 256, ["precision.fp8=current"]),
+    ("llama31_70b", 64, ["precision.fp8=block", "parallel.cp_style=allgather"]),
+    ("gpt3_13b", 32, ["train.kernels=apex", "train.deterministic=true"]),
+    ("gpt3_175b_gke", 256, ["train.recompute=full"]),
+    ("gpt3_175b_jube", 384, []),
+])
+def test_recipes(recipe, world, options):
+    """Large jobs of all kinds, with two microbatches. Parameters and optimizer: 6 bytes and 12 / (dp cp) each."""
+    cfg = cli.load([str(ROOT / f"configs/{recipe}.yaml"), *options])
+    batch = 2 * cfg.dp(world) * cfg.train.micro_batch_size
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch_size=batch))
+    report = dry_run(cfg, world, world - 1)
+    owners = cfg.dp(world) * cfg.parallel.cp
+    numbers = report.memory["parameters"] // 2
+    assert report.memory["gradients"] == 4 * numbers
+    assert report.memory["optimizer"] == pytest.approx(12 * numbers / owners, rel=1e-3)
+    assert report.memory["activations"] > 0 and report.timeline[-1][0] == "update"

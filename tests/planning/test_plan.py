@@ -1,0 +1,267 @@
+"""tools/plan.py and its pictures; the planner's constants and how far its predictions are off."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import calibration, ceilings
+from benchmarks.cases import CASES
+from minitron.config import cli, flops
+from minitron.planning.machine import read_machines
+from minitron.planning.plan import plan, room_gib
+from minitron.planning.work import HIDDEN
+from tools import plan as tool
+from tools import plan_pictures
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "llama3_8b.yaml")
+DP8 = [CONFIG, "train.global_batch_size=32", "parallel.tp=2", "--world", "8", "--device", "h100"]
+
+
+def printed(capsys, *argv):
+    tool.main(list(argv))
+    return capsys.readouterr().out
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_json_and_table_say_the_same(capsys):
+    record, table = json.loads(printed(capsys, *DP8, "--json", "--tokens", "2e12")), printed(capsys, *DP8)
+    job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
+    assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
+    assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
+    assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
+    assert record["step_seconds"] == pytest.approx(
+        sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN))
+    assert record["days"] == pytest.approx(2e12 / (32 * 8192 / record["step_seconds"]) / 86400)
+    assert record["layout"] == {"tp": 2, "pp": 1, "vp": 1, "cp": 1, "dp": 4, "micro_batch_size": 1, "recompute": "none"}
+    for text in (f"{record['memory_gib']:.2f} GiB", "fits", f"{record['step_seconds']:.3f} s",
+                 f"{record['mfu_percent']:.2f} %", f"{record['seconds']['gemm']:.3f} s",
+                 f"and {record['seconds']['tp_hidden']:.3f} s hidden"):
+        assert text in table
+
+
+def test_lora_and_documents_are_faster_and_their_mfu_counts_what_they_do(capsys):
+    documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
+    plain, packed, lora = (json.loads(printed(capsys, *DP8, "--json", *extra))
+                           for extra in ([], documents, [*documents, "finetune.kind=lora"]))
+    assert plain["step_seconds"] > packed["step_seconds"] > 1.3 * lora["step_seconds"]
+    assert plain["memory_gib"] == packed["memory_gib"] > 2 * lora["memory_gib"]
+    work = [job["mfu_percent"] * job["step_seconds"] for job in (plain, packed, lora)]
+    assert work[0] > work[1] == pytest.approx(work[2] / flops.FROZEN)
+
+
+def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
+    record = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "3"))
+    text = printed(capsys, *DP8, "--search", "--count", "3")
+    steps = [best["step_seconds"] for best in record["best"]]
+    assert steps == sorted(steps) and steps[0] < record["given"]["step_seconds"]
+    for key, value in record["changes"][0].items():
+        assert f"{key}={value}" in text
+    for reason, count in record["reasons"].items():
+        assert f"{count:6} layouts: {reason}" in text
+    assert f"{100 * (record['given']['step_seconds'] / steps[0] - 1):.1f} % faster" in text
+    assert f"{record['others_that_fit']} other layouts fit; the next one takes " in text
+
+
+def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
+    """From one that cannot be for this world, and from one that has no room."""
+    argv = [CONFIG, "train.global_batch_size=48", "parallel.tp=4", "--world", "6", "--device", "h100", "--search"]
+    tool.main([*argv, "--count", "1"])
+    out, err = capsys.readouterr()
+    assert "the given layout cannot be: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
+    assert out.startswith("given: tp 1, pp 1, vp 1, cp 1, dp 6,") and "does not fit" in out.splitlines()[0]
+    assert "% slower, but it fits (" in out or "% faster (" in out
+    record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
+    assert record["given"]["fits"] is False and record["best"][0]["fits"] is True
+    # What it would change is of the configuration as it was given, not of the layout in its place.
+    followed = [*argv[:3], *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[3:7]]
+    assert json.loads(printed(capsys, *followed, "--json"))["layout"] == record["best"][0]["layout"]
+
+
+def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
+    best = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "1"))["changes"][0]
+    keys = [f"{key}={value}" for key, value in best.items()]
+    text = printed(capsys, *DP8[:3], *keys, *DP8[3:], "--search", "--count", "1")
+    assert "the given layout is the fastest that fits" in text
+
+
+def test_a_job_that_does_not_fit_is_one_line_and_status_1():
+    command = [sys.executable, tool.__file__, CONFIG, "train.global_batch_size=16", "--world", "4", "--device", "h100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "does not fit" in done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "; use " in done.stderr
+    change = done.stderr.strip().split("; use ")[1].split()
+    assert subprocess.run([*command, *change], capture_output=True, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--world", "0", "--device", "h100"], "argument --world: 0 is no whole number of 1 or more"),
+    (["--world", "8", "--device", "v100"], "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb"),
+    (["--world", "8", "--device", "h100", "--fabric", "x"], "fabric x is not in .*; use --fabric ndr400, a3-mega, "),
+    (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
+    (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
+    (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
+    (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is no multiple of"),
+    (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search out"),
+    (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
+    (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),
+])
+def test_mistakes(argv, message):
+    with pytest.raises(ValueError, match=message):
+        tool.main([CONFIG, "train.global_batch_size=48", *argv])
+
+
+def test_a_search_that_finds_nothing_names_the_nearest_change(capsys):
+    """Of the configuration as it was given, whose layout cannot be on so few GPUs."""
+    job = [str(ROOT / "configs" / "llama31_70b.yaml"), "train.global_batch_size=64", "--device", "a100"]
+    with pytest.raises(ValueError, match="GiB do not fit into .* GPUs") as caught:
+        tool.main([*job, "--world", "4", "--search"])
+    world, _, *keys = str(caught.value).split("; use ")[1].split()
+    assert json.loads(printed(capsys, *keys, *job, "--world", world, "--json"))["fits"]
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures(capsys, tmp_path):
+    argv = [*DP8[:2], "parallel.pp=2", "parallel.vp=2", "--world", "8", "--device", "h200"]
+    tool.main([*argv, "--draw", str(tmp_path / "plan")])
+    names = [Path(line).name for line in capsys.readouterr().err.split()]
+    assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png"]
+    assert all((tmp_path / "plan" / name).stat().st_size > 1000 for name in names)
+    job = plan(cli.load(argv[:4]), 8, tool.chosen(tool.parse(argv)))
+    # A box for each forward and backward of 8 microbatches through 4 stages.
+    assert (tmp_path / "plan" / "timeline.svg").read_text().count("<title>") == 2 * 8 * 4
+    curve = plan_pictures.memory_curve(job)
+    assert max(gib for _, gib in curve) == pytest.approx(job.memory_gib - job.memory["working"] / 2**30)
+    assert curve[-1][1] == pytest.approx(curve[0][1])
+    (first, before), (last, after) = curve[1:3]  # of the first forward: it leaves what its blocks save, one by one
+    event = next(event for event in job.timeline.events if event.rank == job.fullest)
+    assert (first, last, before) == (event.start, event.end, curve[0][1]) and after > before
+    bars = plan_pictures.time_bars([job]).axes[0].patches  # a part that is small leaves no gap
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(job.step_seconds, rel=1e-6)
+    assert all(a.get_x() + a.get_width() == pytest.approx(b.get_x(), abs=2e-6) for a, b in zip(bars, bars[1:]))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--draw .*file cannot be written"):
+        list(plan_pictures.draw(job, tmp_path / "file"))
+
+
+def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
+    job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
+    for in_proportion, worlds in ((True, [8 << i for i in range(10)]), (False, [8, 16, 32, 64])):
+        assert [p.world for p in plan_pictures.scaling(job, in_proportion=in_proportion)] == worlds
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+MACHINES = read_machines(calibration.DEVICES)
+
+
+def test_every_published_step_time_is_met_within_15_percent():
+    rows = calibration.published_rows(calibration.PUBLISHED)
+    worst = {row: calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in rows}
+    assert {row.name: f"{error:+.3f}" for row, error in worst.items() if abs(error) > 0.15} == {}
+    assert not any(row.fitted for row in rows if row.device.startswith("a100"))
+    for name in {row.name for row in rows if row.fitted}:
+        scales = [row.gpus for row in rows if row.name == name]
+        assert [row.gpus for row in rows if row.name == name and row.fitted] == [min(scales)]
+
+
+def test_own_runs_are_met_within_10_percent_and_their_memory_within_5():
+    rows = calibration.own_rows(calibration.RESULTS)
+    assert rows
+    for row in rows:
+        job = calibration.predict(row, MACHINES)
+        assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
+        assert job.memory_gib == pytest.approx(row.gib, rel=0.05), row.name
+        assert bool(row.fitted) == (row.gpus == 1)
+
+
+def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, monkeypatch):
+    few = [row for row in calibration.published_rows(calibration.PUBLISHED) if "SFT bf16" in row.name]
+    monkeypatch.setattr(calibration, "published_rows", lambda path: few)
+    path = tmp_path / "results.jsonl"
+    path.write_text(calibration.RESULTS.read_text())
+    assert calibration.main(["--results", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "calibration.md").read_text()
+    held, fitted = text.split("## Fitted")
+    for row in few + calibration.own_rows(path):
+        job = calibration.predict(row, MACHINES)
+        line = (f"| {row.name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
+                f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |")
+        assert line in (fitted if row.fitted else held)
+        if row.products and job.cfg.parallel.pp == 1:
+            alone = job.seconds["gemm"] * job.machine.device.in_step
+            assert f"| {row.name} | {alone:.3f} | {row.products:.3f} |" in fitted.split("## Products alone")[1]
+    worst = max((calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few[1:]), key=abs)
+    assert f"Published step times: largest error {100 * worst:+.1f} %" in held
+    monkeypatch.setattr(calibration, "DEVICES", tmp_path / "devices.json")
+    (tmp_path / "devices.json").write_text(tool.DEVICES.read_text())
+    path.write_text("")
+    assert calibration.main(["--fit", "--results", str(path)]) == 1
+    assert "error: there is no row to fit the constants of a device on" in capsys.readouterr().err
+    assert calibration.main(["--results", str(tmp_path / "none" / "results.jsonl")]) == 1
+    assert "error: [Errno 2] No such file" in capsys.readouterr().err
+
+
+def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
+    record = next(json.loads(line) for line in calibration.RESULTS.read_text().splitlines() if "ours_gib" in line)
+    path = tmp_path / "results.jsonl"
+    records = [{**record, "ours_gib": gib} for gib in (1.0, 2.0)]
+    records += [{**record, "gpu": None}, {**record, "case": "forgotten-bf16"}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert [row.gib for row in calibration.own_rows(path)] == [2.0]
+    assert calibration.own_rows(tmp_path / "none.jsonl") == []
+    with pytest.raises(ValueError, match="2gpu.* ran on b200, of which devices.json knows nothing; add its constants"):
+        calibration.predict(replace(calibration.own_rows(path)[0], device="b200"), MACHINES)
+    with pytest.raises(ValueError, match="no row to fit the constants of a device on; run benchmarks/compare.py"):
+        calibration.fit([], MACHINES)
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
+    """Rows that the model itself predicts, with constants on the grid."""
+    cases = [("2gpu-70b-4layers-tp2", "device"), ("70b-tp4", "fabric"), ("8b-s4096-dp4", "fabric")]
+    made = calibration._with(calibration._with(MACHINES, 0, {"in_step": 0.915}), 1,
+                             {"tp_exposed": 0.25, "dp_exposed": 0.1})
+    rows = [calibration.Row(name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind)
+            for name, kind in cases]
+    rows = [replace(row, seconds=calibration.predict(row, made).step_seconds) for row in rows]
+    found = calibration.fit(rows, MACHINES)
+    path = tmp_path / "devices.json"
+    path.write_text(calibration.DEVICES.read_text())
+    calibration.store(found, path)
+    for devices, fabrics in (found, read_machines(path)):
+        assert {one.in_step for one in devices.values()} == {0.915}
+        assert {(one.tp_exposed, one.dp_exposed) for one in fabrics.values()} == {(0.25, 0.1)}
+
+
+def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path):
+    """Rows that the formulas themselves make, with constants of their own."""
+    like = MACHINES[0]["h200"]
+    copy, unhidden, best, half = 3.1, 0.7, 550.0, 1300
+    rates, grads = {"bf16": 640.0, "fp8": 1210.0}, {"bf16": 0.7, "fp8": 0.9}
+    made = replace(like, copy_tb_s=copy, unhidden=unhidden)
+    rows = [(f"GEMM {kind} {grad}, x", str(list(shape)),
+             ceilings._predicted(made, kind, grad == "weight_grad", rate, list(shape)), "TFLOP/s")
+            for shapes in ceilings.GEMMS.values() for shape in shapes for kind in rates for grad in ceilings.KINDS
+            for rate in [rates[kind] * (grads[kind] if grad == "weight_grad" else 1)]]
+    rows += [("attention (cudnn), x", f"s {s}", best * s / (s + half), "TFLOP/s") for s in (2048, 4096, 16384)]
+    rows += [("copy", "1024 MiB", copy, "TB/s"), ("all-gather, 4 ranks", "64 MiB", 111.0, "GB/s")]
+    path = tmp_path / "here.json"
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, multi_processor_count=132)
+    ceilings.write_device(rows, gpu, path)
+    devices, fabrics = read_machines(path)
+    here = devices["here"]
+    assert (here.copy_tb_s, here.unhidden, here.memory_gib, here.fabric) == (copy, unhidden, 140.0, "here")
+    assert here.gemm_tflops == pytest.approx(rates, rel=1e-3) and here.weight_grad == pytest.approx(grads, rel=1e-3)
+    assert (here.attention_tflops, here.half_keys) == pytest.approx((best, half), rel=1e-3)
+    assert (here.in_step, fabrics["here"].nvlink_gb_s) == (like.in_step, 111.0)
+    assert set(devices) == {*MACHINES[0], "here"}

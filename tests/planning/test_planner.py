@@ -1,0 +1,367 @@
+"""minitron/planner: operations, bytes and seconds against plain twins, the search against trying everything."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitron.comm.mesh import Mesh
+from minitron.config import cli, flops, rules
+from minitron.data.build import build_datasets
+from minitron.kernels import attention
+from minitron.model.gpt import GPT
+from minitron.pipeline.schedule import Exchange, make, operations
+from minitron.planning.machine import Device, Fabric, Machine, read_machines
+from minitron.planning.memory import Memory
+from minitron.planning.plan import Step, plan, room_gib
+from minitron.planning.simulate import simulate
+from minitron.planning.work import Work, document_tokens, total
+from tools import plan_search as search_module
+from tools.plan_search import RECOMPUTE, changes, layouts, remedy, search
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+H100 = Machine(DEVICES["h100"], FABRICS["ndr400"])
+# A GPU whose seconds are operations / 1e12, bytes / 1e12 and messages / 1e9, without any loss.
+IDEAL = Machine(
+    Device("H100", "", memory_gib=80, reserved_gib=0, processors=1, gemm_tflops={"bf16": 1, "fp8": 1}, unhidden=0,
+           weight_grad={"bf16": 1, "fp8": 1}, attention_tflops=1, half_keys=0, copy_tb_s=1, pointwise=1, in_step=1,
+           gap_seconds=0, source=""),
+    Fabric(gpus_per_node=8, nvlink_gb_s=1, nvlink_seconds=0, network_gb_s=1, network_seconds=0, tp_exposed=1,
+           dp_exposed=1, source=""))
+SMALL = ["model.num_layers=8", "model.hidden_size=1024", "model.ffn_hidden_size=4096", "model.num_heads=8",
+         "model.num_kv_heads=4", "model.vocab_size=8192", "model.max_positions=2048", "train.seq_len=2048",
+         "train.micro_batch_size=1", "train.global_batch_size=16"]
+GPT3 = ["model.family=gpt", "model.positions=learned", "model.tie_embeddings=true", "model.num_kv_heads=null"]
+
+
+def recipe(name, *overrides):
+    return cli.load([str(ROOT / "configs" / f"{name}.yaml"), *overrides])
+
+
+# ---- what is counted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ([], GPT3), ids=("llama", "gpt"))
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 2, 2, 1), (2, 4, 1, 2), (1, 2, 4, 2)])
+def test_operations_of_all_stages_are_those_that_flops_counts(family, layout):
+    """Of the products all, of the scores the half that the mask leaves, 14 for `full`'s 12."""
+    tp, pp, vp, cp = layout
+    keys = [f"parallel.{name}={value}" for name, value in zip(("tp", "pp", "vp", "cp"), layout)]
+    cfg = cli.load(SMALL + family + keys)
+    step = Step(cfg, tp * pp * cp, IDEAL)
+    parts = sum((sum(pair, Counter()) for pair in step.parts), Counter())
+    shape, s = cfg.model.shape, cfg.train.seq_len
+    scores = flops.full(shape, s) - flops.full(shape, s, squared_lengths=0)
+    assert parts["gemm"] * 1e12 * tp * cp == pytest.approx(flops.full(shape, s, squared_lengths=0))
+    assert parts["attention"] * 1e12 * tp * cp == pytest.approx(scores / 2 * 14 / 12)
+    assert (parts["tp_exposed"] > 0) == (tp > 1) and (parts["cp_exposed"] > 0) == (cp > 1)
+
+
+def test_what_frozen_weights_documents_and_recomputation_change():
+    cfg, lora = cli.load(SMALL), ["finetune.kind=lora", "lora.targets=[q,v,down]"]
+    documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
+    plain, frozen, packed = (Work(cli.load(SMALL + extra), IDEAL) for extra in ([], lora, documents))
+    (forward, backward), (frozen_forward, of_frozen), (of_documents, _) = (
+        w.block(False) for w in (plain, frozen, packed))
+    assert backward["gemm"] == pytest.approx(2 * forward["gemm"])
+    assert of_frozen["gemm"] == pytest.approx(forward["gemm"])
+    assert of_documents["attention"] == pytest.approx(
+        forward["attention"] * document_tokens(packed.cfg) / cfg.train.seq_len)
+    # An adapter reads x, and y, which it writes: q reads h and adds to h, v to half of that, down reads f, adds to h.
+    h, f, size = cfg.model.hidden_size, cfg.model.ffn_hidden_size, 2 * cfg.train.seq_len
+    assert (frozen_forward["pointwise"] - forward["pointwise"]) * 1e12 == pytest.approx(
+        size * (h + 2 * (h + h // 2) + f + 2 * h))
+    assert not frozen.embedding()[1]["pointwise"] and frozen.head()[1]["gemm"] == frozen.head()[0]["gemm"]
+    full = Work(replace(cfg, train=replace(cfg.train, recompute="full")), IDEAL).block(False)
+    assert total(full[1]) == pytest.approx(total(forward) + total(backward))
+    selective = Work(replace(cfg, train=replace(cfg.train, recompute="selective")), IDEAL).block(False)
+    assert total(backward) < total(selective[1]) < total(full[1])
+
+
+@pytest.mark.parametrize("longest", [None, 64, 512, 2048, 5000])
+def test_documents_are_as_long_as_the_random_ones(longest):
+    """Tolerance: three times what the mean of 200 samples varies by, and the last document's end."""
+    cfg = cli.load([*SMALL, "data.source=mock", "data.separate_documents=true",
+                    f"data.document_length={'null' if longest is None else longest}"])
+    s = cfg.train.seq_len
+    samples = build_datasets(cfg.data, vocab_size=8192, seq_len=s, seed=1, train_samples=200, valid_samples=0).train
+    starts = (samples[i].starts for i in range(200))
+    squares = sum(float(np.square(np.diff([0, *x[x < s], s])).sum()) for x in starts) / 200
+    assert document_tokens(cfg) == pytest.approx(squares / s, rel=0.06)
+    assert document_tokens(cli.load(SMALL)) == s
+
+
+def test_fp8_halves_products_of_blocks_and_not_of_the_head():
+    machine = replace(IDEAL, device=replace(IDEAL.device, gemm_tflops={"bf16": 1, "fp8": 2}))
+    bf16, fp8 = (Work(cli.load(SMALL + extra), machine) for extra in (
+        [], ["precision.fp8=delayed", "precision.fp8_bf16_layers=1"]))
+    assert fp8.block(True)[0]["gemm"] == pytest.approx(bf16.block(False)[0]["gemm"] / 2)
+    assert fp8.head()[0]["gemm"] == bf16.head()[0]["gemm"]
+    kept, cast = (fp8.stage(layers, False, False)[0]["gemm"] for layers in (range(0, 1), range(1, 2)))
+    assert kept == pytest.approx(2 * cast)
+
+
+def test_messages_cross_the_slowest_link_of_their_ring():
+    f = FABRICS["ndr400"]
+    near, far, joined = (H100.collective(2**30, ranks, stride) for ranks, stride in ((8, 1), (8, 8), (8, 4)))
+    assert near == pytest.approx(2**30 * 7 / 8 / (f.nvlink_gb_s * 1e9) + 7 * f.nvlink_seconds)
+    assert far == pytest.approx(2**30 * 7 / 8 / (f.network_gb_s * 1e9) + 7 * f.network_seconds)
+    # Two ranks of the ring in each of four nodes, with two cards.
+    assert joined == pytest.approx(2**30 * 7 / 8 / (2 * f.network_gb_s * 1e9) + 4 * f.nvlink_seconds
+                                   + 3 * f.network_seconds)
+    assert H100.collective(2**30, 1, 1) == H100.message(2**30, 1, 1) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.tuples(*[st.sampled_from([128, 640, 2048, 8192, 12288])] * 3), st.booleans(), st.booleans())
+def test_no_product_is_faster_than_its_rate_and_larger_ones_take_longer(shape, fp8, weight_grad):
+    m, n, k = shape
+    seconds = H100.product(m, n, k, fp8=fp8, weight_grad=weight_grad)
+    assert 2 * m * n * k / seconds / 1e12 < H100.device.gemm_tflops["fp8" if fp8 else "bf16"]
+    assert H100.product(2 * m, n, k, fp8=fp8, weight_grad=weight_grad) > seconds
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ([], GPT3), ids=("llama", "gpt"))
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), (4, 4, 1)])
+def test_parameters_are_those_of_the_model(family, layout):
+    """Of every pipeline rank, counted in the real modules on the meta device."""
+    tp, pp, vp = layout
+    cfg = cli.load(SMALL + family + [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vp={vp}"])
+    memory = Memory(cfg, tp * pp, gpus_per_node=8)
+    backend = attention.choose("reference", "meta", torch.bfloat16, cfg.model.head_dim)
+    for stage, layers in enumerate(memory.layers):
+        mesh = Mesh.offline(tp * pp, stage % pp * tp, tp=tp, pp=pp, device="meta")
+        chunk = GPT(cfg, mesh, backend, layers, first=stage == 0, last=stage == len(memory.layers) - 1)
+        assert memory.parameters(stage) == sum(p.numel() for p in chunk.parameters())
+
+
+# Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
+@pytest.mark.parametrize("layout", [
+    ("llama3_8b", 1, ["model.num_layers=4"]),
+    ("llama3_8b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=2", "parallel.vp=2", "parallel.cp=2"]),
+    ("llama3_8b", 4, ["model.num_layers=4", "parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses"]),
+    ("llama3_8b", 2, ["model.num_layers=4", "train.recompute=selective", "precision.fp8=delayed"]),
+    ("llama3_8b", 4, ["model.num_layers=8", "parallel.pp=4", "parallel.layers_per_stage=[3,2,2,1]",
+                      "train.recompute=full"]),
+    ("gpt3_13b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=4", "parallel.sequence_parallel=false"]),
+    ("gpt3_13b", 2, ["model.num_layers=4", "parallel.tp=1", "parallel.pp=2", "precision.fp8=delayed"]),
+    ("gpt3_175b", 128, ["precision.fp8=delayed", "train.global_batch_size=16"]),
+    ("llama31_70b", 64, ["precision.fp8=delayed"]),
+    ("llama3_8b_lora", 1, []),
+    ("llama3_8b_lora", 1, ["precision.fp8=delayed", "lora.targets=[q,v,gate,down]", "train.recompute=selective"]),
+    ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.pp=2", "lora.targets=[q,v,o,gate,up,down]"]),
+    ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses", "lora.targets=[k,o]"]),
+    ("gpt3_13b", 4, ["parallel.tp=2", "parallel.pp=2", "finetune.kind=lora"]),
+], ids=lambda layout: " ".join([layout[0], *layout[2]]))
+def test_memory_is_what_the_trainer_allocates(layout):
+    """Against the dry run's walk over a step, on the first and the last pipeline rank."""
+    dryrun = pytest.importorskip("minitron.planning.dryrun")
+    name, world, overrides = layout
+    cfg = recipe(name, "train.global_batch_size=8", *overrides)
+    memory, pp = Memory(cfg, world, gpus_per_node=1), cfg.parallel.pp  # the walk shares no memory between ranks
+    for rank in {0, pp - 1}:
+        walked, formula = dryrun.dry_run(cfg, world, rank * (world // pp)).memory, memory.of(rank)
+        for part in ("parameters", "gradients", "optimizer", "fp8 weights"):
+            assert formula[part] == pytest.approx(walked[part], rel=0.01), part
+        assert formula.total() == pytest.approx(sum(walked.values()), rel=0.03)
+
+
+def test_a_node_shares_memory():
+    cfg = cli.load([*SMALL, "parallel.tp=2"])
+    far, near = (Memory(cfg, 4, gpus_per_node=n).of(0) for n in (1, 8))
+    assert near["messages"] > far["messages"] == 0
+    for tuned in ([], ["finetune.kind=lora"]):  # two stages, no larger than a rank's half of 4 + 2 bytes an element
+        alone, beside = (Memory(cli.load([*SMALL, *tuned, f"parallel.overlap_grads={overlap}"]), 2,
+                                gpus_per_node=8).of(0) for overlap in ("false", "true"))
+        assert beside["messages"] - alone["messages"] == 2 * min(64 << 20, 6 * (beside["gradients"] // 4) // 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7)])
+def test_operations_are_the_actions_of_the_schedule_without_messages(sizes):
+    for rank, actions in enumerate(make(*sizes).ranks):
+        assert operations(*sizes, rank) == [action for action in actions if type(action) is not Exchange]
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.pp=4", "parallel.vp=2"], ["parallel.tp=2", "parallel.cp=2"],
+                                       ["parallel.pp=2", "parallel.layers_per_stage=[3,5]", "precision.fp8=delayed"]])
+def test_parts_add_up_to_the_step(overrides):
+    cfg = cli.load([*SMALL, *overrides])
+    job, step = plan(cfg, 8, H100), Step(cfg, 8, H100)
+    schedule = make(cfg.parallel.pp, cfg.parallel.vp, step.microbatches)
+    timeline = simulate(schedule, step.forward, step.backward, step.transfer_seconds)
+    rest = job.seconds["dp_exposed"] + job.seconds["optimizer"]
+    assert job.timeline == timeline and job.step_seconds == pytest.approx(timeline.makespan + rest)
+    assert all(seconds > -1e-9 for seconds in job.seconds.values())
+
+
+def test_the_bubble_of_equal_stages_is_the_one_of_the_theory():
+    """With nothing but blocks: the ends of the model would make stages unequal."""
+    cfg = cli.load([*SMALL, "parallel.pp=4", "parallel.vp=2"])
+    step = Step(cfg, 4, IDEAL)
+    step.parts = [step.work.stage(layers, False, False) for layers in step.memory.layers]
+    step.forward, step.backward = ([total(pair[i]) for pair in step.parts] for i in (0, 1))
+    assert step.timeline(0.0).bubble == pytest.approx((4 - 1) / (2 * step.microbatches))
+
+
+def test_gradients_hide_behind_the_backward_unless_told_otherwise():
+    cfg = cli.load([*SMALL, "train.global_batch_size=64"])
+    hidden, alone = (plan(replace(cfg, parallel=replace(cfg.parallel, overlap_grads=overlap)), 16, H100)
+                     for overlap in (True, False))
+    both = hidden.seconds["dp_hidden"] + hidden.seconds["dp_exposed"]
+    assert alone.seconds["dp_exposed"] == pytest.approx(both) and not alone.seconds["dp_hidden"]
+    assert hidden.step_seconds < alone.step_seconds
+
+
+def test_devices_that_cannot():
+    a100 = Machine(DEVICES["a100"], FABRICS["hdr200"])
+    for value, other in (("fp8=delayed", "fp8=none"), ("dtype=fp32", "dtype=bf16")):
+        message = f"precision.{value} has no rate in the table of A100; use precision.{other}"
+        with pytest.raises(ValueError, match=message):
+            plan(cli.load([*SMALL, f"precision.{value}"]), 8, a100)
+    unknown = replace(H100, device=replace(H100.device, gpu="RTX 9000"))
+    assert plan(cli.load(SMALL), 8, unknown).mfu_percent is None
+
+
+def test_a_broken_table_of_devices_is_one_line(tmp_path):
+    path = tmp_path / "devices.json"
+    h100 = vars(DEVICES["h100"])
+    wrong = ({"gemm_tflops": 820}, {"gemm_tflops": {"fp8": 1600}}, {"weight_grad": {"bf16": 1}}, {"copy_tb_s": 0},
+             {"memory_gib": None}, {"half_keys": -1})
+    tables = [{}, {"devices": [], "fabrics": {}}, {"devices": {"x": {"gpu": "H100"}}, "fabrics": {}},
+              *({"devices": {"x": h100 | values}, "fabrics": {}} for values in wrong)]
+    for text in ("{", *map(json.dumps, tables)):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="devices.json is no table of devices .*; it needs `devices` with gpu, "):
+            read_machines(path)
+    with pytest.raises(ValueError, match="is no table of devices"):
+        read_machines(tmp_path / "none.json")
+
+
+def test_devices_not_measured_are_scaled_as_their_source_says():
+    h200 = DEVICES["h200"]
+    for name, peak, memory in (("h100", 989, 3.35), ("a100", 312, 2.0), ("a100-40gb", 312, 1.555)):
+        device = DEVICES[name]
+        assert device.gemm_tflops["bf16"] == pytest.approx(h200.gemm_tflops["bf16"] * peak / 989, rel=0.005)
+        assert device.attention_tflops == pytest.approx(h200.attention_tflops * peak / 989, rel=0.005)
+        assert device.copy_tb_s == pytest.approx(h200.copy_tb_s * memory / 4.8, rel=0.005)
+        assert (device.weight_grad["bf16"], device.unhidden, device.pointwise, device.in_step, device.half_keys) == (
+            h200.weight_grad["bf16"], h200.unhidden, h200.pointwise, h200.in_step, h200.half_keys)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def everything(cfg, world, machine):
+    """Every plan that fits: the search's plain twin. A layout takes the first recomputation that fits."""
+    for layout in layouts(cfg, world, machine):
+        try:
+            rules.check(layout, world)
+        except ValueError:
+            continue
+        plans = (plan(replace(layout, train=replace(layout.train, recompute=recompute)), world, machine)
+                 for recompute in RECOMPUTE)
+        if fitting := next((job for job in plans if job.fits), None):
+            yield fitting
+
+
+@pytest.mark.parametrize("memory_gib, recompute", [(8.0, "none"), (2.4, "none"), (8.0, "full")])
+def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
+    """Also from a configuration that recomputes more than it needs to: the search never tried less than that."""
+    cfg = cli.load([*SMALL, f"train.recompute={recompute}"])
+    machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
+    found, every = search(cfg, 8, machine, count=3), list(everything(cfg, 8, machine))
+    fastest = sorted(job.step_seconds for job in every)[:3]
+    assert [job.step_seconds for job in found.best] == pytest.approx(fastest)
+    assert len(found.best) + len(found.others) == len(every)
+    assert all(seconds >= fastest[-1] for _, seconds in found.others)
+    assert len(every) + sum(found.reasons.values()) == sum(1 for _ in layouts(cfg, 8, machine))
+    assert any("rule" in reason for reason in found.reasons)
+
+
+def test_a_reason_names_the_whole_rule():
+    cfg = cli.load([*SMALL, "model.hidden_size=32", "model.num_kv_heads=2", "precision.fp8=delayed"])
+    assert "breaks a rule of the rows of the q, k, v matrix / tp" in search(cfg, 2, H100).reasons
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_bound_is_never_above_the_step(data):
+    tp, cp, pp = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    vp = data.draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    keys = [f"parallel.{name}={value}" for name, value in (("tp", tp), ("cp", cp), ("pp", pp), ("vp", vp))]
+    cfg, world = cli.load([*SMALL, *keys, f"train.global_batch_size={2 * data.draw(st.integers(1, 9))}"]), tp * cp * pp
+    assert Step(cfg, world, H100).at_least() <= plan(cfg, world, H100).step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name, world", [("gpt3_175b", 128), ("llama31_70b", 64)])
+def test_the_search_is_at_least_as_fast_as_the_published_layout(name, world):
+    cfg = recipe(name, f"train.global_batch_size={2 * world}")
+    given_plan, found = plan(cfg, world, H100), search(cfg, world, H100, count=1)
+    assert given_plan.fits and found.best[0].fits
+    assert found.best[0].step_seconds <= given_plan.step_seconds
+
+
+# ---- a job that does not fit -----------------------------------------------------------------------------------------
+
+
+def followed(cfg, text):
+    """The (configuration, number of GPUs or None) that a remedy asks for."""
+    words = text.split("; use ")[1].split()
+    gpus = int(words[0]) if words[1:2] == ["GPUs"] else None
+    return cli.load([*cfg, *(word for word in words if "=" in word)]), gpus
+
+
+@pytest.mark.parametrize("memory_gib, number", [(2.5, 1), (0.9, 2)])
+def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
+    arguments = [*SMALL, "train.micro_batch_size=2"]
+    machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
+    job = plan(cli.load(arguments), 8, machine)
+    assert not job.fits
+    text = remedy(job, job.cfg)
+    assert f"{job.memory_gib:.1f} GiB do not fit into the {memory_gib:.1f} GiB that H100 leaves" in text
+    part, size = job.memory.most_common(1)[0]
+    assert f"the largest part is {part}, {size / 2**30:.1f} GiB" in text
+    cfg, gpus = followed(arguments, text)
+    assert gpus is None and plan(cfg, 8, machine).fits
+    changed = len(changes(job.cfg, cfg))
+    assert changed == number
+    nearer = [other for other in everything(job.cfg, 8, machine) if len(changes(job.cfg, other.cfg)) < changed]
+    assert not nearer
+
+
+def test_what_is_to_be_changed_is_written_as_the_command_line_takes_it():
+    """Uneven stages are given up by null, which Python calls None."""
+    uneven = [*SMALL, "parallel.pp=2", "parallel.layers_per_stage=[7,1]"]
+    machine = replace(H100, device=replace(H100.device, memory_gib=4.0))
+    job = plan(cli.load(uneven), 8, machine)
+    text = remedy(job, job.cfg)
+    assert not job.fits and " parallel.layers_per_stage=null" in text
+    assert plan(followed(uneven, text)[0], 8, machine).fits
+
+
+def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
+    arguments = [*SMALL, "train.global_batch_size=256"]
+    machine = replace(H100, device=replace(H100.device, memory_gib=3.55))
+    job = plan(cli.load(arguments), 1, machine)
+    cfg, gpus = followed(arguments, remedy(job, job.cfg))
+    assert gpus > 1 and plan(cfg, gpus, machine).fits
+    assert not list(everything(job.cfg, gpus // 2, machine))
+    tiny = replace(H100, device=replace(H100.device, memory_gib=3.001))
+    with monkeypatch.context() as patch:
+        patch.setattr(search_module, "MICRO_BATCHES", (1,))
+        job = plan(cli.load(SMALL), 1, tiny)
+        assert "GPUs fits either: use a smaller model, or another device" in remedy(job, job.cfg)
+    assert room_gib(tiny) == pytest.approx(0.001)

@@ -1,0 +1,290 @@
+"""Runs that are stopped, starved, poisoned and killed, for real: through torchrun, on gloo ranks."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fault_run import Run
+
+from minitron.checkpoint.format import checkpoints
+from minitron.comm.mesh import Mesh
+from minitron.config.schema import Config, PrecisionConfig
+from minitron.optim.scaler import LossScaler
+from minitron.pipeline.schedule import Backward, Forward
+from minitron.runtime import stop as stop_module
+from minitron.runtime import watch
+from minitron.runtime.log import Iteration, Log
+from minitron.runtime.stop import Diverged, Stop
+
+# ---- hangs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path):
+    layout = ("parallel.tp=2", "parallel.pp=2", "log.every=1000000")
+    with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=6", ranks=4) as run:
+        run.wait_for('"step": 2', run.folder / "metrics.jsonl")
+        status, seconds, output = run.end()
+    assert status == 1 and re.search(r"exitcode *: 124", output)
+    # 6 s until it counts as a hang, a twentieth of that between two looks, 2 s for the reports, and torchrun's own end
+    assert seconds < 20
+    blocks = {int(rank): text for rank, text in re.findall(r"^rank (\d) (.*?)(?=^\S)", output, re.M | re.S)}
+    for rank, cell in enumerate(("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0",
+                                 "pp 1, dp 0, cp 0, tp 1")):
+        assert blocks[rank].startswith(f"({cell}) has not moved for 6 s\n"), output
+        assert f"rank {rank} ({cell}) has not moved" in (run.folder / f"rank-{rank}.log").read_text()
+    assert "host: step 3, Forward(mb=1, chunk=0)\n" in blocks[2] and "time.sleep(1000)" in blocks[2]
+    forward = r"host: step 3, Forward\(mb=1, chunk=0\), all-gather over tp \([\d,]+ bytes\), together ranks 2, 3"
+    assert re.search(forward, blocks[3])
+    assert re.search(r"host: step 3, Backward\(.*\), exchange over pp \([\d,]+ bytes\), together ranks 0, 2", blocks[0])
+    everyone = output.split("where all ranks stand:\n")[1]
+    assert re.match(r"  ranks 0, 1: step 3, Backward.*\n  rank 2: step 3, Forward\(mb=1, chunk=0\)\n  rank 3: ",
+                    everyone), everyone
+
+
+class Event:
+    def __init__(self, done):
+        self.query = lambda: done
+
+
+def test_the_device_s_place_is_the_first_action_it_has_not_finished():
+    activity = watch.Activity()
+    assert watch.unfinished(activity) == "through with all actions"
+    places = [(6, Forward(0, 0)), (6, Backward(0, 0, True)), (7, Forward(0, 0))]
+    activity.queued.extend((Event(i < 1), *place) for i, place in enumerate(places))
+    assert watch.unfinished(activity) == "not through with step 6, Backward(mb=0, chunk=0, last=True)"
+
+
+def test_nccl_operations_that_did_not_end_are_named(monkeypatch):
+    entry = {"profiling_name": "nccl:all_reduce", "process_group": ["2", "mesh_tp"], "input_sizes": [[8, 4]],
+             "state": "scheduled", "retired": False}
+    entries = [{**entry, "state": "completed"}, {**entry, "retired": True}, entry, *[entry] * 9]
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json",
+                        lambda: json.dumps({"entries": entries}).encode(), raising=False)
+    assert watch.unfinished_nccl(at_most=2) == ["  not finished: nccl:all_reduce of group mesh_tp, sizes [[8, 4]]"] * 2
+
+
+def test_many_ranks_are_cut_short():
+    assert watch.listed([3]) == "rank 3" and watch.listed(range(3)) == "ranks 0, 1, 2"
+    assert watch.listed(range(100), at_most=2) == "ranks 0, 1, ... (100 in all)"
+
+
+@pytest.mark.parametrize("action, hangs", [("checkpoint", False), ("load", False), ("data", True)])
+def test_a_slow_disk_is_no_hang(action, hangs, monkeypatch, capsys):
+    ends = []
+    monkeypatch.setattr(watch.os, "_exit", ends.append)
+    mesh = Mesh.offline()
+    with Log(Config(), 0, 1) as log, watch.watched(mesh, log, 0.2):
+        mesh.activity.begin(action)
+        time.sleep(3.0)
+    assert ends == [watch.HUNG] * hangs
+    assert ("has not moved for" in capsys.readouterr().err) == hangs
+
+
+# ---- signals ------------------------------------------------------------------------------------------------------
+
+
+def test_sigusr1_to_one_worker_saves_on_all_and_exits_0(tmp_path):
+    with Run(tmp_path, "none", "parallel.pp=2", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+        os.kill(run.training().workers()[1], signal.SIGUSR1)
+        status, _, output = run.end()
+    step = run.last_step()
+    assert status == 0 and f"SIGUSR1: stopped after iteration {step}, which was saved\n" in output
+    assert list(checkpoints(tmp_path / "saved")) == [step]
+
+
+def test_sigterm_to_torchrun_stops_all_ranks(tmp_path):
+    with Run(tmp_path, "none", "parallel.tp=2", ranks=2) as run:
+        run.training().process.send_signal(signal.SIGTERM)
+        _, seconds, output = run.end()  # torchrun's own status is 1, whatever its ranks' are
+    assert seconds < 15  # after 30 it kills
+    assert f"SIGTERM: stopped after iteration {run.last_step()}; nothing was saved" in output
+    assert "exitcode" not in output and "error: " not in output
+
+
+def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
+    """Threads as ranks, at most two gates apart as a pipeline's may be; one of them closes at a random moment."""
+    for seed in range(50):
+        store, rng, passed, closed = dist.HashStore(), random.Random(seed), [0] * 4, []
+
+        def rank(index, at):
+            gate, pace = stop_module.Gate(store), random.Random(index)
+            while passed[index] < 1000:
+                while passed[index] > min(passed) + 1:
+                    time.sleep(0)
+                if index == 3 and passed[index] == at:
+                    before = max(passed)
+                    gate.close(signal.SIGTERM)
+                    closed.append((before, max(passed)))
+                if number := gate.next():
+                    return number
+                passed[index] += 1
+                time.sleep(pace.random() * 1e-4)
+
+        with ThreadPoolExecutor(4) as pool:
+            numbers = list(pool.map(rank, range(4), [rng.randrange(20)] * 4))
+        (before, after), = closed
+        assert numbers == [signal.SIGTERM] * 4 and len(set(passed)) == 1
+        assert before <= passed[0] <= after + 1  # a thread may stand between the gate and its note of it
+
+
+def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Run(tmp_path, f"late@{port}", "train.steps=3", ranks=2) as run:
+        status, _, output = run.end()
+    assert status == 0, output
+
+
+def test_a_signal_during_an_evaluation_ends_it(tmp_path):
+    with Run(tmp_path, "none", "train.eval_every=4", "train.eval_steps=1000000", f"checkpoint.dir={tmp_path / 'saved'}",
+             ranks=2) as run:
+        run.wait_for('"step": 4', run.folder / "metrics.jsonl")
+        time.sleep(1.0)
+        os.kill(run.workers()[0], signal.SIGTERM)
+        status, _, output = run.end()
+    assert status == 0 and "SIGTERM: stopped after iteration 4, which was saved\n" in output
+    assert list(checkpoints(tmp_path / "saved")) == [4] and "validation loss" not in output
+
+
+@pytest.fixture
+def stop(monkeypatch, tmp_path):
+    """A Stop whose ends are noted in `.ends`, in place of the end of pytest."""
+    ends = []
+    monkeypatch.setattr(stop_module.os, "_exit", ends.append)
+    cfg = Config()
+    with Log(cfg, 0, 1) as log, Stop(Mesh.offline(), log, max_skipped=3) as stop:
+        stop.ends = ends
+        yield stop
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_the_same_signal_again_ends_at_once_unless_it_is_an_echo(stop, capsys, monkeypatch):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)  # another wish, or the scheduler's last word: the save goes on
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun's echo
+    eventually(lambda: stop.asked == signal.SIGUSR1)
+    time.sleep(0.2)
+    assert not stop.ends
+    monkeypatch.setattr(stop_module, "REPEAT_SECONDS", 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    eventually(lambda: stop.ends == [128 + signal.SIGTERM])
+    assert "got SIGTERM a second time: ends without saving in step 0, start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", [Forward(1, 0), "start"])  # in the start ranks meet, and there is nothing to save
+def test_whoever_was_told_to_end_and_waits_for_the_dead_gives_up(stop, capsys, monkeypatch, action):
+    monkeypatch.setattr(stop_module, "PATIENCE_SECONDS", 0.0)
+    stop.mesh.activity.begin("data")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.5)
+    assert not stop.ends  # still at its own work
+    stop.mesh.activity.begin(action)
+    eventually(lambda: stop.ends)
+    assert "got SIGTERM and has not moved for" in capsys.readouterr().err
+    stop.mesh.activity.begin("checkpoint")
+
+
+def test_a_signal_that_a_compiler_has_taken_is_taken_back_at_the_next_gate(stop):
+    taken = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, taken)
+    stop.now()
+    assert signal.getsignal(signal.SIGUSR1) is not taken
+
+
+def test_sigusr1_is_heard_after_triton_has_compiled(stop):
+    """Its LLVM replaces the handler in C, of which Python knows nothing."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from minitron.kernels.fused import _swiglu_forward
+
+    source = triton.compiler.ASTSource(_swiglu_forward, {"x": "*fp32", "y": "*fp32", "f": "i32", "BLOCK": "constexpr"},
+                                       {(3,): 128})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "num_stages": 1})
+    stop.now()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    eventually(lambda: stop.asked == signal.SIGUSR1)
+
+
+def test_signals_are_as_before_afterwards():
+    before = [signal.getsignal(number) for number in stop_module.SIGNALS]
+    with Stop(Mesh.offline(), SimpleNamespace(), 1):
+        assert [signal.getsignal(number) for number in stop_module.SIGNALS] != before
+    assert [signal.getsignal(number) for number in stop_module.SIGNALS] == before
+    with Stop(Mesh.offline(), SimpleNamespace(), 1) as stop:  # a library, loaded before Python, had set a handler
+        stop.before[signal.SIGUSR1] = None
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+# ---- skipped updates ----------------------------------------------------------------------------------------------
+
+
+def iteration(step, skipped, loss_scale=1.0):
+    return Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=loss_scale, seconds=1.0, skipped=skipped)
+
+
+def test_only_skips_in_a_row_end_a_run():
+    stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1], start=1):
+        stop.saw(iteration(step, skipped))
+    with pytest.raises(Diverged, match=r"iteration 9: the gradients of 3 iterations in a row.*train.max_skipped=3"):
+        stop.saw(iteration(9, 1))
+
+
+def test_the_search_for_a_loss_scale_does_not_end_a_run():
+    scaler = LossScaler(PrecisionConfig(dtype="fp16", loss_scale=2.0**24), torch.device("cpu"))
+    stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
+    steps_at_one = step = 0
+    with pytest.raises(Diverged):
+        while True:
+            step += 1
+            scale = float(scaler.scale)
+            steps_at_one += scale == 1.0
+            scaler.update(torch.ones(()))
+            stop.saw(iteration(step, 1, scale))
+    assert steps_at_one == 3 and step > 24
+
+
+def test_a_poisoned_run_ends_with_one_line(tmp_path):
+    with Run(tmp_path, "nan", "train.max_skipped=4", ranks=2) as run:
+        status, _, output = run.end()
+    assert status == 1 and run.last_step() == 6  # poisoned before step 3
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "iteration 6: the gradients of 4 iterations in a row" in errors[0], output
+
+
+# ---- a dead rank --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_others_within_seconds(tmp_path):
+    with Run(tmp_path, "none", "parallel.tp=2", ranks=2) as run:
+        os.kill(run.training().workers()[1], signal.SIGKILL)
+        status, seconds, output = run.end()
+    assert status == 1 and seconds < 15 and re.search(r"exitcode *: -9", output)
+    ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
+    line, = [line for line in ours.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step \d+, .*, \S+ over \w+ \([\d,]+ bytes\); "
+                    "most likely another rank has died", line)
+    assert "minitron/comm/collectives.py" in (run.folder / "rank-0.log").read_text()
+
+
+def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():
+    mesh = Mesh.offline()
+    with pytest.raises(RuntimeError, match="mine"), watch.watched(mesh, SimpleNamespace(), 100.0):
+        raise RuntimeError("mine")

@@ -1,0 +1,286 @@
+"""The bytes that a run writes: Megatron's lines, metrics.jsonl, config.yaml, the log of each rank."""
+
+import io
+import json
+import math
+import re
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
+from datetime import datetime
+
+import pytest
+
+from minitron.config import cli, flops
+from minitron.runtime import log_formats as forms
+from minitron.runtime.log import Log
+from minitron.runtime.log_formats import Iteration, Line
+
+# A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
+PUBLISHED = (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (s): 7.2310 | "
+             "learning rate: 4.438E-07 | global batch size:    96 | lm loss: 1.010967E+01 | loss scale: 4096.0 | "
+             "grad norm: 178.553 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+             "samples per second: 13.276 | TFLOPs: 101.54 |")
+GPT_175B = ["model.family=gpt", "model.num_layers=96", "model.hidden_size=12288", "model.ffn_hidden_size=49152",
+            "model.num_heads=96", "model.num_kv_heads=null", "model.vocab_size=50257", "model.vocab_multiple=1024",
+            "train.seq_len=2048", "train.global_batch_size=96", "train.steps=3125000", "train.recompute=full"]
+STEP = Iteration(step=10, consumed_samples=960, loss=10.10967, grad_norm=178.553, lr=4.438e-7, loss_scale=4096.0,
+                 seconds=7.2310)
+
+
+def lines(argv: list[str], iterations: list[Iteration], rank: int = 383, world: int = 384, **kwargs) -> list[str]:
+    """What `rank` prints."""
+    out = io.StringIO()
+    with redirect_stdout(out), Log(cli.load(argv), rank, world, **kwargs) as log:
+        for it in iterations:
+            log.iteration(it)
+    return out.getvalue().splitlines()
+
+
+def test_megatron_line_is_the_published_one():
+    assert lines([*GPT_175B, "log.every=10"], [STEP]) == [PUBLISHED]
+
+
+def test_megatron_line_feeds_jube():
+    """The three patterns of the JUBE job, as they are there with JUBE's $jube_pat_int and $jube_pat_fp."""
+    integer, number = r"([+-]?\d+)", r"([+-]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
+    (line,) = lines(GPT_175B, [STEP])
+    for pattern, values in ((rf"iteration\s+{integer}/\s*{integer}", ("10", "3125000")),
+                            (rf"TFLOPs:\s+{number}", ("101.54",)),
+                            (rf"elapsed time per iteration \(s\):\s+{number}", ("7.2310",))):
+        assert re.search(pattern, line).groups() == values
+
+
+def test_megatron_core_line():
+    cfg = [*GPT_175B, "log.format=megatron-core"]
+    (line,) = lines(cfg, [STEP])
+    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(cfg).model.shape, 2048), 7.2310, 384)
+    stamp, rest = line[:29], line[29:]
+    assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]", stamp)
+    assert rest == (" iteration       10/ 3125000 | consumed samples:          960 | "
+                    f"elapsed time per iteration (ms): 7231.0 | throughput per GPU (TFLOP/s/GPU): {causal:.1f} | "
+                    "learning rate: 4.438000E-07 | global batch size:    96 | lm loss: 1.010967E+01 | "
+                    "loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
+                    "number of nan iterations:   0 |")
+
+
+def test_megatron_core_line_feeds_its_readers():
+    (line,) = lines([*GPT_175B, "log.format=megatron-core"], [STEP])
+    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(GPT_175B).model.shape, 2048), 7.2310, 384)
+    for pattern, value in ((r"iteration\s+(\d+)/", 10), (r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)", causal),
+                           (r"elapsed time per iteration \(ms\): (\d+\.\d)", 7231.0), (r"lm loss: (\S+)", 10.10967)):
+        assert float(re.search(pattern, line)[1]) == pytest.approx(value, abs=0.05)
+
+
+# The bar of NVIDIA's 70B recipe and a line of NeMo's fine-tuning, as they were published.
+BAR = ("Epoch 0: : 100%|██████████| 100/100 [20:15<00:00, reduced_train_loss=6.370, global_step=99.00, "
+       "consumed_samples=12800.0, train_step_timing in s=11.20]")
+PIPE = ("Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | "
+        "peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | reduced_train_loss: 11.96 | "
+        "train_step_timing in s: 12.39 | consumed_samples: 6400")
+
+
+def line_of(step: int, steps: int, seconds: float, elapsed: float, **known) -> Line:
+    it = replace(STEP, step=step, consumed_samples=128 * step, seconds=seconds, **known)
+    return Line((it,), steps, 128, {}, datetime.now(), done=step, elapsed=elapsed)
+
+
+def test_nemo_s_lines_are_the_published_ones():
+    last = line_of(100, 100, 11.2, 20 * 60 + 15, loss=6.37)
+    assert forms.nemo_bar(last) == BAR
+    gib = {"memory_gib": 70833405952 / 2**30, "allocated_gib": 44271689728 / 2**30}
+    assert forms.nemo_pipe(line_of(50, 50, 12.394, 600, loss=11.9618, lr=7.4963e-6, **gib)) == PIPE
+    assert forms.nemo_bar(replace(last, val_loss=6.25)) == BAR[:-1] + ", val_loss=6.250]"
+    lost = replace(last, its=(replace(last.last, skipped=1.0, loss=math.nan),))
+    assert "reduced_train_loss" not in forms.nemo_bar(lost) + forms.nemo_pipe(lost)
+    assert forms.nemo_pipe(replace(last, val_loss=math.nan)).endswith(" | val_loss: nan")
+    half = replace(line_of(60, 100, 2.0, 20.0), done=10)  # resumed after step 50: 40 to go, 2 s each
+    assert forms.nemo_bar(half).startswith("Epoch 0: :  60%|██████    | 60/100 [00:20<01:20, ")
+
+
+def test_nemo_s_lines_feed_their_readers():
+    """The patterns that tools around NeMo look for, with what they make of our lines."""
+    cfg = ["log.format=nemo", "train.steps=50"]
+    it = replace(STEP, step=50, consumed_samples=6400, seconds=5.9)
+    (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines([*cfg, "finetune.kind=sft"], [it], 0, 1)
+    assert re.search(r"train_step_timing in s=([\d\.]+)", bar)[1] == "5.900"
+    found = re.match(r"Training epoch (\d+), iteration (\d+)/(\d+) \| lr: \S+ \| global_batch_size: (\d+) \| "
+                     r"global_step: (\d+) \| reduced_train_loss: [\d.]+ \| train_step_timing in s: ([\d.]+)", pipe)
+    assert found.groups() == ("0", "49", "49", "16", "49", "5.9")
+
+
+def test_a_bar_on_a_terminal_without_its_blocks(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    with Log(cli.load(["log.format=nemo"]), 0, 1) as log:
+        log.iteration(STEP)
+    assert re.search(rb"\?   *\| 10/300 \[.*train_step_timing in s=7.230\]", raw.getvalue())
+
+
+def test_line_covers_the_iterations_since_the_last():
+    inf = math.inf
+    its = [replace(STEP, step=1, loss=4.0, seconds=1.0),
+           replace(STEP, step=2, loss=inf, grad_norm=inf, seconds=3.0, skipped=1),
+           replace(STEP, step=3, loss=math.nan, grad_norm=math.nan, seconds=2.0, skipped=1, nan=1),
+           replace(STEP, step=4, loss=2.0, seconds=2.0, lr=1e-3), replace(STEP, step=5, loss=1.0, skipped=1),
+           replace(STEP, step=6, loss=1.0, skipped=1), replace(STEP, step=7, loss=7.0)]
+    first, second = lines(["log.every=4"], its, 0, 1) + lines(["log.every=2"], its, 0, 1)[2:3]
+    mean = (4.0 + 2.0) / 2
+    assert f"| lm loss: {mean:.6E} |" in first and "elapsed time per iteration (s): 2.0000 |" in first
+    assert "skipped iterations:   2 | number of nan iterations:   1 |" in first
+    assert "learning rate: 1.000E-03 |" in first and "grad norm: 178.553 |" in first
+    assert "lm loss" not in second and "grad norm" not in second          # Megatron leaves out what nobody has
+    assert "skipped iterations:   2 | number of nan iterations:   0 |" in second
+
+
+def test_mfu_and_memory_follow_the_line():
+    it = replace(STEP, memory_gib=70.04)
+    shape = cli.load(GPT_175B).model.shape
+    for extra, peak in ([], 989.0), (["precision.fp8=current"], 1979.0):
+        (line,) = lines(GPT_175B + extra, [it], device_name="NVIDIA H100 80GB HBM3")
+        mfu = 100 * flops.tflops_per_gpu(96 * flops.full(shape, 2048), 7.2310, 384) / peak
+        assert line == f"{PUBLISHED} MFU (full): {mfu:.2f}% | memory: 70.0 GiB |"
+    assert lines([*GPT_175B, "precision.dtype=fp32"], [STEP], device_name="NVIDIA H100 80GB HBM3") == [PUBLISHED]
+
+
+def test_mfu_of_packed_lora():
+    """Two thirds of the operations of the documents, none of the padding; so in the mean of the last 20 steps."""
+    out, argv = io.StringIO(), ["finetune.kind=lora", "train.seq_len=64"]
+    cfg = cli.load(argv)
+    its = [replace(STEP, step=i, seconds=9.0 if i < 4 else 0.5 + i / 100, squared_lengths=16 * 2 * 30**2,
+                   padding=16 * 4.0) for i in range(24)]
+    with redirect_stdout(out), Log(cfg, 0, 1, device_name="NVIDIA H200") as log:
+        for it in its:
+            log.iteration(it)
+        log.summary()
+    *_, line, summary = out.getvalue().splitlines()
+    operations = 2 / 3 * 16 * 2 * flops.full(cfg.model.shape, 30)  # two documents of 30 tokens a sample of 64
+    assert f"MFU (full): {100 * operations / its[-1].seconds / 989e12:.2f}%" in line
+    mean = sum(it.seconds for it in its[-20:]) / 20
+    assert summary == (f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: "
+                       f"{16 * 64 / mean:.0f}, MFU (full): {100 * operations / mean / 989e12:.2f}%")
+
+
+def test_who_prints_what():
+    def run(rank: int) -> str:
+        out = io.StringIO()
+        with redirect_stdout(out), Log(cli.load([]), rank, 3) as log:
+            log.info("hello")
+            log.iteration(STEP)
+            log.evaluation(10, 3.124512)
+        return out.getvalue()
+
+    assert run(0) == "hello\n" and run(1) == ""
+    line, validation = run(2).splitlines()
+    assert line.startswith(" iteration       10/     300 |")
+    assert validation == (" validation loss at iteration 10 | lm loss value: 3.124512E+00 | "
+                          f"lm loss PPL: {math.exp(3.124512):.6E} |")
+
+
+def test_files(tmp_path, capsys):
+    folder = tmp_path / "run"
+    cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
+    its = [replace(STEP, step=1, loss=4.0, seconds=0.5),
+           replace(STEP, step=2, loss=math.nan, grad_norm=math.inf, skipped=1.0, nan=1.0, memory_gib=3.5,
+                   squared_lengths=16 * 2 * 32**2)]
+    for rank in (1, 0):
+        with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
+            log.start(unigram_entropy=6.5)
+            for it in its:
+                log.iteration(it)
+            log.evaluation(2, 3.5)
+            log.info("100 % done")
+    assert cli.load([str(folder / "config.yaml")]) == cfg
+    run, first, second, evaluation = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert run == {"kind": "run", "world": 2, "unigram_entropy": 6.5}
+    assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5}
+
+    shape, tokens = cfg.model.shape, 16 * 64
+    full, causal, hardware = (16 * count / 0.5 / 2 / 1e12 for count in (
+        flops.full(shape, 64), flops.causal(shape, 64), flops.hardware(shape, 64, recompute=False)))
+    assert first == {"kind": "step", "step": 1, "consumed_samples": 960, "loss": 4.0, "grad_norm": 178.553,
+                     "learning_rate": 4.438e-7, "loss_scale": 4096.0, "step_seconds": 0.5,
+                     "samples_per_second": 16 / 0.5, "tokens_per_second": tokens / 0.5, "memory_gib": None,
+                     "skipped_total": 0, "nan_total": 0, "mfu": pytest.approx(full / 989.0),
+                     "tflops": pytest.approx({"full": full, "causal": causal, "hardware": hardware})}
+    assert (second["loss"], second["grad_norm"], second["skipped_total"], second["nan_total"]) == (None, None, 1, 1)
+    packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12      # every sample holds two documents of 32
+    assert second["tflops"]["full"] == pytest.approx(packed) and second["memory_gib"] == 3.5
+
+    for rank in (0, 1):
+        text = (folder / f"rank-{rank}.log").read_text()
+        assert re.search(rf"^\d{{4}}-\d\d-\d\d \S+ rank {rank}: 100 % done$", text, re.M) and "validation loss" in text
+    assert capsys.readouterr().out.count("100 % done") == 1
+
+
+def dllogger_records(path) -> list[dict]:
+    """What a reader of DLLogger's files sees."""
+    text = path.read_text().splitlines()
+    assert all(line.startswith("DLLL ") for line in text)
+    return [json.loads(line.removeprefix("DLLL "), parse_constant=pytest.fail) for line in text]
+
+
+def test_dllogger(tmp_path):
+    its = [replace(STEP, step=48, consumed_samples=98304, seconds=25.1), replace(STEP, step=49, loss=math.nan, nan=1.0)]
+    lines([f"log.dir={tmp_path}", "parallel.layers_per_stage=[1,3]"], its, 0, 1)
+    parameters, first, second = dllogger_records(tmp_path / "dllogger.json")
+    assert parameters["step"] == "PARAMETER"
+    cfg = cli.load([str(tmp_path / "config.yaml")])
+    tree = {f"cfg/{section}/{key}": value for section, keys in asdict(cfg).items() for key, value in keys.items()}
+    assert parameters["data"] == json.loads(json.dumps(tree))
+    # The keys, in the order of the published record.
+    assert list(first) == ["timestamp", "datetime", "elapsedtime", "type", "step", "data"]
+    assert first["type"] == "LOG" and first["step"] == 47
+    assert first["data"] == {"reduced_train_loss": 10.10967, "lr": 4.438e-7, "global_step": 47,
+                             "consumed_samples": 98304, "train_backward_timing in s": 0.0, "grad_norm": 178.553,
+                             "train_step_timing in s": 25.1, "epoch": 0}
+    assert second["data"]["reduced_train_loss"] is None
+    moment = datetime.strptime(first["datetime"], "%Y-%m-%d %H:%M:%S.%f")
+    assert float(first["timestamp"]) == pytest.approx(moment.timestamp(), abs=1e-6)
+    assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"]) < 60
+
+
+def test_flattened_goes_as_deep_as_the_configuration():
+    cfg = cli.load(["model.rope_scaling.factor=32"])
+    assert forms.flattened(asdict(cfg), "cfg")["cfg/model/rope_scaling/factor"] == 32
+
+
+@pytest.mark.parametrize("where, folder", [("true", "run/tensorboard"), ("{}/elsewhere", "elsewhere")])
+def test_tensorboard(tmp_path, where, folder):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    cfg = cli.load([f"log.dir={tmp_path / 'run'}", f"log.tensorboard={where.format(tmp_path)}"])
+    with Log(cfg, 0, 1) as log:
+        log.start(unigram_entropy=6.5)
+        log.iteration(replace(STEP, step=3, loss=4.0))
+        log.iteration(replace(STEP, step=4, loss=math.nan))
+        log.evaluation(4, 3.5)
+    board = events.EventAccumulator(str(tmp_path / folder)).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("step/loss")] == [(3, 4.0)]
+    assert [(e.step, e.value) for e in board.Scalars("eval/loss")] == [(4, 3.5)]
+    assert {"step/tflops/causal", "step/tokens_per_second", "step/grad_norm"} <= set(board.Tags()["scalars"])
+    assert cli.load([str(tmp_path / "run" / "config.yaml")]) == cfg
+
+
+def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    pytest.importorskip("tensorboard")
+    with pytest.raises(ValueError, match=r"log\.tensorboard=\S+ cannot be written: Not a directory; name another"):
+        Log(cli.load([f"log.tensorboard={tmp_path / 'file' / 'board'}"]), 0, 1)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    Log(cli.load([]), 0, 1)
+    Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
+    with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
+        Log(cli.load([f"log.tensorboard={tmp_path}"]), 0, 1)
+
+
+def test_a_second_run_appends(tmp_path):
+    for _ in range(2):
+        lines([f"log.dir={tmp_path}"], [STEP], rank=0)
+    kinds = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == [10, 10]
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"log\.dir=\S+ cannot be written: .*; name another directory"):
+        Log(cli.load([f"log.dir={tmp_path / 'file' / 'run'}"]), 0, 1)

@@ -1,0 +1,173 @@
+"""Generation: cached equals computed anew, greedy equals transformers', draws are as asked for, mistakes one line."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from layouts import GPT3, LLAMA, config
+from test_pretrain import TINY, pretrain
+from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
+
+from minitron import finetune
+from minitron.comm.mesh import Mesh
+from minitron.kernels import attention
+from minitron.model.gpt import GPT
+from minitron.model.init import initialise
+from minitron.testing import assert_close_rel
+from tools import convert_hf, generate
+
+PROMPT = [7, 3, 80, 3, 11]
+GREEDY = partial(generate.choose, vocab_size=90, temperature=0.0, top_p=1.0, generator=None)
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_a_cached_step_equals_a_full_forward(base):
+    cfg = config(base)
+    backend = attention.choose("auto", "cpu", torch.float32, cfg.model.head_dim)
+    model = GPT(cfg, Mesh.offline(), backend, range(cfg.model.num_layers), first=True, last=True).eval()
+    initialise([model], seed=3)
+    tokens = list(PROMPT)
+    with generate.cached(model):
+        cached = [generate.next_logits(model, tokens, 0)]
+        for _ in range(20):
+            tokens.append(int(cached[-1].argmax()))
+            cached.append(generate.next_logits(model, tokens[-1:], len(tokens) - 1))
+    for n, logits in enumerate(cached, len(PROMPT)):
+        # float32, the same sums in another order
+        assert_close_rel(logits, generate.next_logits(model, tokens[:n], 0), 1e-5)
+    greedy = generate.generate(model, PROMPT, 20, set(), GREEDY)
+    assert list(greedy) == tokens[len(PROMPT):]
+    stopped = generate.generate(model, PROMPT, 20, {tokens[8]}, GREEDY)
+    assert PROMPT + list(stopped) == tokens[:tokens.index(tokens[8], len(PROMPT))]
+    assert all(block.attention.backend is backend for block in model.blocks.values())
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, max_position_embeddings=64, initializer_range=0.3)).eval()
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def run(*argv):
+    generate.main([str(arg) for arg in argv])
+
+
+def test_a_hugging_face_folder_answers_as_transformers_does(hugging_face, capsys):
+    folder, theirs = hugging_face
+    model, tokenizer, cfg = generate.load_model(str(folder), torch.device("cpu"), tokenizer="bytes")
+    prompt = tokenizer.encode("ab ")
+    ours = list(generate.generate(model, prompt, 30, set(), partial(GREEDY, vocab_size=300)))
+    expected = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 3), do_sample=False,
+                               max_new_tokens=30, min_new_tokens=30, pad_token_id=0)[0, 3:]
+    assert cfg.model.max_positions == 64 and cfg.precision.dtype == "fp32"
+    assert ours == expected.tolist()
+    run(folder, "--tokenizer", "bytes", "--prompt", "ab ", "cd", "--max-tokens", 8)
+    assert capsys.readouterr().out.startswith("ab ")
+
+
+def test_draws_come_from_the_top_p_set_with_its_probabilities():
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
+    temperature, top_p, draws = 0.7, 0.8, 4000
+    p = torch.exp(logits.double() / temperature)
+    p /= p.sum()
+    kept, total = {}, 0.0
+    for token in sorted(range(5), key=lambda i: -p[i]):
+        if total < top_p:
+            kept[token] = float(p[token])
+            total += float(p[token])
+    assert 1 < len(kept) < 5
+    generator = torch.Generator().manual_seed(0)
+    drawn = [generate.choose(logits, 5, temperature, top_p, generator) for _ in range(draws)]
+    assert set(drawn) == set(kept)
+    for token, share in kept.items():       # within 5 standard deviations of a binomial share, at most 1/2 each
+        assert drawn.count(token) / draws == pytest.approx(share / total, abs=5 * 0.5 / draws**0.5)
+    again = torch.Generator().manual_seed(0)
+    assert [generate.choose(logits, 5, temperature, top_p, again) for _ in range(draws)] == drawn
+    assert generate.choose(logits, 5, 0.0, 1.0, None) == 1
+    assert {generate.choose(logits, 5, 1.0, 1e-6, generator) for _ in range(50)} == {1}
+    assert generate.choose(logits, 5, 1e-45, 1.0, generator) == 1, "no overflow of logits / temperature"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A model that has learned to answer: JSONL -> training -> a checkpoint."""
+    folder = tmp_path_factory.mktemp("tuned")
+    rows = [{"prompt": f"{word}?", "completion": f" {word[0]}{word[0]}!"} for word in ("one", "two", "six")]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = pretrain("data.source=sft", f"data.paths=[{folder}/data.jsonl]", "data.separate_documents=true",
+                    "data.split=1", "data.tokenizer=bytes", f"data.cache_dir={folder}/cache",
+                    f"checkpoint.dir={folder}/run", "train.steps=60", "train.micro_batch_size=8", "optimizer.lr=1e-2", "log.every=60")
+    assert done.returncode == 0, done.stderr
+    assert "sft: an epoch is 3 documents in 1 samples of train.seq_len=32, " in done.stdout
+    return folder
+
+
+def test_a_tuned_model_gives_the_answers_it_was_taught(tuned, capsys):
+    run(tuned / "run", "--prompt", "one?", "two?", "six?", "--dtype", "fp32", "--cpu")
+    assert capsys.readouterr().out == "one? oo!\n\ntwo? tt!\n\nsix? ss!\n\n"
+    outputs = []
+    for seed in (1, 1, 2):
+        run(tuned / "run", "--prompt", "xyz", "--temperature", 2, "--top-p", 0.95, "--seed", seed, "--max-tokens", 20)
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_adapters_answer_with_the_weights_that_they_were_trained_beside(tuned, tmp_path, capsys):
+    """As the model does that they are merged into; also where its base has moved."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "one?", "completion": " no."}) + "\n")
+    base = (tuned / "run").rename(tuned / "before")
+    try:
+        finetune.main([*TINY, "data.source=sft", f"data.paths=[{tmp_path}/data.jsonl]", "data.separate_documents=true",
+                       "data.split=1", "data.tokenizer=bytes", f"data.cache_dir={tmp_path}/cache", "train.steps=60",
+                       f"checkpoint.dir={tmp_path}/lora", f"finetune.base={base}", "finetune.kind=lora",
+                       "lora.targets=[q,v,o,down]", "optimizer.lr=3e-2", "log.every=60"])
+    finally:
+        base.rename(tuned / "run")
+    with pytest.raises(ValueError, match=rf"the base of the adapter in .*: {base} holds no weights"):
+        run(tmp_path / "lora", "--prompt", "one?")
+    convert_hf.main(["export", f"{tmp_path}/lora", f"{tmp_path}/merged", "--base", f"{tuned}/run"])
+    capsys.readouterr()
+    answers = []
+    for argv in ([tmp_path / "lora", "--base", tuned / "run"], [tmp_path / "merged", "--tokenizer", "bytes"]):
+        run(*argv, "--prompt", "one?", "xyz", "--max-tokens", 12, "--cpu")
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and answers[0].startswith("one? no.\n")
+
+
+def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # noqa: F811
+    folder, good = hugging_face[0], ["--tokenizer", "bytes", "--prompt", "a"]
+    other = tmp_path / "mock"
+    assert pretrain("train.steps=1", f"checkpoint.dir={other}").returncode == 0
+    for argv, message in [
+        ([folder, "--prompt", "a"], "does not say which tokenizer it was trained with; give --tokenizer="),
+        ([other, "--prompt", "a"], "does not say which tokenizer"),
+        ([tuned / "run", "--prompt", "a", "--tokenizer", f"llama3:{llama3_file}"], "was not trained with the tokenizer "
+         f"llama3:{llama3_file}, which has "),
+        ([folder, *good, "--top-p", 0], "--top-p=0.0 is out of range"),
+        ([folder, *good, "--temperature", -1], "--temperature=-1.0 is out of range"),
+        ([folder, *good, "--max-tokens", 0], "--max-tokens=0 is out of range"),
+        ([folder, *good, "--max-tokens", 64], "a prompt of 1 tokens and --max-tokens=64 do not fit into "
+         "model.max_positions=64"),
+        ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
+        ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
+        ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
+        ([tmp_path / "nothing", *good], "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint"),
+        ([folder, *good, "--base", "x"], f"base=x is for adapters, and {folder} holds a whole model; leave it out"),
+        ([folder], "the following arguments are required: --prompt"),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            run(*argv)
+        assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+    [shard] = (tuned / "run" / "step_00000060").glob("*.safetensors")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="is damaged"):
+        run(tuned / "run", "--prompt", "a")
+    shard.write_bytes(content)
