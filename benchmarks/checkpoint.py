@@ -47,7 +47,8 @@ from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.pretrain import build_data, make_mesh
 from minitron.runtime.log import Log
-from minitron.train import build, choose_kernels, keep_collector_out
+from minitron.kernels import kernels
+from minitron.train import build, keep_collector_out
 
 LEGS = ("saving", "fresh", "resumed")
 SAVES = 3  # of which each figure is the median
@@ -161,7 +162,7 @@ def leg(cfg: Config, args: argparse.Namespace) -> dict:
                                           resume_step=None, async_save=True, load=None))
     with cli.user_errors(quiet=local_rank > 0):
         rules.check(cfg, world, capability)
-        choose_kernels(cfg, device)
+        kernels.choose(cfg, device)
         start = find(cfg)
         data = build_data(cfg, start)
     with Log(cfg, rank, world) as log, cli.user_errors(CheckpointError, quiet=rank > 0):

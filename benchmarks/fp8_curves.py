@@ -25,7 +25,8 @@ from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.optim.lr import learning_rate
 from minitron.pretrain import build_data
-from minitron.train import build, choose_kernels
+from minitron.kernels import kernels
+from minitron.train import build
 
 PARTS = 10
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> dict:
                 keys = ["precision.fp8=none", "precision.fp8_backend=te", "precision.fp8_bf16_layers=0"]
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
             rules.check(cfg, 1, capability)
-            choose_kernels(cfg, device)
+            kernels.choose(cfg, device)
             configs["bf16" if fp8 == "none" else fp8] = cfg
     curves = {name: losses(configs[name], device) for name in ("bf16", *args.recipes)}
     result = {"steps": cfg.train.steps, "backend": backend, "curves": {k: means(v) for k, v in curves.items()}}

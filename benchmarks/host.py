@@ -18,15 +18,15 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
-import torch
-
 from benchmarks import record
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.kernels import attention
+from minitron.kernels import meta
+from minitron.kernels.kernels import Kernels
 from minitron.model.gpt import GPT
+from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import make, stage_layers
 
 RECIPE = str(record.ROOT / "configs" / "gpt3_175b.yaml")
@@ -38,10 +38,10 @@ def build_rank(recipe: str) -> list[GPT]:
     cfg = cli.load([recipe])
     p = cfg.parallel
     mesh = Mesh.offline(p.tp * p.pp * p.cp, 0, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
-    backend = attention.choose("reference", "meta", torch.bfloat16, cfg.model.head_dim)
+    layout = make_layout(cfg, mesh, Kernels(ops=meta))
     stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
     mine, last = range(0, len(stages), p.pp), len(stages) - 1
-    return [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == last) for i in mine]
+    return [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == last) for i in mine]
 
 
 def loader_step(recipe: str, ranks: int) -> Callable[[], list]:

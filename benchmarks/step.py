@@ -27,7 +27,8 @@ from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.pretrain import build_data, make_mesh
-from minitron.train import build, choose_kernels, keep_collector_out
+from minitron.kernels.kernels import choose
+from minitron.train import build, keep_collector_out
 
 PROFILED_STEPS = 2
 
@@ -41,13 +42,13 @@ def main(argv: list[str] | None = None) -> dict:
         rules.check(cfg, world, capability)
         if args.profile and capability is None:
             raise ValueError("--profile lists a GPU's kernels, and there is no GPU; leave it out")
-        backend, data = choose_kernels(cfg, device), build_data(cfg)
+        chosen, data = choose(cfg, device), build_data(cfg)
     mesh = make_mesh(cfg, world, device)
     result, work, kernels, description = run(cfg, args, mesh, data)
     gc.collect()  # the trainer is gone: its memory is for the floor
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    alone = floor.floor_seconds(work, backend, cfg.precision.dtype, device)
+    alone = floor.floor_seconds(work, chosen.attention, cfg.precision.dtype, device)
     result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
     result["floor_share"] = measure.highest(sum(alone.values()), device) / result["step_seconds"]
     of_ranks = gathered(shares.shares(kernels) if kernels else {}, mesh)

@@ -20,13 +20,14 @@ from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
+from minitron.kernels import kernels
 from minitron.planning import dryrun
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import meet
 from minitron.runtime.stop import Diverged, Stop
 from minitron.runtime.watch import watched
-from minitron.train import build, choose_kernels, train
+from minitron.train import build, train
 
 
 def main(argv: list[str] | None = None, description: str = __doc__, finetune: bool = False) -> None:
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
         if cfg.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
-        choose_kernels(cfg, device)
+        chosen = kernels.choose(cfg, device)
         profiling.check(cfg.profile, device)
         start = find(cfg)
         data = build_data(cfg, start)
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped)
         with watched(mesh, log, cfg.train.hang_seconds), stop:
-            trainer = build(cfg, mesh)
+            trainer = build(cfg, mesh, chosen)
             trainer.base = start.mark
             mesh.activity.begin("load")
             restore(start, trainer.state)

@@ -23,16 +23,17 @@ from minitron.config.schema import Config
 from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
-from minitron.kernels import attention, fp8
+from minitron.kernels import kernels
 from minitron.kernels.gemm import DTYPES
+from minitron.kernels.kernels import Kernels
 from minitron.model import lora
-from minitron.model.gpt import GPT, make_layout
+from minitron.model.gpt import GPT
 from minitron.model.init import initialise
 from minitron.optim.buckets import Gradients
 from minitron.optim.lr import learning_rate
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
-from minitron.parallel.tensor import choose_apex
+from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import Forward, stage_layers
 from minitron.runtime.log import Log
@@ -52,7 +53,7 @@ class Trainer:
     optimizer: Zero1Optimizer
     executor: Executor
     scaler: LossScaler | None
-    backend: str  # of attention
+    kernels: Kernels
     base: str | None = None  # fingerprint of the weights beside which adapters are trained
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
@@ -106,9 +107,8 @@ class Trainer:
         return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
                 f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
                 f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-                f"attention: {self.backend}, tp: {type(self.chunks[0].layout.comm).__name__.lower()}, "
-                f"dp: {type(self.gradients.slices).__name__.lower()}, "
-                f"kernels: {self.optimizer.ops.__name__.removeprefix('minitron.')}")
+                f"{self.kernels.names}, tp: {type(self.chunks[0].layout.comm).__name__}, "
+                f"dp: {type(self.gradients.slices).__name__}")
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
         """What a microbatch's loss sum is multiplied with before its backward.
@@ -132,37 +132,29 @@ class Trainer:
         return loss_sum * counts, count
 
 
-def choose_kernels(cfg: Config, device: torch.device) -> attention.Backend:
-    """The attention kernels of the run. Raises ValueError if they, FP8's or apex's cannot run here."""
-    m = cfg.model
-    if cfg.precision.fp8 != "none":  # first: Transformer Engine cannot load behind torch's own cuDNN
-        fp8.choose_backend(cfg.precision, device)
-    choose_apex(cfg.train.kernels, device)
-    return attention.choose(m.attention, device, DTYPES[cfg.precision.dtype], m.head_dim, m.attention_dropout,
-                            documents=cfg.data.separate_documents)
+def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
+    """Make this rank's part of the model, initialised, with everything that trains it. Collective over the world.
 
-
-def build(cfg: Config, mesh: Mesh) -> Trainer:
-    """This rank's part of the model, initialised, with everything that trains it. Collective over the world."""
+    chosen: the kernels, if they were chosen before.
+    """
     m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
     dtype = DTYPES[cfg.precision.dtype]
-    backend = choose_kernels(cfg, mesh.device)
+    chosen = chosen or kernels.choose(cfg, mesh.device)
     stages = stage_layers(m.num_layers, pp.size, vp, cfg.parallel.layers_per_stage)
     mine = range(pp.rank, pp.size * vp, pp.size)
-    layout = make_layout(cfg, mesh)
-    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1, layout=layout) for i in mine]
+    layout = make_layout(cfg, mesh, chosen)
+    chunks = [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
     if cfg.finetune.kind == "lora":
         for chunk in chunks:
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
-    gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
-                          overlap=cfg.parallel.overlap_grads)
-    optimizer = Zero1Optimizer(gradients, cfg.optimizer, choose_apex(cfg.train.kernels, mesh.device))
+    gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads)
+    optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
                         on_last_backward=gradients.begin_last_backward)
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
-    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, backend.name)
+    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
 
 
 def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from minitron.comm.collectives import reduce_scatter_along
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
+from minitron.kernels.param import Shard
 from minitron.model.lora import Adapter
-from minitron.parallel.overlap import Separate
-from minitron.parallel.tensor import Shard
+from minitron.parallel.overlap import ProcessGroupComm
 from minitron.train import Trainer, build
 
 LLAMA = dict(
@@ -57,7 +58,7 @@ def adapters_that_do_something():
     def started(self, *args):
         original(self, *args)
         for factor in self.b.values():
-            factor.std = 0.1
+            factor.spec = dataclasses.replace(factor.spec, std=0.1)
 
     Adapter.__init__ = started
     try:
@@ -101,7 +102,7 @@ def first_gradients(trainer: Trainer) -> dict:
 
     `how` says which slices of the whole tensor that is: None, or (dim, [(local, full, length)...], full size).
     """
-    params = {p.global_name: p for chunk in trainer.chunks for p in chunk.parameters()}
+    params = {p.spec.name: p for chunk in trainer.chunks for p in chunk.parameters()}
     gradients, finish = {}, trainer.gradients.finish
     scale = float(trainer.backward_scale(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
 
@@ -110,7 +111,7 @@ def first_gradients(trainer: Trainer) -> dict:
         if not gradients:
             gradients.update(
                 {
-                    name: (grad / scale, _how(params[name].shard))
+                    name: (grad / scale, _how(params[name].spec.shard))
                     for name, grad in trainer.gradients.full_gradients().items()
                 }
             )
@@ -131,19 +132,19 @@ def part_of(whole: torch.Tensor, how) -> torch.Tensor:
     return torch.cat([whole.narrow(dim, start, length) for _, start, length in slices], dim)
 
 
-class Pieces(Separate):
-    """Separate's communication with Pipelined's products: one for each rank's rows. Runs on CPUs."""
+class Pieces(ProcessGroupComm):
+    """The process group's communication with the products in pieces: one for each rank's rows. Runs on CPUs."""
 
-    def gather_then(self, parts, consume, keep):
-        whole, m = self.gather(parts)(), parts[0].shape[0]
-        for rank, shards in enumerate(zip(*(part.chunk(self.axis.size) for part in whole))):
-            consume(slice(rank * m, (rank + 1) * m), list(shards))
-        return whole
+    def gather_matmul(self, x, product, weight, n, *, keep=False):
+        whole, m = self.start_gather(x).wait(), x.rows.shape[0]
+        y = weight.new_empty(self.axis.size * m, n)
+        for rank, parts in enumerate(zip(*(part.chunk(self.axis.size) for part in whole.parts()))):
+            product(x.of(parts), weight, y[rank * m:(rank + 1) * m])
+        return y, whole if keep else None
 
-    def then_scatter(self, produce, shape, like):
-        def pieces(_, partial):
-            m = shape[0] // self.axis.size
-            for rank, out in enumerate(partial.chunk(self.axis.size)):
-                produce(slice(rank * m, (rank + 1) * m), out)
-
-        return super().then_scatter(pieces, shape, like)
+    def matmul_scatter(self, x, product, weight, n):
+        m = x.rows.shape[0] // self.axis.size
+        partial = weight.new_empty(x.rows.shape[0], n)
+        for rank, out in enumerate(partial.chunk(self.axis.size)):
+            product(x.cut(slice(rank * m, (rank + 1) * m)), weight, out)
+        return reduce_scatter_along(partial, self.axis)

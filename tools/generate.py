@@ -41,10 +41,9 @@ from minitron.data.batch import Batch
 from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
-from minitron.kernels import attention
 from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES
-from minitron.model.gpt import GPT
+from minitron.model.gpt import GPT, whole_model
 from tools.command import Parser, run
 
 
@@ -172,11 +171,11 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
     cfg = replace(cfg, precision=PrecisionConfig(dtype or cfg.precision.dtype))
     words = find_tokenizer(folder, tokenizer, cfg, data, cache_dir)
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
-    backend = attention.choose("auto", device, DTYPES[cfg.precision.dtype], cfg.model.head_dim, documents=True)
-    model = GPT(cfg, Mesh.offline(device=device), backend, range(cfg.model.num_layers), first=True, last=True).eval()
+    cfg = replace(cfg, data=replace(cfg.data, separate_documents=True))
+    model = whole_model(cfg, Mesh.offline(device=device)).eval()
     with torch.no_grad():
         for param in model.parameters():
-            name, shape = param.global_name, tuple(param.shape)
+            name, shape = param.spec.name, tuple(param.shape)
             param.copy_(reader.read(name, best_kind(reader, name), (0,) * len(shape), shape))
     return model, words, cfg
 

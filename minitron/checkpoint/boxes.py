@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minitron.parallel.tensor import Shard
+from minitron.kernels.param import Shard
 
 
 class Box(NamedTuple):

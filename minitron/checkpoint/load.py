@@ -148,10 +148,11 @@ def _wanted(start: Start, state: State) -> Iterator[Piece]:
 def _frozen(reader: Weights, state: State) -> Iterator[Piece]:
     """The parameters of this rank that nothing trains, as boxes. Raises CheckpointError."""
     for param in (p for chunk in state.chunks for p in chunk.parameters() if not p.requires_grad):
-        name, shape = param.global_name, whole_shape(param.shape, param.shard)
+        spec = param.spec
+        name, shape = spec.name, whole_shape(param.shape, spec.shard)
         _check_shape(reader, name, shape)
         local = Box((0,) * param.dim(), tuple(param.shape))
-        for cut, start in to_global(local, param.shard):
+        for cut, start in to_global(local, spec.shard):
             yield Piece(name, best_kind(reader, name), shape, start, param[cut.within(local)])
 
 

@@ -91,7 +91,7 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
     slices: kind -> one flat tensor per bucket, laid out as the optimizer's; None leaves the bucket out.
     """
     for part in gradients.owned():
-        shape, shard, at = tuple(part.param.shape), part.param.shard, 0
+        shape, shard, at = tuple(part.param.shape), part.param.spec.shard, 0
         whole = whole_shape(shape, shard)
         for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
             begin, at = at, at + prod(box.shape)
@@ -118,8 +118,8 @@ class Checkpointer:
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
         self.running: Future | None = None
-        kinds = [bucket.kind for bucket in state.optimizer.gradients.buckets]
-        ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in kinds]
+        keys = [bucket.key for bucket in state.optimizer.gradients.buckets]
+        ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in keys]
         sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
         self.directory = Path(cfg.checkpoint.dir).expanduser()
 
@@ -152,7 +152,7 @@ class Checkpointer:
         copied = copy_beside(self.stream, ((host, device) for kind, flat in self.state.slices().items()
                                            for host, device in zip(self.host[kind], flat) if host is not None))
         if copied is not None:
-            optimizer.reads = copied
+            optimizer.snapshot_done = copied
         self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()

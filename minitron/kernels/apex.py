@@ -2,11 +2,11 @@
 
 Two of its kernels have a twin here, by the same name and contract, and nothing else of it is used:
 
-    accumulate_product   minitron/kernels/gemm.py           fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-    adamw_               minitron/kernels/plain.py, fused.py     amp_C.multi_tensor_adam_capturable, what FusedAdam calls
+    add_product   kernels/plain.py, fused.py     fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    adamw_        kernels/plain.py, fused.py     amp_C.multi_tensor_adam_capturable, what FusedAdam calls
 
 Both are extension modules of their own, so the name `apex`, which on PyPI is another project's, is never imported. Only
-minitron.parallel.tensor.choose_apex imports this file. What apex leaves to others:
+kernels/kernels.py imports this file. What apex leaves to others:
 
     a step's first product, which overwrites    its GEMM can only add, so torch's saves the pass that clears
     float32 products                            it allows cuBLAS to multiply those in float16
@@ -26,7 +26,7 @@ from amp_C import multi_tensor_adam_capturable
 from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 from torch import Tensor
 
-from minitron.kernels import gemm
+from minitron.kernels import fused
 from minitron.kernels.plain import AdamHyper, AdamState
 
 CHUNK = 2048 * 32     # elements per block of threads, apex's own choice
@@ -34,14 +34,12 @@ DECOUPLED_DECAY = 1   # the kernel's mode 1 is AdamW
 CORRECT_BIAS = 1
 
 
-def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """weight.main_grad += dy^T x; see minitron/kernels/gemm.py."""
-    if dy.dtype == torch.float32 or not hasattr(weight, "main_grad") or weight.grad_stale:
-        return gemm.accumulate_product(weight, dy, x)
-    assert weight.main_grad.is_contiguous()  # apex looks at no strides
-    wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), weight.main_grad)
-    weight.grad_ready()
-    return None
+def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
+    """out (+)= dy^T x; see minitron/kernels/plain.py."""
+    if dy.dtype == torch.float32 or not add:
+        return fused.add_product(out, dy, x, add=add)
+    assert out.is_contiguous()  # apex looks at no strides
+    wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), out)
 
 
 def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,

@@ -31,14 +31,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_torch import KINDS, Operand, limit
-from minitron.kernels.gemm import DTYPES, Gemm, Payload
+from minitron.kernels.gemm import ALONE, DTYPES, Gemm, Payload
 
 if TYPE_CHECKING:
     from minitron.kernels import fp8_te
@@ -57,7 +57,7 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
     library = fp8_torch
     if precision.fp8_backend == "te":
         if device.type == "meta":
-            return _te_twin(precision.fp8 == "block")
+            return _te_shapes(precision.fp8 == "block")
         if device.type != "cuda":
             raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
                              "precision.fp8_backend=torch or precision.fp8=none")
@@ -69,15 +69,26 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
     elif precision.fp8 == "block" and device.type != "cpu":
         raise ValueError("precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
                          "precision.fp8_backend=te, or precision.fp8=delayed or current")
-    return library.BlockScaling() if precision.fp8 == "block" else library.TensorScaling()
+    if precision.fp8 == "block":
+        return library.BlockScaling()
+    return _Shapes() if device.type == "meta" else library.TensorScaling()
 
 
-def _te_twin(block: bool) -> fp8_torch.TensorScaling:
+class _Shapes(fp8_torch.TensorScaling):
+    """For dry runs: on the meta device _scaled_mm takes no out=."""
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
+                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        product = super().multiply(a, b, dtype, fast=fast, bias=bias)
+        return product if out is None else out.copy_(product)
+
+
+def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
     """For dry runs: allocates what Transformer Engine would."""
-    twin = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
+    shapes = fp8_torch.BlockScaling() if block else _Shapes(meta)
     for name in ("cast", "multiply", "multiply_into")[not block:]:
-        setattr(twin, name, meta.hidden(getattr(twin, name)))
-    return twin
+        setattr(shapes, name, meta.hidden(getattr(shapes, name)))
+    return shapes
 
 
 class DelayedScaling:
@@ -134,9 +145,11 @@ class Fp8Gemm(Gemm):
         """[HISTORY, 3] magnitudes of x, weight and dy, a view: what a checkpoint keeps. None: nothing."""
         return None if self.scaling is None else self.scaling.history[:, self.first:self.first + len(ROLES)]
 
-    def quantize(self, x: Tensor, shared: Axis, *, gradient: bool = False, columns: bool = False,
-                 record: bool = True) -> Payload:
-        return self._cast(x, "dy" if gradient else "x", shared, columns, record)
+    def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
+        return self._cast(x, "x", gathered, columns, record)
+
+    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
+        return self._cast(dy, "dy", gathered, columns, True)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)
@@ -147,13 +160,12 @@ class Fp8Gemm(Gemm):
         columns = self._columns(self._quantized(weight))._replace(tiled=True)
         return self.backend.multiply(Operand(dy.rows, dy.rows_scale), columns, self.dtype, out=out)
 
-    def weight_grad(self, weight: Tensor, dy: Payload, x: Payload) -> Tensor | None:
-        dy, x = self._columns(dy), self._columns(x)
-        if not hasattr(weight, "main_grad"):
+    def weight_grad(self, weight: nn.Parameter, dy: Payload, x: Payload) -> Tensor | None:
+        dy, x, slot = self._columns(dy), self._columns(x), weight.slot
+        if slot is None:
             return self.backend.multiply(dy, x, weight.dtype)
-        self.backend.multiply_into(weight.main_grad, dy, x, add=not weight.grad_stale)
-        weight.grad_stale = False
-        weight.grad_ready()
+        self.backend.multiply_into(slot.main_grad, dy, x, add=slot.begin())
+        slot.ready()
         return None
 
     def prepare(self, weight: Tensor) -> None:
@@ -176,7 +188,7 @@ class Fp8Gemm(Gemm):
     def _quantized(self, weight: Tensor) -> Payload:
         if self._weight is None:
             known = (None, None) if self._frozen else self._scale("weight", True)
-            self._weight = self.backend.cast(weight.detach(), "weight", Axis.single(), *known, True)
+            self._weight = self.backend.cast(weight.detach(), "weight", ALONE, *known, True)
         return self._weight
 
     def _cast(self, x: Tensor, role: str, shared: Axis, columns: bool, record: bool) -> Payload:
@@ -187,7 +199,7 @@ class Fp8Gemm(Gemm):
         """The cast of operation(*inputs), in the same kernel if its scale is known beforehand."""
         scale, amax = self._scale(role, record)
         if scale is None:
-            return self.backend.cast(operation(*inputs), role, Axis.single(), None, amax, columns)
+            return self.backend.cast(operation(*inputs), role, ALONE, None, amax, columns)
         values, inverse, transposed = with_cast(*inputs, scale, amax, KINDS[role], columns)
         return Payload(values, inverse, *((None, None) if transposed is None else (transposed, inverse)))
 
@@ -203,15 +215,16 @@ class Fp8Gemm(Gemm):
 class Formats:
     """The number formats of a model chunk's blocks: makes their GEMMs, and ends their step.
 
-    layers: the blocks of the chunk, of num_layers in the model. ordinary: what multiplies in those without FP8.
+    layers: the blocks of the chunk, of num_layers in the model. backend: FP8's casts and products, None without FP8.
+    ordinary: what multiplies in the blocks without FP8.
     """
 
     def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh,
-                 ordinary: Gemm = Gemm()):
+                 backend: fp8_torch.TensorScaling | None, ordinary: Gemm):
         self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
         self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
         self.gemms: list[Fp8Gemm] = []
-        self.backend = choose_backend(precision, mesh.device) if self.layers else None
+        self.backend = backend
         self.scaling = None
         if self.layers and precision.fp8 == "delayed":
             roles = ROLES * (BLOCK_GEMMS * len(self.layers))

@@ -75,8 +75,6 @@ class TensorScaling:
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
                  out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """a b^T + bias in `dtype`; in `out` if it is given. fast: the tensor cores may add up in less than float32."""
-        if out is not None and out.is_meta:  # where _scaled_mm takes no out=
-            return out.copy_(self.multiply(a, b, dtype, fast=fast, bias=bias))
         return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype,
                                 use_fast_accum=fast, out=out)
 

@@ -382,6 +382,18 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
     return out
 
 
+# ---- gradients of weights --------------------------------------------------------------------------------------------
+
+
+def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
+    if dy.dtype == torch.float32:
+        plain.add_product(out, dy, x, add=add)
+    elif add:
+        torch.ops.aten.addmm.dtype_out(out, dy.t(), x, torch.float32, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(dy.t(), x, torch.float32, out=out)
+
+
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 

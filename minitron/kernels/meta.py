@@ -94,16 +94,11 @@ swiglu_backward_cast = hidden(plain.swiglu_backward_cast)
 split_heads_backward = hidden(plain.split_heads_backward)
 merge_ = hidden(plain.merge_)
 sum_parts = hidden(plain.sum_parts)
+add_product = hidden(plain.add_product)
 add_rows_ = hidden(plain.add_rows_)
 softmax_sums = hidden(plain.softmax_sums)
 softmax_gradient_ = hidden(plain.softmax_gradient_)
 drop_elements = hidden(plain.drop_elements)
-
-
-@hidden
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out += a b, of which a GPU makes no float32 copies."""
-    return out.addmm_(a.float(), b.float())
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ function, and so decide what is kept. One of the two modules is chosen, once, wh
     split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
     merge_                       attention over two sets of keys         Milakov & Gimelshein 2018
     sum_parts                    partial sums of a product over ranks
+    add_product                  a weight gradient, added up in float32
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its random words         minitron/kernels/rng.py
@@ -167,6 +168,14 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
     """[p, ...] -> the sum over p, added up in float32 or better. onto: a tensor [...] that it is added to, in place."""
     return parts.sum(0) if onto is None else onto.add_(parts.sum(0))
+
+
+# ---- gradients of weights --------------------------------------------------------------------------------------------
+
+
+def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
+    """out [n, k] float32 (+)= dy^T x, dy [m, n], x [m, k]. Without `add` out is not read, not even a NaN in it."""
+    out.addmm_(dy.t().float(), x.float(), beta=int(add))
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ called with a batch and the hidden states of the stage before, and returns hidde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,18 @@ from minitron.comm.collectives import slice_along
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, ModelConfig
 from minitron.data.batch import Batch
-from minitron.kernels.attention import Backend
 from minitron.kernels.fp8 import Formats
-from minitron.kernels.gemm import DTYPES, Gemm, use
+from minitron.kernels.gemm import Gemm
+from minitron.kernels.kernels import choose
+from minitron.kernels.param import Shard, with_main_grad
 from minitron.kernels.rng import attention_mask, dropout, token_keys
 from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
-from minitron.parallel import overlap
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
-from minitron.parallel.linear import Layer, Traffic, linear
-from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      choose_apex, choose_ops, lookup, vocab_parallel_cross_entropy)
+from minitron.parallel.layout import Layout, make_layout
+from minitron.parallel.linear import (ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear,
+                                      column_linear)
+from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 
 
 @dataclass
@@ -51,10 +52,10 @@ class Microbatch:
 class Attention(nn.Module):
     """Causal self-attention with grouped queries: x [s/cp/tp, b, h] -> [s/cp/tp, b, h]; n/tp heads on this rank."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend, gemm):
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, gemm: Callable[[], Gemm]):
         super().__init__()
         m, tp = cfg.model, mesh.tp.size
-        self.layer, self.backend, self.ops = layer, backend, layout.ops
+        self.layer, self.backend, self.ops = layer, layout.kernels.attention, layout.kernels.ops
         self.cp, self.style = mesh.cp, cfg.parallel.cp_style
         self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
         self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
@@ -63,8 +64,8 @@ class Attention(nn.Module):
                                         gemm=gemm())
         self.out = RowParallelLinear(width, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
-    def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
-        qkv = self.qkv(x, remake, mb.local_keys).unflatten(-1, (-1, self.head_dim))
+    def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
+        qkv = self.qkv(x, recompute_input, mb.local_keys).unflatten(-1, (-1, self.head_dim))
         # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         dropped = None
@@ -78,21 +79,21 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers around an activation: x [s/cp/tp, b, h] -> the same; f/tp inner channels on this rank."""
 
-    def __init__(self, cfg: Config, layout: Layout, gemm):
+    def __init__(self, cfg: Config, layout: Layout, gemm: Callable[[], Gemm]):
         super().__init__()
         m, bias = cfg.model, cfg.model.family == "gpt"
-        self.gated, self.ops, f = cfg.model.family == "llama", layout.ops, m.ffn_hidden_size
+        self.gated, self.ops, f = cfg.model.family == "llama", layout.kernels.ops, m.ffn_hidden_size
         self.up = ColumnParallelLinear(m.hidden_size, (f, f) if self.gated else (f,), layout, std=m.init_std, bias=bias,
                                        gemm=gemm())
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
-    def forward(self, x: Tensor, mb: Microbatch, remake=None) -> Tensor:
+    def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
         if self.gated and self.up.adapter is self.down.adapter is None:
-            return swiglu_mlp(x, self.up.layer, self.down.layer, self.ops, remake)
-        inner = self.up(x, remake, mb.local_keys)
+            return swiglu_mlp(x, self.up.linear, self.down.linear, self.ops, recompute_input)
+        inner = self.up(x, recompute_input, mb.local_keys)
         activation = partial(swiglu, ops=self.ops) if self.gated else gelu
-        again = None if remake is None else partial(activation, inner.detach())
-        return self.down(activation(inner), again, mb.keys)
+        recompute = None if recompute_input is None else partial(activation, inner.detach())
+        return self.down(activation(inner), recompute, mb.keys)
 
 
 class Block(nn.Module):
@@ -101,14 +102,14 @@ class Block(nn.Module):
     Each of these sums, with the bias that attention and MLP leave out, is made by the norm that reads it next.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, backend: Backend, formats: Formats):
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, formats: Formats):
         super().__init__()
         m = cfg.model
         gemm = partial(formats.gemm, layer)
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
-        self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, backend, gemm)
+        self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, gemm)
         self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm)
-        self.layer, self.dropout, self.recompute, self.ops = layer, m.hidden_dropout, cfg.train.recompute, layout.ops
+        self.layer, self.dropout, self.recompute, self.ops = layer, m.hidden_dropout, cfg.train.recompute, layout.kernels.ops
 
     def forward(self, stream: Residual, mb: Microbatch) -> Residual:
         if self.recompute == "full" and torch.is_grad_enabled():
@@ -118,18 +119,18 @@ class Block(nn.Module):
 
     def _forward(self, stream: Residual, mb: Microbatch) -> Residual:
         x, y = self.norm1(stream)
-        y = self.attention(y, mb, self._remake(self.norm1, x))
+        y = self.attention(y, mb, self._recompute(self.norm1, x))
         x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1))
-        y = self.mlp(y, mb, self._remake(self.norm2, x))
+        y = self.mlp(y, mb, self._recompute(self.norm2, x))
         return self._add(x, y, self.mlp.down.bias, mb, site=2)
 
-    def _remake(self, norm: Norm, x: Tensor):
-        return partial(norm.again, x.detach()) if self.recompute == "selective" else None
+    def _recompute(self, norm: Norm, x: Tensor) -> RecomputeInput | None:
+        return partial(norm.recompute, x.detach()) if self.recompute == "selective" else None
 
     def _add(self, x: Tensor, delta: Tensor, bias: nn.Parameter | None, mb: Microbatch, site: int) -> Residual:
         if not (self.dropout and self.training):
             return Residual(x, delta, bias)
-        delta = delta if bias is None else delta + use(bias)  # dropout drops the bias too
+        delta = delta if bias is None else delta + with_main_grad(bias)  # dropout drops the bias too
         return Residual(x, dropout(delta, self.dropout, mb.local_keys, self.layer, site, self.ops.drop_elements))
 
 
@@ -149,10 +150,10 @@ class Embedding(nn.Module):
         x = self.words(batch.tokens)
         if self.positions is not None:
             rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
-            x = x + lookup(rows, self.positions, 0, self.layout.ops)
+            x = x + lookup(rows, self.positions, 0, self.layout.kernels.ops)
         if not self.training:
             return x
-        return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.ops.drop_elements)
+        return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.kernels.ops.drop_elements)
 
 
 class Head(nn.Module):
@@ -165,30 +166,27 @@ class Head(nn.Module):
         shape = m.padded_vocab_size, m.hidden_size
         self.weight = tied if tied is not None else layout.parameter(
             shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
-        self.gemm = layout.gemm
-        self.traffic = Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy")
+        self.linear = Linear(self.weight, None, layout.gemm, layout.comm)
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream)
-        return linear(y, Layer(self.weight, None, self.gemm, self.traffic))
+        return column_linear(y, self.linear)
 
 
 class GPT(nn.Module):
     """A pipeline chunk: blocks `layers` of the model, with the embedding if `first` and the head if `last`.
 
-    Parameters carry `global_name`, their name in the whole model: the tied weight on the last stage has the
-    embedding's. The chunks of a rank share a `layout`.
+    A parameter's spec names it in the whole model: the tied weight on the last stage has the embedding's name. The chunks
+    of a rank share a `layout`.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, backend: Backend, layers: range, *, first: bool, last: bool,
-                 layout: Layout | None = None):
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layers: range, *, first: bool, last: bool):
         super().__init__()
         m = cfg.model
-        self.mesh = mesh
-        self.layout = layout or make_layout(cfg, mesh)
+        self.mesh, self.layout = mesh, layout
         self.embedding = Embedding(cfg, self.layout) if first else None
-        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, self.layout.gemm)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend, self.formats) for i in layers})
+        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, layout, i, self.formats) for i in layers})
         shared = self.embedding.words.weight if first and m.tie_embeddings else None
         self.head = Head(cfg, self.layout, shared) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
@@ -196,10 +194,11 @@ class GPT(nn.Module):
         if m.positions == "rope":
             self.frequencies = rope_frequencies(m.head_dim, m.rope_theta, m.rope_scaling).to(mesh.device)
         for name, param in self.named_parameters():
-            param.global_name = name
+            param.spec = replace(param.spec, name=name)
         if m.tie_embeddings and (first or last):
             weight = self.embedding.words.weight if first else self.head.weight
-            weight.global_name, weight.tied, weight.uses = "embedding.words.weight", True, 2 if first and last else 1
+            uses = 2 if first and last else 1
+            weight.spec = replace(weight.spec, name="embedding.words.weight", tied=True, uses=uses)
 
     def units(self) -> Iterator[nn.Module]:
         """The chunk's parts in the order in which a forward pass reaches them."""
@@ -210,7 +209,7 @@ class GPT(nn.Module):
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()
-        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.ops)
+        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.kernels.ops)
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:
@@ -237,13 +236,10 @@ class GPT(nn.Module):
         return Microbatch(rope, batch.documents, keys, local)
 
 
-def make_layout(cfg: Config, mesh: Mesh) -> Layout:
-    """Collective over tp."""
-    p, apex = cfg.parallel, choose_apex(cfg.train.kernels, mesh.device)
-    ops = choose_ops(mesh.device)
-    return Layout(overlap.choose(mesh.tp, mesh.device, p.overlap_tp, ops), p.sequence_parallel and mesh.tp.size > 1,
-                  DTYPES[cfg.precision.dtype], mesh.device, ops,
-                  Gemm() if apex is None else Gemm(apex.accumulate_product))
+def whole_model(cfg: Config, mesh: Mesh) -> GPT:
+    """Make the model as one chunk, uninitialised. Collective over tp."""
+    layout = make_layout(cfg, mesh, choose(cfg, mesh.device))
+    return GPT(cfg, mesh, layout, range(cfg.model.num_layers), first=True, last=True)
 
 
 def output_std(m: ModelConfig) -> float:

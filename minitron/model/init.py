@@ -1,6 +1,6 @@
 """The same initial weights in every layout.
 
-A parameter's values depend on the seed and on its global name, never on the rank: each rank draws the full tensor
+A parameter's values depend on the seed and on its name in the whole model, never on the rank: each rank draws the full tensor
 from a generator of the parameter's own and keeps its slice. It costs tp times the random numbers, once.
 """
 
@@ -17,15 +17,16 @@ def initialise(chunks: list[nn.Module], seed: int) -> None:
     """Fill every parameter of this rank's chunks: normal with its `std`, or its constant `fill`."""
     for chunk in chunks:
         for param in chunk.parameters():
-            if param.std is None:
-                param.fill_(param.fill)
+            spec = param.spec
+            if spec.std is None:
+                param.fill_(spec.fill)
                 continue
-            digest = hashlib.sha256(f"{seed}/{param.global_name}".encode()).digest()
+            digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
             generator = torch.Generator("cpu" if param.is_meta else param.device)
             generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             shape = list(param.shape)
-            if param.shard is not None:
-                shape[param.shard.dim] = sum(param.shard.chunks)
+            if spec.shard is not None:
+                shape[spec.shard.dim] = sum(spec.shard.chunks)
             full = torch.empty(shape, dtype=torch.float32, device=param.device)
-            full.normal_(0.0, param.std, generator=generator)
-            param.copy_(full if param.shard is None else param.shard.cut(full))
+            full.normal_(0.0, spec.std, generator=generator)
+            param.copy_(full if spec.shard is None else spec.shard.cut(full))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
-from minitron.kernels.gemm import accumulate, use
+from minitron.kernels.param import accumulate, with_main_grad
 from minitron.kernels.plain import Rope
-from minitron.parallel.tensor import Layout
+from minitron.parallel.layout import Layout
 
 
 class Residual(NamedTuple):
@@ -34,7 +34,7 @@ class Residual(NamedTuple):
             return self.x
         if self.bias is None:
             return self.x + self.delta
-        return (self.x.float() + self.delta + use(self.bias)).to(self.x.dtype)  # rounded once, as the norm's sum is
+        return (self.x.float() + self.delta + with_main_grad(self.bias)).to(self.x.dtype)  # rounded once, as the norm's sum is
 
 
 class _AddNorm(torch.autograd.Function):
@@ -64,15 +64,15 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = layout.parameter((size,), fill=1.0)
         self.bias = layout.parameter((size,)) if bias else None
-        self.eps, self.ops = eps, layout.ops
+        self.eps, self.ops = eps, layout.kernels.ops
 
     def forward(self, stream: Residual) -> tuple[Tensor, Tensor]:
         """The stream's sum and the norm of it, both [..., h]."""
         return _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops)
 
     @torch.no_grad()
-    def again(self, total: Tensor) -> Tensor:
-        """The norm of that sum once more: what selective recomputation calls in the backward pass."""
+    def recompute(self, total: Tensor) -> Tensor:
+        """Return the norm of that sum once more: selective recomputation calls it in the backward pass."""
         return self.ops.add_norm(total, None, None, self.weight, self.bias, self.eps)[1]
 
 

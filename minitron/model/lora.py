@@ -27,18 +27,20 @@ Left out: adapters of the embedding and the head, dropping the bf16 copy of weig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, all_reduce_, gather_start, reduce_scatter_start
+from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config.schema import Config, ModelConfig
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
-from minitron.parallel.linear import Layer, Traffic, rows, unrows
-from minitron.parallel.tensor import Layout, ParallelLinear, Shard
+from minitron.kernels.param import Shard
+from minitron.parallel.layout import Layout
+from minitron.parallel.linear import (ParallelLinear, RecomputeInput, column_backward, row_backward, rows, unrows)
+from minitron.parallel.overlap import LinearComm
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
 
@@ -79,7 +81,7 @@ def attach(model: GPT, cfg: Config) -> None:
                 linear = block.get_submodule(name)
                 linear.adapter = Adapter(linear, spans, cfg, model.layout, (int(layer), site))
                 for part, param in linear.adapter.named_parameters():
-                    param.global_name = f"blocks.{layer}.{name}.adapter.{part}"
+                    param.spec = replace(param.spec, name=f"blocks.{layer}.{name}.adapter.{part}")
 
 
 class Adapter(nn.Module):
@@ -91,7 +93,7 @@ class Adapter(nn.Module):
     def __init__(self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config,
                  layout: Layout, place: tuple[int, int]):
         super().__init__()
-        axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.weight.shard.dim == 0
+        axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.by_columns
         k = linear.weight.shape[1] * (1 if by_rows else axis.size)
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
         self.a = layout.parameter((len(spans) * rank, k), None if by_rows else Shard(1, axis, (k,)),
@@ -104,12 +106,30 @@ class Adapter(nn.Module):
         self.places = [(slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
                        for i, span in enumerate(spans.values())]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
-        self.ops, self.accumulate = layout.ops, layout.gemm.accumulate
+        self.linear, self.by_columns = linear.linear, by_rows
+        self.ops, self.add_gradient = layout.kernels.ops, layout.gemm.add_gradient
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
-    def forward(self, x: Tensor, layer: Layer, remake: Callable[[], Tensor] | None, keys: Tensor | None) -> Tensor:
-        """x [s', b, k]; keys [s', b]: dropout counters, None in evaluation. remake: as of `precision.linear`."""
-        return _Adapted.apply(x, self, layer, remake, keys, torch.is_grad_enabled(), self.a, *self.b.values())
+    def forward(self, x: Tensor, recompute_input: RecomputeInput | None, keys: Tensor | None) -> Tensor:
+        """x [s', b, k]; keys [s', b]: dropout counters, None in evaluation. recompute_input: as of `column_linear`."""
+        return _Adapted.apply(x, self, recompute_input, keys, torch.is_grad_enabled(), self.a, *self.b.values())
+
+    def product(self, x: Tensor, training: bool) -> Tensor:
+        """Multiply x [m, k] with the frozen weight: [m', n], communication included."""
+        weight, _, gemm, comm = self.linear
+        gemm.prepare(weight)
+        if self.by_columns:
+            payload = gemm.quantize(x, comm.gathered, columns=False, record=training)
+            return comm.gather_matmul(payload, self.linear.product, weight, weight.shape[0])[0]
+        payload = gemm.quantize(x, columns=False, record=training)
+        return comm.matmul_scatter(payload, gemm.forward, weight, weight.shape[0])
+
+    def input_grad(self, dy: Tensor) -> Tensor:
+        """Multiply dy [m', n] with the frozen weight's transpose: [m, k], communication included."""
+        gemm, comm = self.linear.gemm, self.linear.comm
+        if self.by_columns:
+            return column_backward(self.linear, gemm.quantize_grad(dy, columns=False), None, need_dx=True)[0]
+        return row_backward(self.linear, gemm.quantize_grad(dy, comm.gathered, columns=False), None, need_dx=True)[0]
 
     def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """x as the adapter reads it: the same in the forward and the backward pass. Its own adjoint."""
@@ -123,54 +143,50 @@ class Adapter(nn.Module):
 
 
 class _Adapted(torch.autograd.Function):
-    """Keeps x, unless it is remade, and u. The layer's own product runs while u, or its gradient, travels."""
+    """Keeps x, unless it is recomputed, and u. The layer's own product runs while u, or its gradient, travels."""
 
     @staticmethod
-    def forward(ctx, x, adapter, layer, remake, keys, training, a, *b):
-        arriving = _move(adapter.scaled(rows(adapter.drop(x, keys)), a.t()), layer.traffic)
-        y = layer.forward(layer.quantize(rows(x), columns=False, record=training))
-        u = arriving()
+    def forward(ctx, x, adapter, recompute_input, keys, training, a, *b):
+        u = adapter.scaled(rows(adapter.drop(x, keys)), a.t())
+        u, handle = (f_start if adapter.by_columns else g_start)(u, adapter.linear.comm)
+        y = adapter.product(rows(x), training)
+        handle.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
             y[:, outputs].addmm_(u[:, columns], factor.t())
-        ctx.save_for_backward(u, None if remake is not None else x)
-        ctx.parts = adapter, layer, remake, keys
+        ctx.save_for_backward(u, None if recompute_input is not None else x)
+        ctx.adapter, ctx.recompute_input, ctx.keys = adapter, recompute_input, keys
         return unrows(y, x.shape[1:-1])
 
     @staticmethod
     def backward(ctx, dy):
-        (adapter, layer, remake, keys), (u, x) = ctx.parts, ctx.saved_tensors
+        adapter, keys, (u, x) = ctx.adapter, ctx.keys, ctx.saved_tensors
         batch, dy, factors = dy.shape[1:-1], rows(dy), list(adapter.b.values())
         du = torch.empty_like(u)
         for (outputs, columns), factor in zip(adapter.places, factors):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
-        arriving, dx = _move(du, layer.traffic.adjoint()), None
-        if ctx.needs_input_grad[0]:
-            dx, _ = layer.backward(layer.quantize_grad(dy, columns=False), None, need_dx=True)
-        db = [adapter.accumulate(factor, dy[:, outputs], u[:, columns])
+        du, handle = (g_start if adapter.by_columns else f_start)(du, adapter.linear.comm)
+        dx = adapter.input_grad(dy) if ctx.needs_input_grad[0] else None
+        db = [adapter.add_gradient(factor, dy[:, outputs], u[:, columns])
               for (outputs, columns), factor in zip(adapter.places, factors)]
-        du = arriving()
-        da = adapter.accumulate(adapter.a, du, rows(adapter.drop(x if remake is None else remake(), keys)))
+        handle.wait()
+        x = x if ctx.recompute_input is None else ctx.recompute_input()
+        da = adapter.add_gradient(adapter.a, du, rows(adapter.drop(x, keys)))
         if dx is not None:
             if keys is None or not adapter.dropout:
                 dx.addmm_(du, adapter.a)  # no tensor of x's size beside dx
             else:
                 dx += rows(adapter.drop(unrows(du @ adapter.a, batch), keys))
             dx = unrows(dx, batch)
-        return dx, None, None, None, None, None, da, *db
+        return dx, None, None, None, None, da, *db
 
 
-def _move(u: Tensor, traffic: Traffic) -> Callable[[], Tensor]:
-    """Begin to communicate u [m, r] as the layer's own input or output; the function returned waits for the result."""
-    axis, result, handle = traffic.comm.axis, u, Done()
-    if traffic.before == "gather":
-        result, handle = gather_start(u, axis)
-    elif traffic.after == "scatter":
-        result, handle = reduce_scatter_start(u, axis)
-    elif traffic.after == "reduce":
-        handle = all_reduce_(u, axis, wait=False)
+def f_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Done | Pending]:
+    """Begin f of u [m, r], what stands before a column-parallel product: (result, handle to wait for)."""
+    return gather_start(u, comm.axis) if comm.sequence_parallel else (u, Done())
 
-    def finish() -> Tensor:
-        handle.wait()
-        return result
 
-    return finish
+def g_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Done | Pending]:
+    """Begin g of u [m, r], what stands behind a row-parallel product; u may become the result."""
+    if comm.sequence_parallel:
+        return reduce_scatter_start(u, comm.axis)
+    return u, all_reduce_(u, comm.axis, wait=False)

@@ -5,8 +5,8 @@ more in launches than in work, and a reduction that starts after the backward le
 
 The idea:
   1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer,
-     their gradients in a float32 buffer with the same layout. Both `param.data` and `param.main_grad` are views.
-  2. Layers add weight gradients to `main_grad` themselves and call `param.grad_ready()`.
+     their gradients in a float32 buffer with the same layout. Both `param.data` and `param.slot.main_grad` are views.
+  2. Layers add weight gradients to `main_grad` themselves and call `param.slot.ready()`.
   3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps
      the sum of slice r.
   4. The optimizer updates slice r of the parameters (ZeRO-1), and an all-gather brings the other slices back.
@@ -18,8 +18,8 @@ Buckets fill in reverse forward order, because that is the order in which a back
         b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
         rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
 
-Who adds what over which axis: every bucket is summed over dp_cp. Under sequence parallelism a replicated parameter (a
-norm) saw only this rank's part of the sequence, so its slice is summed over tp too. A tied weight has a copy on the
+Who adds what over which axis: every bucket is summed over dp_cp. A replicated parameter that saw only this
+rank's tokens or heads (a norm under sequence parallelism) says so (`sum_over_tp`), and its slice is summed over tp too. A tied weight has a copy on the
 first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums come after the
 reduce-scatter, when there is only a slice to send.
 
@@ -38,8 +38,9 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, all_gather_into, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
-from minitron.optim.slices import Slices, choose_slices
-from minitron.parallel.tensor import choose_ops
+from minitron.optim.slices import ProcessGroupSlices, choose_slices
+from minitron.kernels.kernels import Kernels
+from minitron.kernels.param import GradSlot
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
@@ -51,13 +52,20 @@ BUCKET_BYTES = 256 << 20
 # ---- where parameters lie: pure data --------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class BucketKey(NamedTuple):
     """What the parameters of one bucket have in common; nothing in the step needs to ask a single parameter."""
 
     dtype: torch.dtype
     decay: bool
     replicated: bool
+    sum_over_tp: bool
     tied: bool
+
+
+def bucket_key(param: nn.Parameter) -> BucketKey:
+    """Return the key of the bucket that a parameter goes into."""
+    spec = param.spec
+    return BucketKey(param.dtype, spec.decay, spec.replicated, spec.sum_over_tp, spec.tied)
 
 
 class Span(NamedTuple):
@@ -72,7 +80,7 @@ class Span(NamedTuple):
 class BucketPlan:
     """Spans in reverse forward order; `size` elements in all, a multiple of the ranks times ALIGNMENT."""
 
-    kind: Kind
+    key: BucketKey
     spans: tuple[Span, ...]
     size: int
 
@@ -86,28 +94,28 @@ class BucketPlan:
                 yield span, first, last
 
 
-def plan_buckets(params: Iterable[tuple[str, int, Kind]], bucket_bytes: int, ranks: int) -> list[BucketPlan]:
-    """Lay (name, numel, kind), given in forward order, into buckets, in the order in which a backward closes them.
+def plan_buckets(params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int, ranks: int) -> list[BucketPlan]:
+    """Lay (name, numel, key), given in forward order, into buckets, in the order in which a backward closes them.
 
     The parameter that brings a bucket to `bucket_bytes` of float32 closes it; a tied weight has a bucket of its own.
     """
     plans: list[BucketPlan] = []
-    filling: dict[Kind, list[Span]] = {}
+    filling: dict[BucketKey, list[Span]] = {}
 
     def end(spans: list[Span]) -> int:
         return spans[-1].start + spans[-1].numel if spans else 0
 
-    def close(kind: Kind) -> None:
-        spans = filling.pop(kind)
-        plans.append(BucketPlan(kind, tuple(spans), _round_up(end(spans), ranks * ALIGNMENT)))
+    def close(key: BucketKey) -> None:
+        spans = filling.pop(key)
+        plans.append(BucketPlan(key, tuple(spans), _round_up(end(spans), ranks * ALIGNMENT)))
 
-    for name, numel, kind in reversed(list(params)):
-        spans = filling.setdefault(kind, [])
+    for name, numel, key in reversed(list(params)):
+        spans = filling.setdefault(key, [])
         spans.append(Span(name, _round_up(end(spans), ALIGNMENT), numel))
-        if kind.tied or end(spans) * 4 >= bucket_bytes:
-            close(kind)
-    for kind in list(filling):
-        close(kind)
+        if key.tied or end(spans) * 4 >= bucket_bytes:
+            close(key)
+    for key in list(filling):
+        close(key)
     return plans
 
 
@@ -125,15 +133,15 @@ class Bucket:
     `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: Slices, overlap: bool):
-        self.plan, self.kind, self.slices, self.overlap = plan, plan.kind, slices, overlap
+    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: ProcessGroupSlices, overlap: bool):
+        self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
-        self.data = slices.zeros(plan.size, plan.kind.dtype)
+        self.data = slices.zeros(plan.size, plan.key.dtype)
         self.grad = slices.zeros(plan.size, torch.float32)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
-        self.beside: torch.cuda.Stream | None = None  # where the norm is taken at once; None: nobody has asked for that
+        self.norm_stream: torch.cuda.Stream | None = None  # where the norm is taken at once; None: nobody has asked for that
         self.square: Tensor | None = None  # 0-d float64, what came of it
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -143,19 +151,18 @@ class Bucket:
         view = self.data[place].view(param.shape)
         view.copy_(param.detach())
         param.data = view
-        param.main_grad = self.grad[place].view(param.shape)
-        param.grad_ready, param.grad_stale = partial(self.report, span.name), True
+        param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
 
     def expect(self) -> None:
         """The chunk's last backward begins."""
-        self.pending = {name: param.uses for name, param in self.params.items()}
+        self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
         """One of the parameter's gradients of this backward pass is in its main_grad."""
         if self.pending is None:
             return
         left = self.pending.pop(name, 0) - 1
-        assert left >= 0, f"{name} reported more gradients than its uses={self.params[name].uses} in one backward pass"
+        assert left >= 0, f"{name} reported more gradients than its uses={self.params[name].spec.uses} in one backward pass"
         if left:
             self.pending[name] = left
         elif not self.pending and self.overlap:
@@ -164,9 +171,9 @@ class Bucket:
     def reduce(self) -> None:
         """Start the reduce-scatter, in place, and what follows it."""
         self.reduction = self.slices.reduce(self.grad)
-        if self.beside is not None:
-            self.beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.beside):
+        if self.norm_stream is not None:
+            self.norm_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.norm_stream):
                 self.reduction.wait()
                 self.square = square_norms([self.grad_slice])
 
@@ -201,38 +208,36 @@ class Gradients:
 
     A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
     optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket,
-    so neither gradient nor optimizer state. Parameters bring `global_name`
-    (unique on this rank), `shard` (None: replicated over tp), `decay`, `tied` and `uses` (reports per backward pass).
-    Collectives run over mesh.dp_cp, tp and embedding.
+    so neither gradient nor optimizer state. Parameters bring a
+    `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp, tp and embedding.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, *, sequence_parallel: bool, overlap: bool,
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, kernels: Kernels, *, overlap: bool,
                  bucket_bytes: int = BUCKET_BYTES):
         self.mesh, self.overlap = mesh, overlap
-        self.sum_over_tp = sequence_parallel and mesh.tp.size > 1
         self.chunks: list[list[Bucket]] = []
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
         planned: list[tuple[dict[str, nn.Parameter], list[BucketPlan]]] = []
         for chunk in chunks:
-            named = {param.global_name: param for param in chunk.parameters() if param.requires_grad}
+            named = {param.spec.name: param for param in chunk.parameters() if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
-            kinds = [(name, p.numel(), Kind(p.dtype, p.decay, p.shard is None, p.tied)) for name, p in named.items()]
-            plans = plan_buckets(kinds, bucket_bytes, mesh.dp_cp.size)
+            keyed = [(name, p.numel(), bucket_key(p)) for name, p in named.items()]
+            plans = plan_buckets(keyed, bucket_bytes, mesh.dp_cp.size)
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
-        nbytes = sum(plan.size * (4 + plan.kind.dtype.itemsize) for _, plans in planned for plan in plans)
-        self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, choose_ops(mesh.device))
+        nbytes = sum(plan.size * (4 + plan.key.dtype.itemsize) for _, plans in planned for plan in plans)
+        self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, kernels.ops.sum_parts)
         for chunk, (named, plans) in zip(chunks, planned):
             buckets = [Bucket(plan, named, self.slices, overlap) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:
                 _wait_before_forward(chunk, buckets)
-        self.beside = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
+        self.norm_stream = torch.cuda.Stream(mesh.device) if overlap and mesh.device.type == "cuda" else None
         for bucket in self.buckets:
-            if not (bucket.kind.tied or bucket.kind.replicated and self.sum_over_tp):  # a sum is still to come
-                bucket.beside = self.beside
+            if not (bucket.key.tied or bucket.key.sum_over_tp):  # a sum is still to come
+                bucket.norm_stream = self.norm_stream
 
     # ---- gradients
 
@@ -244,10 +249,10 @@ class Gradients:
         """
         for bucket in self.buckets:
             for param in bucket.params.values():
-                param.grad_stale = True
+                param.slot.overwrite = True
 
     def begin_last_backward(self, chunk: int) -> None:
-        """From here on `grad_ready` counts: the next backward of this chunk is the step's last."""
+        """From here on `slot.ready()` counts: the next backward of this chunk is the step's last."""
         for bucket in self.chunks[chunk]:
             bucket.expect()
 
@@ -262,17 +267,16 @@ class Gradients:
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.reduction, bucket.pending = Done(), None
-        if self.beside is not None:
-            torch.cuda.current_stream().wait_stream(self.beside)
-        if self.sum_over_tp:
-            _sum_all((b.grad_slice for b in self.buckets if b.kind.replicated), self.mesh.tp)
-        _sum_all((b.grad_slice for b in self.buckets if b.kind.tied), self.mesh.embedding)
+        if self.norm_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.norm_stream)
+        _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
+        _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
         counted = [bucket for bucket in self.buckets
-                   if (self.mesh.tp.rank == 0 or not bucket.kind.replicated)
-                   and (self.mesh.pp.rank == 0 or not bucket.kind.tied)]
+                   if (self.mesh.tp.rank == 0 or not bucket.key.replicated)
+                   and (self.mesh.pp.rank == 0 or not bucket.key.tied)]
         squares = [bucket.square for bucket in counted if bucket.square is not None]
         late = [bucket.grad_slice for bucket in counted if bucket.square is None]
         if late:
@@ -336,7 +340,7 @@ def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
 def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
     """Each unit, when called (`unit(...)`, which runs hooks), first waits for the buckets of its parameters."""
     for unit in chunk.units():
-        names = {param.global_name for param in unit.parameters()}
+        names = {param.spec.name for param in unit.parameters()}
         needed = [bucket for bucket in buckets if names & bucket.params.keys()]
         unit.register_forward_pre_hook(partial(_wait_for, needed))
 

@@ -15,26 +15,24 @@ Others read a rank's gradients until their own sums are done. That is so when a 
 read its parameters until their forward pass, which comes before that collective of the next step, and so before its
 next update.
 
-`Slices` is the plain twin; it runs anywhere. Left out: several nodes, which share no memory.
+`ProcessGroupSlices` is the plain twin; it runs anywhere. Left out: several nodes, which share no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from minitron.comm.collectives import Done, Pending, all_gather_into, reduce_scatter_into
 from minitron.comm.mesh import Axis
-from minitron.parallel import overlap
+from minitron.comm.shared_memory import SharedBuffer, see_each_other
 
 PIECE_BYTES = 64 << 20  # of one rank's slice: a stage has room for one from each of the others
 
 
-class Slices:
+class ProcessGroupSlices:
     """By the process group, whatever it is."""
 
     nbytes = 0
@@ -59,16 +57,14 @@ class Slices:
         return all_gather_into(buffer, self.own(buffer), self.axis, wait=False)
 
 
-class CopiedSlices(Slices):
+class SymmetricMemorySlices(ProcessGroupSlices):
     """By copy engines. nbytes: of all buffers together. Making it is collective over the axis."""
 
     def __init__(self, axis: Axis, device: torch.device, nbytes: int, sum_parts: Callable[[Tensor, Tensor], Tensor]):
         super().__init__(axis, device)
         self._sum_parts, self._used, self.nbytes = sum_parts, 0, nbytes
-        axis.activity.enter("rendezvous", axis, nbytes)
-        self._shared = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
-        self._memory = symmetric_memory.rendezvous(self._shared, axis.group.group_name)
-        axis.activity.leave()
+        self._memory = SharedBuffer(axis, nbytes, device)
+        self._memory.own.zero_()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
         self._signals = torch.cuda.Stream(priority=-1)  # barriers are not to wait for a product's end
         piece = min(PIECE_BYTES, nbytes // axis.size) // 4
@@ -77,7 +73,7 @@ class CopiedSlices(Slices):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         start, self._used = self._used, self._used + numel * dtype.itemsize
-        return self._shared[start:self._used].view(dtype)
+        return self._memory.own[start:self._used].view(dtype)
 
     def reduce(self, buffer: Tensor) -> Arrival:
         self._announce()
@@ -90,25 +86,25 @@ class CopiedSlices(Slices):
         self._announce()
         with torch.cuda.stream(self._copies):
             for owner in self._others():
-                slices[owner].copy_(self._of(owner, slices[owner]))
+                slices[owner].copy_(self._theirs(owner, slices[owner]))
             return Arrival(self._copies.record_event())
 
     def _announce(self) -> None:
         """Copies from here on find what all ranks have written on their current stream so far."""
         self._signals.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._signals):
-            self._memory.barrier(channel=0)
+            self._memory.barrier()
         self._copies.wait_stream(self._signals)
 
     def _add(self, piece: Tensor) -> None:
-        """To this piece of the own slice what the others have for it, at the same place of their buffers."""
+        """Add the other ranks' copies of `piece`, read from the same offset of their buffers."""
         self._stages.reverse()
         self._free.reverse()
         stage = self._stages[0][:, :piece.numel()]
         with torch.cuda.stream(self._copies):
             self._free[0].wait()
             for part, source in zip(stage, self._others()):
-                part.copy_(self._of(source, piece))
+                part.copy_(self._theirs(source, piece))
         self._adds.wait_stream(self._copies)
         with torch.cuda.stream(self._adds):
             self._sum_parts(stage, piece)
@@ -118,9 +114,9 @@ class CopiedSlices(Slices):
         """Each rank begins with another one."""
         return [(self.axis.rank + i) % self.axis.size for i in range(1, self.axis.size)]
 
-    def _of(self, rank: int, mine: Tensor) -> Tensor:
-        """What a rank has where this one has `mine`."""
-        return self._memory.get_buffer(rank, mine.shape, mine.dtype, mine.storage_offset())
+    def _theirs(self, rank: int, mine: Tensor) -> Tensor:
+        """Return rank's view of the memory at the offset of `mine`."""
+        return self._memory.view(rank, mine.shape, mine.dtype, mine.storage_offset())
 
 
 class Arrival:
@@ -133,11 +129,12 @@ class Arrival:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def choose_slices(axis: Axis, device: torch.device, nbytes: int, overlapped: bool, ops: ModuleType) -> Slices:
-    """CopiedSlices between GPUs of one node that can read each other's memory. Collective over the axis.
+def choose_slices(axis: Axis, device: torch.device, nbytes: int, overlapped: bool,
+                  sum_parts: Callable[[Tensor, Tensor], Tensor]) -> ProcessGroupSlices:
+    """SymmetricMemorySlices between GPUs of one node that can read each other's memory. Collective over the axis.
 
-    nbytes: of all buffers together; ops: what has the `sum_parts` to use.
+    nbytes: of all buffers together.
     """
-    if overlapped and nbytes and overlap.see_each_other(axis, device):  # a stage may train nothing
-        return CopiedSlices(axis, device, nbytes, ops.sum_parts)
-    return Slices(axis, device)
+    if overlapped and nbytes and see_each_other(axis, device):  # a stage may train nothing
+        return SymmetricMemorySlices(axis, device, nbytes, sum_parts)
+    return ProcessGroupSlices(axis, device)

@@ -22,7 +22,6 @@ CUDA the update and the cast are one kernel. Left out: a choice of optimizers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from minitron.comm.collectives import Done, all_reduce_
 from minitron.config.schema import OptimizerConfig
 from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.optim.buckets import Gradients
-from minitron.parallel.tensor import choose_ops
+from minitron.kernels.kernels import Kernels
 
 # Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
 CLIP_EPS = 1e-6
@@ -63,21 +62,21 @@ class Zero1Optimizer:
     """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
-    float32, updates so far. ops: what has the `adamw_` to use, None: the device's pointwise kernels. reads: whoever
-    reads the state on another stream puts the event of the end here, and an update waits for it.
+    float32, updates so far. snapshot_done: whoever reads the state on another stream puts the event of the end here, and
+    an update waits for it.
     """
 
-    def __init__(self, gradients: Gradients, cfg: OptimizerConfig, ops: ModuleType | None = None):
+    def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
         self.gradients, self.cfg = gradients, cfg
         buckets = gradients.buckets
         self.masters = [bucket.data_slice.float() for bucket in buckets]  # float32: the parameter slice itself
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
-        self.reads: torch.cuda.Event | Done = Done()
-        self.ops = choose_ops(gradients.mesh.device) if ops is None else ops
+        self.snapshot_done: torch.cuda.Event | Done = Done()
+        self.adamw_ = kernels.adamw_
         self.states = [AdamState(master, bucket.grad_slice, average, square, bucket.data_slice,
-                                 cfg.weight_decay if bucket.kind.decay else 0.0)
+                                 cfg.weight_decay if bucket.key.decay else 0.0)
                        for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)]
 
     @torch.no_grad()
@@ -106,6 +105,6 @@ class Zero1Optimizer:
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
         """AdamW on all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
         self.steps += 1 - found_inf
-        self.reads.wait()
-        self.ops.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
+        self.snapshot_done.wait()
+        self.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
                         updated=lambda i: self.gradients.buckets[i].start_gather())

@@ -8,59 +8,62 @@ idea: as one autograd function the cast can happen where the values are made (`G
     backward   dy cast -> down -> d act -> gradient of inner, cast -> up -> dx
 
 In other formats it computes just what linear, swiglu, linear do. Kept for the backward pass: x as cast, inner, and the
-activation as cast; with `remake` (selective recomputation) only inner. Frozen weights need none of that but inner.
+activation as cast; with `recompute_input` (selective recomputation) only inner. Frozen weights need none of that but inner.
 
 An adapter (model/lora.py) reads x or the activation in full precision: then linear, `swiglu`, linear it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from minitron.kernels.gemm import Payload
-from minitron.parallel.linear import Layer, rows, unrows
+from minitron.parallel.linear import Linear, RecomputeInput, column_backward, row_backward, rows, unrows
 
 
 class _SwigluMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, up_weight, down_weight, up, down, ops, remake, training):
-        keep = training and remake is None
-        cast = up.quantize(rows(x), columns=keep and ctx.needs_input_grad[1], record=training)
-        inner = up.forward(cast)
+    def forward(ctx, x, up_weight, down_weight, up, down, ops, recompute_input, training):
+        keep = training and recompute_input is None
+        cast = up.gemm.quantize(rows(x), up.comm.gathered, columns=keep and ctx.needs_input_grad[1], record=training)
+        up.gemm.prepare(up_weight)
+        inner, _ = up.comm.gather_matmul(cast.for_product(), up.gemm.forward, up_weight, up_weight.shape[0])
         act = down.gemm.quantize_swiglu(inner, ops, columns=keep and ctx.needs_input_grad[2], record=training)
-        ctx.up, ctx.down, ctx.ops, ctx.remake, ctx.leading = up, down, ops, remake, x.shape[1:-1]
+        ctx.up, ctx.down, ctx.ops, ctx.recompute_input, ctx.batch = up, down, ops, recompute_input, x.shape[1:-1]
         saved = [payload.for_weight_grad() if needed else Payload(None)
                  for payload, needed in zip((cast, act), ctx.needs_input_grad[1:3])] if keep else []
         ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
-        return unrows(down.forward(act), ctx.leading)
+        down.gemm.prepare(down_weight)
+        y = down.comm.matmul_scatter(act, down.gemm.forward, down_weight, down_weight.shape[0])
+        return unrows(y, ctx.batch)
 
     @staticmethod
     def backward(ctx, dy):
-        up, down, (inner, *saved) = ctx.up, ctx.down, ctx.saved_tensors
+        up, down, ops, (inner, *saved) = ctx.up, ctx.down, ctx.ops, ctx.saved_tensors
         need_dx, need_up, need_down = ctx.needs_input_grad[:3]
         act = cast = None
         if need_down:
-            act = Payload(*saved[4:]) if saved else down.gemm.quantize_swiglu(inner, ctx.ops, columns=True, record=True)
-        dy = down.quantize_grad(rows(dy), columns=need_down)
-        d_act, dw_down = down.backward(dy, act, need_dx=True)
-        d_inner = up.gemm.quantize_swiglu_grad(d_act, inner, ctx.ops, columns=need_up)
+            act = Payload(*saved[4:]) if saved else down.gemm.quantize_swiglu(inner, ops, columns=True, record=True)
+        dy = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
+        d_act, dw_down = row_backward(down, dy, act, need_dx=True)
+        d_inner = up.gemm.quantize_swiglu_grad(d_act, inner, ops, columns=need_up)
         if need_up:
-            cast = Payload(*saved[:4]) if saved else up.quantize(rows(ctx.remake()), columns=True, record=True)
-        dx, dw_up = up.backward(d_inner, cast, need_dx)
-        dx = None if dx is None else unrows(dx, ctx.leading)
+            cast = Payload(*saved[:4]) if saved else up.gemm.quantize(
+                rows(ctx.recompute_input()), up.comm.gathered, columns=True, record=True)
+        dx, dw_up = column_backward(up, d_inner, cast, need_dx)
+        dx = None if dx is None else unrows(dx, ctx.batch)
         return dx, dw_up, dw_down, None, None, None, None, None
 
 
-def swiglu_mlp(x: Tensor, up: Layer, down: Layer, ops: ModuleType, remake: Callable[[], Tensor] | None) -> Tensor:
+def swiglu_mlp(x: Tensor, up: Linear, down: Linear, ops: ModuleType, recompute_input: RecomputeInput | None) -> Tensor:
     """x [s', b, h] -> the same; up: column-parallel, gate and up side by side, down: row-parallel, both without bias.
 
-    remake: makes x again in the backward pass, so that neither x nor the activation is kept.
+    recompute_input: makes x again in the backward pass, so that neither x nor the activation is kept.
     """
-    return _SwigluMLP.apply(x, up.weight, down.weight, up, down, ops, remake, torch.is_grad_enabled())
+    return _SwigluMLP.apply(x, up.weight, down.weight, up, down, ops, recompute_input, torch.is_grad_enabled())
 
 
 class _Swiglu(torch.autograd.Function):

@@ -1,17 +1,27 @@
-"""A linear layer: a matrix product and the communication beside it.
+"""Linear layers split over the `tp` axis: a matrix product, and the communication before or behind it.
 
-Problem: tensor parallelism puts a collective before or after each linear layer, FP8 puts a cast before it, and both are
-fast only when they know of each other and of the gradient accumulation. The idea: one object, `Layer`, owns the sequence
+Problem: a layer's weights, and the activations between layers, do not fit, or are too slow, on one GPU. The idea
+(Shoeybi et al. 2019): pair a layer split by output columns with one split by input rows. Between them every rank works
+on its own columns, and only the second layer's partial sums must be added up.
 
-    forward    quantize x -> [gather x] -> y = x W^T + bias -> [reduce or scatter y]
-    backward   quantize dy -> [gather dy], meanwhile gather x again
-               dx = dy W -> [reduce or scatter dx], meanwhile
-               W.main_grad += dy^T x      in float32, inside the GEMM where the device can
+    x [s, b, h] --ColumnParallel--> [s, b, f/tp] --activation--> [s, b, f/tp] --RowParallel--> sum over tp [s, b, h]
 
-and asks two others: a `Gemm` for the number format (kernels/gemm.py has the ordinary ones, kernels/fp8.py the others), and
-`Separate` or `Pipelined` (parallel/overlap.py) for a product next to a collective, in one piece or in several. What is
-gathered is the quantized payload, so FP8 also halves the traffic. Its users are two autograd functions: `linear` here,
-and Llama's whole MLP in parallel/gated.py.
+Sequence parallelism (Korthikanti et al. 2022) splits that sum: each rank keeps s/tp of the sequence (reduce-scatter),
+does norms, dropout and residuals on it, and the next column-parallel layer gathers the sequence again. Same traffic as
+one all-reduce, 1/tp of the activations. Every layer is then
+
+                    column-parallel                          row-parallel
+    forward         quantize x, f, y = x W^T + bias          quantize x, y = x W^T, g
+    backward        quantize dy, dx = dy W, g,               quantize dy, f, dx = dy W,
+                    meanwhile gather x again,                dW += dy^T x
+                    dW += dy^T x
+
+where f gathers the sequence and g reduces and scatters it (without sequence parallelism f does nothing and g is an
+all-reduce). Two others do the parts: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
+(parallel/overlap.py) runs a product next to f or g, in one piece or in several. What is gathered is the quantized
+payload, so FP8 also halves the traffic. From a layer to its product it is three calls: the autograd function, the
+communication, the format. The gated MLP (gated.py) and adapters (model/lora.py) are autograd functions of their own over
+the same parts.
 """
 
 from __future__ import annotations
@@ -21,101 +31,138 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, all_reduce_
 from minitron.comm.mesh import Axis
-from minitron.kernels.gemm import Gemm, Payload, accumulate
-from minitron.parallel.overlap import Pipelined, Separate
+from minitron.kernels.gemm import ALONE, Gemm, Payload
+from minitron.kernels.param import Shard, accumulate
+from minitron.parallel.layout import Layout
+from minitron.parallel.overlap import LinearComm, Product
+
+RecomputeInput = Callable[[], Tensor]
 
 
-class Traffic(NamedTuple):
-    """What a linear layer communicates along the tensor-parallel axis, and the way it does."""
-
-    comm: Separate | Pipelined
-    before: str = "none"  # "copy": x is the same on every rank; "gather": x is a slice of the sequence
-    after: str = "none"   # "reduce": y is a partial sum; "scatter": of it only a slice of the sequence is kept
-
-    def adjoint(self) -> Traffic:
-        """What is communicated for dx from dy: a gather becomes a scatter, a copy a reduction, and the other way."""
-        return Traffic(self.comm, {"reduce": "copy", "scatter": "gather"}.get(self.after, "none"),
-                       {"copy": "reduce", "gather": "scatter"}.get(self.before, "none"))
-
-
-class Layer(NamedTuple):
-    """A linear layer as this file sees it."""
+class Linear(NamedTuple):
+    """What the product of a layer needs. bias: one that the product adds, as column-parallel layers do."""
 
     weight: Tensor
-    bias: Tensor | None  # only where nothing is communicated after the product
+    bias: Tensor | None
     gemm: Gemm
-    traffic: Traffic
+    comm: LinearComm
 
-    def quantize(self, x: Tensor, *, columns: bool, record: bool) -> Payload:
-        """The input x [m, k]."""
-        return self.gemm.quantize(x, self._shared(self.traffic.before == "gather"), columns=columns, record=record)
-
-    def quantize_grad(self, dy: Tensor, *, columns: bool) -> Payload:
-        """The gradient dy [m, n] of the output."""
-        return self.gemm.quantize(dy, self._shared(self.traffic.after == "scatter"), gradient=True, columns=columns)
-
-    def forward(self, x: Payload) -> Tensor:
-        """y [m', n] with its communication done."""
-        multiply = self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
-        self.gemm.prepare(self.weight)
-        x = Payload(x.rows, x.rows_scale)  # all that this product reads, and so all that travels
-        finish, _ = _product(multiply, x, self.weight, self.weight.shape[0], self.traffic, again=False)
-        return finish()
-
-    def backward(self, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
-        """(dx, dW); x None: the weight has no gradient. dW is None also if it went into main_grad."""
-        traffic, weight, again = self.traffic, self.weight, x is not None
-        gathered = _gather(x.for_weight_grad(), traffic.comm, traffic.before == "gather") if again else None
-        finish, dw = None, None
-        if need_dx:
-            self.gemm.prepare(weight)
-            finish, dy = _product(self.gemm.input_grad, dy, weight, weight.shape[1], traffic.adjoint(), again)
-        elif again:
-            dy = _gather(dy, traffic.comm, traffic.after == "scatter")()
-        if again:
-            dw = self.gemm.weight_grad(weight, dy, gathered())
-        return finish() if need_dx else None, dw
-
-    def _shared(self, gathered: bool) -> Axis:
-        return self.traffic.comm.axis if gathered else Axis.single()
+    @property
+    def product(self) -> Product:
+        """The forward product, product(x, weight, out) -> x W^T + bias."""
+        return self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
 
 
-class _Linear(torch.autograd.Function):
+# ---- column-parallel -------------------------------------------------------------------------------------------------
+
+
+def column_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
+    """y = f(x) W^T + bias.  x [s/tp, b, k], weight [n/tp, k] -> [s, b, n/tp]; without sequence parallelism x is whole.
+
+    recompute_input: makes x again in the backward pass, so that x is not kept (selective recomputation).
+    """
+    return _ColumnLinear.apply(x, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
+
+
+class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, layer, remake, training):
-        keep = training and remake is None and ctx.needs_input_grad[1]
-        payload = layer.quantize(rows(x), columns=keep, record=training)
-        # Not saved tensors: recomputation hands those back as new tensors, without their main_grad.
-        ctx.layer, ctx.remake, ctx.leading = layer, remake, x.shape[1:-1]
+    def forward(ctx, x, weight, bias, linear, recompute_input, training):
+        gemm, comm = linear.gemm, linear.comm
+        keep = training and recompute_input is None and ctx.needs_input_grad[1]
+        payload = gemm.quantize(rows(x), comm.gathered, columns=keep, record=training)
+        ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
-        return unrows(layer.forward(payload), ctx.leading)
+        gemm.prepare(weight)
+        y, _ = comm.gather_matmul(payload.for_product(), linear.product, weight, weight.shape[0])
+        return unrows(y, ctx.batch)
 
     @staticmethod
     def backward(ctx, dy):
-        layer, x, dy = ctx.layer, None, rows(dy)
+        linear, x, dy = ctx.linear, None, rows(dy)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        db = accumulate(layer.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
+        db = accumulate(linear.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
         if not (need_dx or need_dw):
             return None, None, db, None, None, None
         if need_dw:
-            x = (Payload(*ctx.saved_tensors) if ctx.remake is None else
-                 layer.quantize(rows(ctx.remake()), columns=True, record=True))
-        dx, dw = layer.backward(layer.quantize_grad(dy, columns=need_dw), x, need_dx)
-        return None if dx is None else unrows(dx, ctx.leading), dw, db, None, None, None
+            x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered)
+        dy = linear.gemm.quantize_grad(dy, columns=need_dw)
+        dx, dw = column_backward(linear, dy, x, need_dx)
+        return None if dx is None else unrows(dx, ctx.batch), dw, db, None, None, None
 
 
-def linear(x: Tensor, layer: Layer, remake: Callable[[], Tensor] | None = None) -> Tensor:
-    """y = x W^T + bias with the communication that layer.traffic names.  x [s, b, k], weight [n, k] -> [s', b, n].
+def column_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
+                    ) -> tuple[Tensor | None, Tensor | None]:
+    """Return (dx, dW).  x None: the weight has no gradient; dW is None also if it went into its main_grad."""
+    weight, _, gemm, comm = linear
+    if x is None:
+        gemm.prepare(weight)
+        return comm.matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1]), None
+    gathering = comm.start_gather(x.for_weight_grad())
+    if not need_dx:
+        return None, gemm.weight_grad(weight, dy, gathering.wait())
+    gemm.prepare(weight)
+    scattering = comm.start_matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1])
+    dw = gemm.weight_grad(weight, dy, gathering.wait())
+    return scattering.wait(), dw
 
-    s' is s times the axis' size after "gather", s divided by it after "scatter".
-    remake: makes x again in the backward pass, so that x is not kept (selective recomputation).
+
+# ---- row-parallel ----------------------------------------------------------------------------------------------------
+
+
+def row_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
+    """y = g(x W^T).  x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; without sequence parallelism y is whole.
+
+    recompute_input: as of `column_linear`.
     """
-    return _Linear.apply(x, layer.weight, layer.bias, layer, remake, torch.is_grad_enabled())
+    return _RowLinear.apply(x, linear.weight, linear, recompute_input, torch.is_grad_enabled())
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, linear, recompute_input, training):
+        gemm = linear.gemm
+        keep = training and recompute_input is None and ctx.needs_input_grad[1]
+        payload = gemm.quantize(rows(x), columns=keep, record=training)
+        ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
+        if keep:
+            ctx.save_for_backward(*payload.for_weight_grad())
+        gemm.prepare(weight)
+        return unrows(linear.comm.matmul_scatter(payload, gemm.forward, weight, weight.shape[0]), ctx.batch)
+
+    @staticmethod
+    def backward(ctx, dy):
+        linear, x = ctx.linear, None
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        if need_dw:
+            x = saved_or_recomputed(ctx, linear.gemm)
+        dy = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
+        dx, dw = row_backward(linear, dy, x, need_dx)
+        return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
+
+
+def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
+                 ) -> tuple[Tensor | None, Tensor | None]:
+    """As `column_backward`."""
+    weight, _, gemm, comm = linear
+    if not need_dx:
+        return None, gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
+    gemm.prepare(weight)
+    dx, dy = comm.gather_matmul(dy, gemm.input_grad, weight, weight.shape[1], keep=x is not None)
+    return dx, None if x is None else gemm.weight_grad(weight, dy, x)
+
+
+# ---- what both share -------------------------------------------------------------------------------------------------
+
+
+def saved_or_recomputed(ctx, gemm: Gemm, gathered: Axis = ALONE) -> Payload:
+    """Return the input as the weight gradient reads it."""
+    if ctx.recompute_input is None:
+        return Payload(*ctx.saved_tensors)
+    return gemm.quantize(rows(ctx.recompute_input()), gathered, columns=True, record=True)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -128,37 +175,59 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
     return x.view(-1, *batch, x.shape[-1])
 
 
-def _product(multiply: Callable, x: Payload, weight: Tensor, columns: int, traffic: Traffic, again: bool):
-    """multiply(x, weight) [m', columns] with its communication: (a function that waits for the result, x gathered).
+# ---- the layers ------------------------------------------------------------------------------------------------------
 
-    again: another product of the gathered x follows, which the communication of the result can run beside.
+
+class ParallelLinear(nn.Module):
+    """What the two below share. adapter: one that stands for the product, put there by model/lora.py."""
+
+    by_columns: bool
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, gemm: Gemm, comm: LinearComm):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.linear = Linear(weight, bias if self.by_columns else None, gemm, comm)
+        self.adapter: nn.Module | None = None
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
+
+    Without sequence parallelism x is [s, b, h].
+
+    chunks: sizes of the outputs fused in one weight, each split over tp by itself.
     """
-    comm, shape = traffic.comm, (x.rows.shape[0], columns)
-    if comm.axis.size > 1 and traffic.before == "gather":
-        y = weight.new_empty(comm.axis.size * shape[0], columns)
-        parts = comm.gather_then(x.parts(), lambda at, parts: multiply(x.of(parts), weight, y[at]), keep=again)
-        return lambda: y, x.of(parts) if again else None
-    if comm.axis.size > 1 and traffic.after == "scatter":
-        def produce(at: slice, out: Tensor) -> None:
-            multiply(x.cut(at), weight, out)
 
-        if again:
-            return comm.scatter(produce, shape, weight), x
-        y = comm.then_scatter(produce, shape, weight)
-        return lambda: y, x
-    y = multiply(x, weight)
-    handle = all_reduce_(y, comm.axis, wait=not comm.overlap) if traffic.after == "reduce" else Done()
+    by_columns = True
 
-    def finish() -> Tensor:
-        handle.wait()
-        return y
+    def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool,
+                 gemm: Gemm):
+        shard = Shard(0, layout.axis, chunks)
+        super().__init__(layout.parameter((sum(chunks), in_features), shard, std=std),
+                         layout.parameter((sum(chunks),), shard) if bias else None, gemm, layout.comm)
 
-    return finish, x
+    def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
+        """keys: dropout counters of the rows of x, for an adapter."""
+        if self.adapter is not None:
+            return self.adapter(x, recompute_input, keys)
+        linear = self.linear
+        return _ColumnLinear.apply(x, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
 
 
-def _gather(x: Payload, comm: Separate | Pipelined, wanted: bool) -> Callable[[], Payload]:
-    """Begin gathering a payload along the sequence, the m of [m, k]; the function returned waits for the result."""
-    if not wanted or comm.axis.size == 1:
-        return lambda: x
-    finish = comm.gather(x.parts())
-    return lambda: x.of(finish())
+class RowParallelLinear(ParallelLinear):
+    """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
+
+    Without sequence parallelism y is [s, b, h]. The bias is for the caller to add, who has another sum to make.
+    """
+
+    by_columns = False
+
+    def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
+        super().__init__(layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
+                         layout.parameter((out_features,)) if bias else None, gemm, layout.comm)
+
+    def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
+        """keys: dropout counters of the rows of x, for an adapter."""
+        if self.adapter is not None:
+            return self.adapter(x, recompute_input, keys)
+        return _RowLinear.apply(x, self.linear.weight, self.linear, recompute_input, torch.is_grad_enabled())

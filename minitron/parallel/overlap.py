@@ -4,7 +4,7 @@ Problem: under sequence parallelism a linear layer gathers its input, or scatter
 units are idle meanwhile: a fifth of the step of a 70B block at tp 4. A collective on a stream of its own can run
 beside an independent product, but it needs streaming multiprocessors, which a product does not give up before its end.
 The idea: cut the product by rows and move one piece while another is computed. Over NVLink ranks read each other's
-memory directly ("symmetric memory"), with copy engines, which take no multiprocessor:
+memory with copy engines (comm/shared_memory.py), which take no multiprocessor:
 
     gather, then product, 4 ranks                     product, then reduce-scatter, seen by rank 0
     rank 0's GEMM   [x0 W][x1 W][x2 and x3 W]         GEMM    [for ranks 2 and 3][for 1][own]
@@ -16,81 +16,125 @@ The own piece is first, or last, since nobody waits for it; the others double, s
 In the backward pass there are two products, and each collective has one that does not depend on it; there the products
 stay whole, which is more efficient, and the copies run beside them.
 
-`Separate` is the plain twin, with collectives of the process group. It runs anywhere; with overlap=True collectives are
-asynchronous where a product is independent of them. Both have the same four methods, in which
+Three classes do it, with the same methods. In Megatron's words f stands before a column-parallel product, g behind a
+row-parallel one, and in the backward pass each in the other's place:
 
-    parts     tensors that travel together (a payload's values and scales), each cut along dim 0 over the ranks
-    consume   consume(rows, parts): a product of parts that belong to these rows of the gathered matrix
-    produce   produce(rows, out): writes these rows of the partial sums to `out`
+    AllReduceComm           f: nothing, g: all-reduce                without sequence parallelism, and for one rank
+    ProcessGroupComm        f: all-gather, g: reduce-scatter         by the process group, on any device
+    SymmetricMemoryComm     the same, in pieces                      between GPUs that see each other's memory
 
-Left out: communication between nodes, which share no memory, and among 3 or 6 ranks: there `choose` takes Separate.
+    gather_matmul(x, product, weight, n)          f, then product(x, weight) [m, n]
+    matmul_scatter(x, product, weight, n)         product(x, weight), then g
+    start_gather(x), start_matmul_scatter(...)    the same, begun: .wait() returns the result
+
+`product` is one of the two that a format has (kernels/gemm.py): product(x, weight, out) writes x W^T, or x W, to `out`.
+Left out: communication between nodes, which share no memory, and among 3 or 6 ranks: there `choose` takes the
+process group.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from types import ModuleType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from minitron.comm.collectives import gather_start, reduce_scatter_start
+from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
 from minitron.comm.mesh import Axis
+from minitron.comm.shared_memory import OnStream, SharedBuffer, see_each_other
+from minitron.kernels.gemm import Payload
 
-Parts = list[Tensor]
-Consume = Callable[[slice, Parts], None]
-Produce = Callable[[slice, Tensor], None]
+T = TypeVar("T")
+Product = Callable[..., Tensor]
 
 
-class Separate:
-    """Collectives by the process group; any device, any number of nodes."""
+class Arriving(Generic[T]):
+    """A result under way: wait() returns it when all that it waits for has come."""
 
-    nbytes = 0
+    __slots__ = ("result", "handles")
+
+    def __init__(self, result: T, handles: Sequence[Done | Pending] = ()):
+        self.result, self.handles = result, handles
+
+    def wait(self) -> T:
+        for handle in self.handles:
+            handle.wait()
+        return self.result
+
+
+class AllReduceComm:
+    """Without sequence parallelism, or for one rank: f changes nothing, g is an all-reduce over `axis`.
+
+    overlap: all-reduces run beside what is independent of them. gathered: the ranks whose inputs f joins.
+    """
+
+    nbytes, sequence_parallel, gathered = 0, False, Axis.single()
 
     def __init__(self, axis: Axis, overlap: bool = True):
         self.axis, self.overlap = axis, overlap
 
-    def gather(self, parts: Parts) -> Callable[[], Parts]:
-        """Begin to gather; the function returned waits for the result. Call it before the next gather."""
-        return self._finish([gather_start(part, self.axis) for part in parts])
+    def gather_matmul(self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
+                      ) -> tuple[Tensor, Payload | None]:
+        """Return product(x, weight) [m, n], and x if it is to be kept."""
+        return product(x, weight), x if keep else None
 
-    def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
-        """Gather and consume; returns what was gathered if it is to be kept."""
-        whole = self.gather(parts)()
-        consume(slice(None), whole)
-        return whole if keep else None
+    def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
+        """Return the sum over the ranks of product(x, weight) [m, n]."""
+        y = product(x, weight)
+        all_reduce_(y, self.axis)
+        return y
 
-    def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Produce partial sums [m, n] in like's dtype and add them up: this rank's rows of the sum [m/tp, n]."""
-        return self.scatter(produce, shape, like)()
+    def start_gather(self, x: Payload) -> Arriving[Payload]:
+        return Arriving(x)
 
-    def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
-        """Produce, and begin to add up; the function returned waits for the result. Call it before the next one."""
-        partial = like.new_empty(shape)
-        produce(slice(None), partial)
-        finish = self._finish([reduce_scatter_start(partial, self.axis)])
-        return lambda: finish()[0]
+    def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
+        y = product(x, weight)
+        return Arriving(y, [all_reduce_(y, self.axis, wait=not self.overlap)])
 
-    def _finish(self, started: list) -> Callable[[], Parts]:
-        def finish() -> Parts:
-            for _, handle in handles:
-                handle.wait()
-            return [result for result, _ in started]
 
-        handles = started
+class ProcessGroupComm:
+    """Sequence parallelism by the process group's collectives; any device, any number of nodes.
+
+    overlap: collectives run beside the product that is independent of them.
+    """
+
+    nbytes, sequence_parallel = 0, True
+
+    def __init__(self, axis: Axis, overlap: bool = True):
+        self.axis = self.gathered = axis
+        self.overlap = overlap
+
+    def gather_matmul(self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
+                      ) -> tuple[Tensor, Payload | None]:
+        """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
+        whole = self.start_gather(x).wait()
+        return product(whole, weight), whole if keep else None
+
+    def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
+        """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
+        return self.start_matmul_scatter(x, product, weight, n).wait()
+
+    def start_gather(self, x: Payload) -> Arriving[Payload]:
+        parts, handles = zip(*(gather_start(part, self.axis) for part in x.parts()))
+        return self._started(x.of(parts), handles)
+
+    def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
+        result, handle = reduce_scatter_start(product(x, weight), self.axis)
+        return self._started(result, [handle])
+
+    def _started(self, result: T, handles: Sequence[Done | Pending]) -> Arriving[T]:
+        arriving = Arriving(result, handles)
         if not self.overlap:
-            finish()
-            handles = []
-        return finish
+            arriving.wait()
+            arriving.handles = ()
+        return arriving
 
 
-class Pipelined:
-    """Symmetric memory between the GPUs of one node. Collective over the axis, as every method is.
+class SymmetricMemoryComm:
+    """Sequence parallelism by copies between the GPUs of one node. Collective over the axis, as every method is.
 
     Two streams beside the current one: `side` for every second piece of a product, so that the end of one piece and the
     beginning of the next share the GPU, and `copies` for what travels.
@@ -100,46 +144,35 @@ class Pipelined:
     multiprocessor that a tile sets free. Only copies wait for barriers, so a rank that is ahead goes on with the
     products that it has the operands for.
 
-    The memory has two halves, used in turn: whoever has passed the barrier of one use knows that the use before it is
-    over on all ranks, so none has to end with a barrier too.
+    There are two buffers for each use, taken in turn: whoever has passed the barrier of one use knows that the use
+    before it is over on all ranks, so none has to end with a barrier too.
 
     The products of a layer take the GPU some milliseconds, and the host has no more than that to launch all of this:
     hence events that are used again, few changes of the stream, and views that are made once.
     """
 
-    overlap = True
+    sequence_parallel = True
 
     def __init__(self, axis: Axis, device: torch.device, sum_parts: Callable[[Tensor], Tensor]):
-        self.axis, self.device, self._sum_parts = axis, device, sum_parts
+        self.axis = self.gathered = axis
+        self.device, self._sum_parts = device, sum_parts
         self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self._groups = _groups(axis.size, axis.rank)
         self._event = torch.cuda.Event()  # of what a stream waits for at once
         self._there = [torch.cuda.Event() for _ in self._groups[1:]]
         self._arrival = {use: torch.cuda.Event() for use in ("gather", "scatter")}
-        self._halves: dict[str, list[_Half]] = {}
+        self._buffers: dict[str, list[SharedBuffer]] = {}
         self._pending: set[str] = set()
 
-    def gather(self, parts: Parts) -> Callable[[], Parts]:
-        parts, whole, memory = self._begin_gather(parts)
-        with _On(self.copies, self._main()):
-            self._publish(memory, parts)
-            for group in reversed(self._groups):
-                self._fetch(memory, group, whole)
-        finish = self._finish("gather")
-
-        def gathered() -> Parts:
-            nonlocal parts  # until here they are read
-            finish()
-            parts = None
-            return whole
-
-        return gathered
-
-    def gather_then(self, parts: Parts, consume: Consume, keep: bool) -> Parts | None:
-        parts, whole, memory = self._begin_gather(parts)
-        main, m, pieces = self._main(), parts[0].shape[0], [parts]  # the own piece first: it needs no copy
+    def gather_matmul(self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
+                      ) -> tuple[Tensor, Payload | None]:
+        """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
+        m = x.rows.shape[0]
+        y = weight.new_empty(self.axis.size * m, n)
+        parts, whole, memory = self._begin_gather(x)
+        main, pieces = self._main(), [parts]  # the own piece first: it needs no copy
         self._after(self.side, main)
-        with _On(self.copies, main):
+        with OnStream(self.copies, main):
             self._publish(memory, parts)
             for group, there in zip(self._groups[1:], self._there):
                 pieces.append(self._fetch(memory, group, whole))
@@ -147,136 +180,139 @@ class Pipelined:
             if keep:
                 self._fetch(memory, self._groups[0], whole)
         for first, stream in enumerate((main, self.side)):
-            with _On(stream, main):
+            with OnStream(stream, main):
                 for i in range(first, len(pieces), 2):
                     if i > 0:
                         stream.wait_event(self._there[i - 1])
-                    consume(self._groups[i].rows(m), pieces[i])
+                    product(x.of(pieces[i]), weight, y[self._groups[i].rows(m)])
         self._after(main, self.side)
         self._after(main, self.copies)
-        return whole if keep else None
+        return y, x.of(whole) if keep else None
 
-    def then_scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Tensor:
-        main, m = self._main(), shape[0] // self.axis.size
-        partial, received, memory = self._begin_scatter(shape, like)
+    def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
+        """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
+        main, m = self._main(), x.rows.shape[0] // self.axis.size
+        partial, received, memory = self._begin_scatter(x.rows.shape[0], n, weight)
         self._after(self.side, main)
         for i, group in enumerate(reversed(self._groups)):  # the own piece last: nobody waits for it
             stream, own = (main, self.side)[i % 2], i + 1 == len(self._groups)
-            with _On(stream, main):
+            with OnStream(stream, main):
                 rows = group.rows(m)
-                produce(rows, received[self.axis.rank] if own else partial[rows])
+                product(x.cut(rows), weight, received[self.axis.rank] if own else partial[rows])
             if not own:
                 self._after(self.copies, stream)
-                with _On(self.copies, main):
+                with OnStream(self.copies, main):
                     memory.barrier()  # everyone has produced as many pieces
                     self._receive(memory, group, received)
         self._after(main, self.side)
         self._after(main, self.copies)
         return self._sum_parts(received)
 
-    def scatter(self, produce: Produce, shape: tuple[int, int], like: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x: Payload) -> Arriving[Payload]:
+        parts, whole, memory = self._begin_gather(x)
+        with OnStream(self.copies, self._main()):
+            self._publish(memory, parts)
+            for group in reversed(self._groups):
+                self._fetch(memory, group, whole)
+        return _Copied(self, "gather", x.of(whole), parts)
+
+    def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
         """The product stays whole; its parts travel beside what the current stream does next."""
-        partial, received, memory = self._begin_scatter(shape, like)
+        partial, received, memory = self._begin_scatter(x.rows.shape[0], n, weight)
         main = self._main()
-        produce(slice(None), partial)
+        product(x, weight, partial)
         self._after(self.copies, main)
-        with _On(self.copies, main):
+        with OnStream(self.copies, main):
             memory.barrier()
             for group in reversed(self._groups):
                 self._receive(memory, group, received)
-        finish = self._finish("scatter")
-
-        def scattered() -> Tensor:
-            finish()
-            return self._sum_parts(received)
-
-        return scattered
+        return _Scattered(self, "scatter", received)
 
     def _main(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device.index)  # without an index torch looks for the device first
 
     def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """What is launched on `later` from here on comes after what `earlier` has."""
+        """Order what is launched on `later` from here on after what `earlier` has."""
         self._event.record(earlier)
         later.wait_event(self._event)
 
-    def _finish(self, use: str) -> Callable[[], None]:
-        """Waits for the copies so far, not for those of another use that begins meanwhile."""
-        there = self._arrival[use]
-        there.record(self.copies)
-        self._pending.add(use)
-
-        def finish() -> None:
-            self._main().wait_event(there)
-            self._pending.remove(use)
-
-        return finish
-
-    def _begin_gather(self, parts: Parts) -> tuple[Parts, Parts, _Half]:
-        """(the parts, space for everyone's, memory that all see)."""
-        parts = [part.contiguous() for part in parts]
+    def _begin_gather(self, x: Payload) -> tuple[list[Tensor], list[Tensor], SharedBuffer]:
+        """(the parts of x, space for everyone's, memory that all see)."""
+        parts = [part.contiguous() for part in x.parts()]
         whole = [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
-        memory = self._half("gather", sum(map(_room, parts)))
+        memory = self._memory("gather", sum(map(_room, parts)))
         self._after(self.copies, self._main())
         return parts, whole, memory
 
-    def _publish(self, memory: _Half, parts: Parts) -> None:
-        for part, there in zip(parts, memory.views(self.axis.rank, parts)):
+    def _publish(self, memory: SharedBuffer, parts: list[Tensor]) -> None:
+        for part, there in zip(parts, _places(memory, self.axis.rank, parts)):
             there.copy_(part)
         memory.barrier()
 
-    def _fetch(self, memory: _Half, group: _Group, whole: Parts) -> Parts:
-        """These ranks' pieces of the whole."""
+    def _fetch(self, memory: SharedBuffer, group: _Group, whole: list[Tensor]) -> list[Tensor]:
+        """Copy these ranks' pieces into `whole`; return them."""
         rows = [out.shape[0] // self.axis.size for out in whole]
         for source in group.sources:
             mine = [out[source * m:(source + 1) * m] for out, m in zip(whole, rows)]
-            for piece, theirs in zip(mine, memory.views(source, mine)):
+            for piece, theirs in zip(mine, _places(memory, source, mine)):
                 piece.copy_(theirs)
         return [out[group.rows(m)] for out, m in zip(whole, rows)]
 
-    def _begin_scatter(self, shape: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor, _Half]:
+    def _begin_scatter(self, m: int, n: int, like: Tensor) -> tuple[Tensor, Tensor, SharedBuffer]:
         """(space [m, n] that others see, space [tp, m/tp, n] for what they have for this rank, memory that all see)."""
-        memory = self._half("scatter", shape[0] * shape[1] * like.itemsize)
-        received = like.new_empty(self.axis.size, shape[0] // self.axis.size, shape[1])
-        return memory.view(self.axis.rank, shape, like.dtype, 0), received, memory
+        memory = self._memory("scatter", m * n * like.itemsize)
+        received = like.new_empty(self.axis.size, m // self.axis.size, n)
+        return memory.view(self.axis.rank, torch.Size((m, n)), like.dtype, 0), received, memory
 
-    def _receive(self, memory: _Half, group: _Group, received: Tensor) -> None:
-        """What these ranks have for this one."""
+    def _receive(self, memory: SharedBuffer, group: _Group, received: Tensor) -> None:
+        """Copy what these ranks have for this one."""
         for source in group.sources:
             piece = received[source]
             piece.copy_(memory.view(source, piece.shape, piece.dtype, self.axis.rank * piece.numel()))
 
-    def _half(self, use: str, need: int) -> _Half:
-        """`need` bytes or more. Grows in the first microbatches of a run only."""
+    def _memory(self, use: str, need: int) -> SharedBuffer:
+        """Return the buffer whose turn it is, of `need` bytes or more. It grows in a run's first microbatches only."""
         assert use not in self._pending, f"a {use} begins before the one before it was finished"
-        halves = self._halves.setdefault(use, [])
-        if not halves or halves[0].nbytes < need:
+        buffers = self._buffers.setdefault(use, [])
+        if not buffers or buffers[0].nbytes < need:
             self.axis.activity.enter("rendezvous", self.axis, need)
             torch.cuda.synchronize()
             dist.barrier(self.axis.group)  # someone may still read the old memory
-            buffers = [symmetric_memory.empty(need, dtype=torch.uint8, device=self.device) for _ in range(2)]
-            halves[:] = [_Half(buffer, self.axis.group.group_name) for buffer in buffers]
             self.axis.activity.leave()
-        halves.reverse()
-        return halves[0]
+            buffers[:] = [SharedBuffer(self.axis, need, self.device) for _ in range(2)]
+        buffers.reverse()
+        return buffers[0]
 
     @property
     def nbytes(self) -> int:
-        """Of shared memory on this rank, which is none of the caching allocator's."""
-        return sum(half.nbytes for halves in self._halves.values() for half in halves)
+        """Bytes of shared memory on this rank, which the caching allocator does not count."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
 
-class _On:
-    """What is launched within is launched on `stream`. As torch.cuda.stream, which looks for the device each time."""
+class _Copied(Arriving[T]):
+    """A result that the copies so far bring, not those of another use that begins meanwhile. parts: read until then."""
 
-    def __init__(self, stream: torch.cuda.Stream, main: torch.cuda.Stream):
-        self.stream, self.main = stream, main
+    __slots__ = ("comm", "use", "parts")
 
-    def __enter__(self) -> None:
-        torch.cuda.set_stream(self.stream)
+    def __init__(self, comm: SymmetricMemoryComm, use: str, result: T, parts: Sequence[Tensor] = ()):
+        self.comm, self.use, self.result, self.parts = comm, use, result, parts
+        comm._arrival[use].record(comm.copies)
+        comm._pending.add(use)
 
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_stream(self.main)
+    def wait(self) -> T:
+        self.comm._main().wait_event(self.comm._arrival[self.use])
+        self.comm._pending.remove(self.use)
+        self.parts = ()
+        return self.result
+
+
+class _Scattered(_Copied[Tensor]):
+    """The other ranks' partial sums, which wait() adds up."""
+
+    __slots__ = ()
+
+    def wait(self) -> Tensor:
+        return self.comm._sum_parts(super().wait())
 
 
 class _Group(NamedTuple):
@@ -286,12 +322,12 @@ class _Group(NamedTuple):
     sources: list[int]
 
     def rows(self, m: int) -> slice:
-        """Where their pieces of m rows are."""
+        """Return where their pieces of m rows are."""
         return slice(self.first * m, (self.first + len(self.sources)) * m)
 
 
 def _groups(size: int, rank: int) -> list[_Group]:
-    """Whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of eight ...
+    """List whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of eight.
 
     Those in a rank's i-th group have the rank in their own i-th one, so they produce its piece before the same barrier
     as it does theirs. At any time everyone reads from another one.
@@ -300,56 +336,26 @@ def _groups(size: int, rank: int) -> list[_Group]:
     return [_Group(rank // len(block) * len(block) ^ block.start, [rank ^ i for i in block]) for block in blocks]
 
 
-class _Half:
-    """A buffer of every rank that all ranks see. Making it is collective."""
-
-    def __init__(self, buffer: Tensor, group_name: str):
-        self.nbytes, self._buffer = buffer.nbytes, buffer
-        self._memory = symmetric_memory.rendezvous(buffer, group_name)
-        self._views: dict[tuple, Tensor] = {}
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
-        """Elements of the dtype from `start` on, in the buffer of `rank`."""
-        key = rank, shape, dtype, start
-        if key not in self._views:
-            self._views[key] = self._memory.get_buffer(rank, shape, dtype, start)
-        return self._views[key]
-
-    def views(self, rank: int, parts: Parts) -> Parts:
-        """Tensors like `parts`, one after another, in the buffer of `rank`."""
-        starts = accumulate(map(_room, parts), initial=0)
-        return [self.view(rank, part.shape, part.dtype, start // part.itemsize) for part, start in zip(parts, starts)]
-
-    def barrier(self) -> None:
-        """On the current stream: what it comes after has been done by all ranks."""
-        self._memory.barrier(channel=0)
+def _places(memory: SharedBuffer, rank: int, parts: list[Tensor]) -> list[Tensor]:
+    """Return tensors like `parts`, one after another, in the buffer of `rank`."""
+    starts = accumulate(map(_room, parts), initial=0)
+    return [memory.view(rank, part.shape, part.dtype, start // part.itemsize) for part, start in zip(parts, starts)]
 
 
 def _room(part: Tensor) -> int:
-    """Bytes from the start of this part to that of the next."""
+    """Count the bytes from the start of this part to that of the next."""
     return -(-part.nbytes // 256) * 256
 
 
-def see_each_other(axis: Axis, device: torch.device) -> bool:
-    """Whether these are GPUs of one node that can read each other's memory. Collective over the axis."""
-    if axis.size == 1 or axis.group is None or device.type != "cuda":
-        return False
-    places: list = [None] * axis.size
-    dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
-    here = places[axis.rank]
-    near = len(set(places)) == axis.size and all(
-        host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places)
-    every = torch.tensor(near, dtype=torch.int32, device=device)
-    dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
-    return bool(every)
+LinearComm = AllReduceComm | ProcessGroupComm | SymmetricMemoryComm
 
 
-def choose(axis: Axis, device: torch.device, overlap: bool, ops: ModuleType) -> Separate | Pipelined:
-    """Pipelined where it can be, if communication is to be hidden. Collective over the axis.
-
-    ops: what has the `sum_parts` to use.
-    """
-    halves = axis.size & (axis.size - 1) == 0
-    if overlap and halves and see_each_other(axis, device):
-        return Pipelined(axis, device, ops.sum_parts)
-    return Separate(axis, overlap)
+def choose(axis: Axis, device: torch.device, *, sequence_parallel: bool, overlap: bool,
+           sum_parts: Callable[[Tensor], Tensor]) -> LinearComm:
+    """Choose how linear layers communicate over `axis`; the fastest that can run. Collective over the axis."""
+    if axis.size == 1 or not sequence_parallel:
+        return AllReduceComm(axis, overlap)
+    power_of_two = axis.size & (axis.size - 1) == 0
+    if overlap and power_of_two and see_each_other(axis, device):
+        return SymmetricMemoryComm(axis, device, sum_parts)
+    return ProcessGroupComm(axis, overlap)

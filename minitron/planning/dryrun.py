@@ -175,8 +175,8 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
 def replaced(trainer: Trainer) -> list[str]:
     """A GPU's kernels that had twins here: "what: its twin"."""
     cfg, found = trainer.cfg, ["Triton: minitron.kernels.plain"]
-    if trainer.backend != "reference":
-        found.append(f"attention by {trainer.backend}: its formulas")
+    if (name := trainer.kernels.attention.name) != "reference":
+        found.append(f"attention by {name}: its formulas")
     if cfg.precision.fp8 != "none":
         found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch")
     if cfg.train.kernels == "apex":

@@ -80,7 +80,7 @@ def test_a_late_copy_holds_what_was_there_and_the_run_goes_on_from_it(tmp_path, 
     wait_on(late.saves.stream)
     late.save()
     expected = [late.step() for _ in range(2)]
-    assert not late.trainer.optimizer.reads.query(), "the host waited for the copy"
+    assert not late.trainer.optimizer.snapshot_done.query(), "the host waited for the copy"
     late.saves.wait()
     assert_same(contents(tmp_path / "late"), contents(tmp_path / "now"))
     resumed = Run(saving(cfg, tmp_path / "late"))

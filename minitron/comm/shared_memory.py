@@ -1,0 +1,79 @@
+"""Memory that the GPUs of a node see of each other: one buffer, its barrier, and the streams that copies run on.
+
+Problem: a collective of NCCL is a kernel, which takes multiprocessors from the products beside it. Over NVLink a GPU can
+read another one's memory with its copy engines, which take none ("symmetric memory"). The idea: every rank of an axis
+makes a buffer of the same size, all ranks map all of them, and who reads what, and when, is up to the two users:
+parallel/overlap.py (activations, within a product) and optim/slices.py (gradients and parameters).
+
+    rank 0   own [ a0 | b0 ]      view(1, shape of b, start of b) = b1, in the memory of rank 1
+    rank 1   own [ a1 | b1 ]      barrier(): what both ranks launched before it is done
+
+A barrier is a short kernel, ordered by the stream that it is launched on, like everything here. Left out: several nodes,
+which share no memory, and NVLink's multicast.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from minitron.comm.mesh import Axis
+
+
+class SharedBuffer:
+    """`nbytes` of memory on every rank of `axis`, all of which all ranks can read. Making it is collective."""
+
+    def __init__(self, axis: Axis, nbytes: int, device: torch.device):
+        self.nbytes = nbytes
+        axis.activity.enter("rendezvous", axis, nbytes)
+        self.own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self._memory = symmetric_memory.rendezvous(self.own, axis.group.group_name)
+        axis.activity.leave()
+        self._views: dict[tuple[int, torch.Size, torch.dtype, int], Tensor] = {}
+
+    def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, start: int) -> Tensor:
+        """Return the elements from `start` on, counted in `dtype`, of the buffer of `rank`. Views are made once."""
+        key = rank, shape, dtype, start
+        if key not in self._views:
+            self._views[key] = self._memory.get_buffer(rank, shape, dtype, start)
+        return self._views[key]
+
+    def barrier(self) -> None:
+        """Wait, on the current stream, until all ranks have done what they launched before their barrier."""
+        self._memory.barrier(channel=0)
+
+
+class OnStream:
+    """Launch on `stream` what stands within, then on `main` again.
+
+    As torch.cuda.stream, which asks for the device each time: 9 us of the host, of which a layer has few.
+    """
+
+    __slots__ = ("stream", "main")
+
+    def __init__(self, stream: torch.cuda.Stream, main: torch.cuda.Stream):
+        self.stream, self.main = stream, main
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self.main)
+
+
+def see_each_other(axis: Axis, device: torch.device) -> bool:
+    """Tell whether the ranks are GPUs of one node that can read each other's memory. Collective over `axis`."""
+    if axis.size == 1 or axis.group is None or device.type != "cuda":
+        return False
+    places: list = [None] * axis.size
+    dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
+    here = places[axis.rank]
+    near = len(set(places)) == axis.size and all(
+        host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places)
+    every = torch.tensor(near, dtype=torch.int32, device=device)
+    dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
+    return bool(every)

@@ -1,0 +1,84 @@
+"""Every kernel of a run, chosen once: one object that is made when a run is built and handed down.
+
+Problem: which attention, which pointwise kernels, which FP8 library, which AdamW: chosen where they are used, the choices
+are many, an error comes late, and each chunk of a model makes a workspace of its own. The idea: `choose` decides all of it
+from the configuration and the device, in one place, and whoever is handed a `Kernels` never asks what a device can do.
+
+    device   ops                     attention                    products             FP8
+    cuda     fused (Triton)          cuDNN, flash, flash-attn     torch, or apex       Transformer Engine, or torch
+    cpu      plain (torch)           flash, reference             torch                torch
+    meta     meta (shapes alone)     shapes alone                 shapes alone         shapes alone: a dry run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+from minitron.config.schema import Config
+from minitron.kernels import attention, fp8, meta, plain
+from minitron.kernels.fp8_torch import TensorScaling
+from minitron.kernels.gemm import DTYPES, Gemm
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """ops: the module of pointwise kernels, under the contract of kernels/plain.py.
+
+    gemm: products in the model's own format. adamw_: the optimizer's update. fp8: the casts and products of
+    precision.fp8, None without; one a run, since it may hold a workspace.
+    """
+
+    attention: attention.Backend = attention.REFERENCE
+    ops: ModuleType = plain
+    gemm: Gemm = field(default_factory=Gemm)
+    adamw_: Callable[..., None] = plain.adamw_
+    fp8: TensorScaling | None = None
+
+    @property
+    def names(self) -> str:
+        """What runs, for the log."""
+        return f"attention: {self.attention.name}, kernels: {self.adamw_.__module__.removeprefix('minitron.kernels.')}"
+
+
+PLAIN = Kernels()
+
+
+def choose(cfg: Config, device: torch.device | str) -> Kernels:
+    """Choose the kernels of a run. Raises ValueError if those asked for cannot run on this device."""
+    device, m = torch.device(device), cfg.model
+    backend = None
+    if cfg.precision.fp8 != "none":  # first: Transformer Engine cannot load behind torch's own cuDNN
+        backend = fp8.choose_backend(cfg.precision, device)
+    ops = choose_ops(device)
+    apex = choose_apex(cfg.train.kernels, device) or ops
+    return Kernels(attention.choose(m.attention, device, DTYPES[cfg.precision.dtype], m.head_dim, m.attention_dropout,
+                                    documents=cfg.data.separate_documents),
+                   ops, Gemm(apex.add_product), apex.adamw_, backend)
+
+
+def choose_ops(device: torch.device) -> ModuleType:
+    """Choose the pointwise kernels of a device: fused on CUDA, meta in a dry run, else plain."""
+    if device.type != "cuda":
+        return meta if device.type == "meta" else plain
+    from minitron.kernels import fused
+    return fused
+
+
+def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:
+    """Return kernels/apex.py if train.kernels asks for it. Raises ValueError if it cannot run here."""
+    if kernels != "apex" or device.type == "meta":
+        return None
+    if device.type != "cuda":
+        raise ValueError(f"train.kernels=apex runs on CUDA devices, not on {device.type}; use train.kernels=auto")
+    try:
+        from minitron.kernels import apex
+    except ImportError as error:
+        raise ValueError(f"train.kernels=apex cannot load the extensions of NVIDIA's apex ({error}); build them with "
+                         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
+                         "git+https://github.com/NVIDIA/apex.git (`apex` on PyPI is another project), or use "
+                         "train.kernels=auto") from error
+    return apex

@@ -1,0 +1,59 @@
+"""What every layer is handed when it is made: how it communicates, its kernels, the format of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config.schema import Config
+from minitron.kernels.gemm import DTYPES, Gemm
+from minitron.kernels.kernels import PLAIN, Kernels
+from minitron.kernels.param import ParamSpec, Shard, new_parameter
+from minitron.parallel.overlap import AllReduceComm, LinearComm, choose
+
+
+@dataclass(frozen=True)
+class Layout:
+    """comm: along the tensor-parallel axis. kernels: those of the run. dtype, device: of parameters."""
+
+    comm: LinearComm = field(default_factory=lambda: AllReduceComm(Axis.single()))
+    kernels: Kernels = PLAIN
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor-parallel ranks."""
+        return self.comm.axis
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.comm.sequence_parallel
+
+    @property
+    def gemm(self) -> Gemm:
+        """Products in the parameters' own format."""
+        return self.kernels.gemm
+
+    def parameter(self, shape: tuple[int, ...], shard: Shard | None = None, *, std: float | None = None,
+                  fill: float = 0.0, per_head: bool = False) -> nn.Parameter:
+        """Make an uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tp rank).
+
+        std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. A replicated
+        parameter sees this rank's tokens only under sequence parallelism, and with per_head=True this rank's heads
+        only: then its gradients are summed over tp.
+        """
+        partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel)
+        spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial)
+        return new_parameter(shape, spec, self.dtype, self.device)
+
+
+def make_layout(cfg: Config, mesh: Mesh, kernels: Kernels) -> Layout:
+    """Make the layout that all chunks of a rank share. Collective over tp."""
+    p = cfg.parallel
+    comm = choose(mesh.tp, mesh.device, sequence_parallel=p.sequence_parallel, overlap=p.overlap_tp,
+                  sum_parts=kernels.ops.sum_parts)
+    return Layout(comm, kernels, DTYPES[cfg.precision.dtype], mesh.device)

@@ -1,0 +1,97 @@
+"""Embedding and loss split over the vocabulary, along the `tp` axis.
+
+Problem: the embedding, the head and above all the logits [s, b, v] of a large vocabulary take more memory than a block.
+The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up the tokens that it has and leaves zeros
+for the others, and the sum over the ranks is the embedding; of a cross-entropy it needs its own columns' maximum and sum,
+and no rank ever holds whole logits.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.comm import collectives
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Axis
+from minitron.kernels import plain
+from minitron.kernels.param import Shard
+from minitron.parallel.layout import Layout
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table that holds `first <= id < first + len(table)`; zeros for other ids."""
+
+    @staticmethod
+    def forward(ctx, ids, table, first, ops):
+        local = ids - first
+        elsewhere = (local < 0) | (local >= table.shape[0])
+        ctx.table, ctx.first, ctx.ops = table, first, ops
+        ctx.save_for_backward(ids)
+        return F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,), table = ctx.saved_tensors, ctx.table
+        slot = table.slot
+        if slot is None:
+            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy), None, None
+        if not slot.begin():
+            slot.main_grad.zero_()
+        ctx.ops.add_rows_(slot.main_grad, ids, ctx.first, dy)
+        slot.ready()
+        return None, None, None, None
+
+
+def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType) -> Tensor:
+    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h]."""
+    return _Lookup.apply(ids, table, first, ops)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding split over the vocabulary: ids [s, b] -> [s/tp, b, h].
+
+    Without sequence parallelism the result is [s, b, h].
+    """
+
+    def __init__(self, vocab: int, hidden: int, layout: Layout, *, std: float):
+        super().__init__()
+        self.layout = layout
+        self.weight = layout.parameter((vocab, hidden), Shard(0, layout.axis, (vocab,)), std=std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        axis = self.layout.axis
+        x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.kernels.ops)
+        return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, axis, ops):
+        first = axis.rank * logits.shape[-1]
+        top, total, picked = ops.softmax_sums(logits, labels, first)
+        highest = top.clone()
+        all_reduce_(highest, axis, op=torch.distributed.ReduceOp.MAX)
+        sums = torch.stack([total * (top - highest).exp(), picked])
+        all_reduce_(sums, axis)
+        lse = sums[0].log() + highest
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.first, ctx.ops = first, ops
+        return lse - sums[1]
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, labels, lse = ctx.saved_tensors
+        return ctx.ops.softmax_gradient_(logits, labels, ctx.first, lse, dloss), None, None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType = plain) -> Tensor:
+    """Per-token loss from logits split over the vocabulary, in float32 and without gathering them.
+
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. The
+    backward pass uses the logits up: their memory becomes their gradient.
+    """
+    return _CrossEntropy.apply(logits, labels, axis, ops)
