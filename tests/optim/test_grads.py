@@ -8,7 +8,7 @@ it in a few lines.
 
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ from torch import nn
 
 from minitron.comm.collectives import Done, all_reduce_
 from minitron.comm.mesh import Mesh
-from minitron.kernels.gemm import accumulate
-from minitron.optim.buckets import ALIGNMENT, Gradients, Kind, plan_buckets
-from minitron.parallel.tensor import Shard
+from minitron.kernels.kernels import PLAIN
+from minitron.kernels.param import ParamSpec, Shard, accumulate
+from minitron.optim.buckets import ALIGNMENT, BucketKey, Gradients, plan_buckets
 from minitron.testing import assert_close_rel
 
 SAMPLES, PARTS = 4, 4  # of a global batch, of a sequence
@@ -83,14 +83,15 @@ class Unit(nn.Module):
     """Parameters of one unit. The forward notes what it saw; the backward adds gradients and reports them, last
     first."""
 
-    def __init__(self, name, tp, dtype, tied=None):
+    def __init__(self, name, tp, dtype, tied=None, sum_over_tp=True):
         super().__init__()
         self.uses = {}  # use -> (spec, parameter)
         for spec in UNITS[name]:
             shard = spec.shard(tp)
             param = nn.Parameter((spec.initial() if shard is None else shard.cut(spec.initial())).to(dtype))
-            param.global_name, param.shard, param.decay = spec.name, shard, spec.decay
-            param.tied, param.uses = spec.tied, 1
+            param.spec = ParamSpec(spec.name, shard, spec.decay, tied=spec.tied,
+                                   sum_over_tp=shard is None and tp.size > 1 and sum_over_tp)
+            param.slot = None
             self.register_parameter(spec.name.split(".")[1], param)
             self.uses[spec.name] = spec, param
         if tied is not None:
@@ -102,23 +103,24 @@ class Unit(nn.Module):
 
     def backward(self, step, sample, parts, scale):
         for use, (spec, param) in reversed(self.uses.items()):
-            mine = range(PARTS) if param.shard is not None else parts
-            grad = scale * gradient(spec, self.seen[use], use, step, [sample], mine, param.shard)
+            mine = range(PARTS) if param.spec.shard is not None else parts
+            grad = scale * gradient(spec, self.seen[use], use, step, [sample], mine, param.spec.shard)
             assert accumulate(param, grad) is None
 
 
 class Chunk(nn.Module):
-    def __init__(self, names, mesh, dtype):
+    def __init__(self, names, mesh, dtype, sequence_parallel=True):
         super().__init__()
         self.parts = nn.ModuleDict()
         for name in names:
             tied = None
             if name == "head":
-                first = self.parts["embedding"] if "embedding" in self.parts else Unit("embedding", mesh.tp, dtype)
+                first = self.parts["embedding"] if "embedding" in self.parts else Unit(
+                    "embedding", mesh.tp, dtype, sum_over_tp=sequence_parallel)
                 tied = first.weight
-            self.parts[name] = Unit(name, mesh.tp, dtype, tied)
+            self.parts[name] = Unit(name, mesh.tp, dtype, tied, sequence_parallel)
         if {"embedding", "head"} <= set(names):
-            tied.uses = 2
+            tied.spec = replace(tied.spec, uses=2)
 
     def units(self):
         return iter(self.parts.values())
@@ -133,9 +135,8 @@ class Toy:
         names, stages = list(UNITS), mesh.pp.size * vp
         each = len(names) // stages
         mine = [mesh.pp.rank + i * mesh.pp.size for i in range(vp)]
-        self.chunks = [Chunk(names[stage * each:(stage + 1) * each], mesh, dtype) for stage in mine]
-        self.gradients = Gradients(self.chunks, mesh, sequence_parallel=sequence_parallel, overlap=overlap,
-                                   bucket_bytes=SMALL_BUCKETS)
+        self.chunks = [Chunk(names[stage * each:(stage + 1) * each], mesh, dtype, sequence_parallel) for stage in mine]
+        self.gradients = Gradients(self.chunks, mesh, PLAIN, overlap=overlap, bucket_bytes=SMALL_BUCKETS)
         tp, data = mesh.tp, mesh.dp_cp
         self.parts = range(tp.rank, PARTS, tp.size) if sequence_parallel else range(PARTS)
         self.samples = range(data.rank, SAMPLES, data.size)
@@ -144,8 +145,8 @@ class Toy:
         """Every microbatch's forward and backward. `poison` is added to one gradient of this rank."""
         self.gradients.begin_step()
         poisoned = next(self.chunks[0].parameters())
-        poisoned.main_grad.zero_().view(-1)[0] = poison
-        poisoned.grad_stale = False
+        poisoned.slot.main_grad.zero_().view(-1)[0] = poison
+        poisoned.slot.overwrite = False
         for sample in self.samples:
             for chunk in self.chunks:
                 for unit in chunk.units():
@@ -186,11 +187,11 @@ LAYOUTS = [
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
 
-kinds = st.builds(Kind, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans(), st.booleans())
+keys = st.builds(BucketKey, st.sampled_from([torch.float32, torch.bfloat16]), *[st.booleans()] * 4)
 
 
 @settings(deadline=None)  # other work on the machine is no failure
-@given(st.lists(st.tuples(st.integers(1, 3000), kinds), min_size=1, max_size=30), st.integers(1, 20000),
+@given(st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=30), st.integers(1, 20000),
        st.integers(1, 6))
 def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks):
     params = [(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(params)]
@@ -207,8 +208,8 @@ def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks):
     kind_of = {name: kind for name, _, kind in params}
     order = [int(span.name[1:]) for plan in plans for span in plan.spans]
     for plan in plans:
-        assert {kind_of[span.name] for span in plan.spans} == {plan.kind}
-        assert not plan.kind.tied or len(plan.spans) == 1
+        assert {kind_of[span.name] for span in plan.spans} == {plan.key}
+        assert not plan.key.tied or len(plan.spans) == 1
         assert all(span.start % ALIGNMENT == 0 for span in plan.spans)
         assert all(a.start + a.numel <= b.start for a, b in zip(plan.spans, plan.spans[1:]))
         closed = plan.spans[:-1]  # only the last parameter may bring a bucket to its limit
@@ -224,8 +225,8 @@ def test_parameters_move_into_the_buffers_and_keep_their_values():
         for name, param in bucket.params.items():
             assert torch.equal(param, SPECS[name].initial().bfloat16())
             assert param.untyped_storage().data_ptr() == bucket.data.untyped_storage().data_ptr()
-            assert param.main_grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
-            assert param.main_grad.dtype == torch.float32 and param.grad is None
+            assert param.slot.main_grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
+            assert param.slot.main_grad.dtype == torch.float32 and param.grad is None
         assert bucket.grad_slice.data_ptr() == bucket.grad.data_ptr()  # one data rank: no copy
 
 
@@ -264,7 +265,7 @@ def test_sums_and_norm_equal_a_single_process(ranks, world, mesh_args, toy_args,
 def owned_parts(mesh_args):
     toy = Toy(Mesh.create(**mesh_args))
     for param in (p for chunk in toy.chunks for p in chunk.parameters()):
-        param.main_grad.copy_(draw(param.shape, param.global_name))
+        param.slot.main_grad.copy_(draw(param.shape, param.spec.name))
     slices = [bucket.grad_slice for bucket in toy.gradients.buckets]
     return [(part.name, part.offset, part.of(slices)) for part in toy.gradients.owned()]
 
@@ -295,7 +296,7 @@ def test_a_unit_waits_for_exactly_the_buckets_of_its_parameters():
             bucket.gather = Handle()
             handles.append(bucket.gather)
         unit()
-        needed = {param.global_name for param in unit.parameters()}
+        needed = {param.spec.name for param in unit.parameters()}
         assert [h.waited for h in handles] == [bool(needed & b.params.keys()) for b in toy.gradients.buckets], name
         assert not all(h.waited for h in handles)
 
@@ -311,8 +312,8 @@ def test_a_parameter_that_never_reports_is_named():
     toy = Toy(Mesh.offline())
     toy.gradients.begin_last_backward(0)
     for param in toy.chunks[0].parameters():
-        for _ in range(param.uses - (param.global_name == "block0.norm")):
-            param.grad_ready()
+        for _ in range(param.spec.uses - (param.spec.name == "block0.norm")):
+            param.slot.ready()
     with pytest.raises(AssertionError, match="no gradient came for block0.norm$"):
         toy.gradients.finish()
 
@@ -321,19 +322,19 @@ def test_a_tied_weight_reports_both_of_its_uses():
     toy = Toy(Mesh.offline())
     toy.gradients.begin_last_backward(0)
     for param in toy.chunks[0].parameters():
-        param.grad_ready()
+        param.slot.ready()
     with pytest.raises(AssertionError, match=f"no gradient came for {re.escape(TIED)}$"):
         toy.gradients.finish()
 
 
 def test_a_parameter_that_reports_too_often_is_named():
     toy = Toy(Mesh.offline())
-    norm = next(p for p in toy.chunks[0].parameters() if p.global_name == "block0.norm")
-    norm.grad_ready()  # before the last backward nobody counts
+    norm = next(p for p in toy.chunks[0].parameters() if p.spec.name == "block0.norm")
+    norm.slot.ready()  # before the last backward nobody counts
     toy.gradients.begin_last_backward(0)
-    norm.grad_ready()
+    norm.slot.ready()
     with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
-        norm.grad_ready()
+        norm.slot.ready()
 
 
 def test_a_step_without_a_last_backward_is_an_error():
@@ -345,16 +346,15 @@ def test_names_are_unique_over_the_chunks_of_a_rank():
     mesh = Mesh.offline()
     chunks = [Chunk(["block0"], mesh, torch.float32) for _ in range(2)]
     with pytest.raises(AssertionError, match="names repeat over chunks"):
-        Gradients(chunks, mesh, sequence_parallel=False, overlap=False)
+        Gradients(chunks, mesh, PLAIN, overlap=False)
 
 
 def test_the_norm_of_a_large_bucket_is_exact():
     """A float32 sum over a bucket of 10 million elements was 4e-4 off, so one process and two clipped differently."""
     layer = nn.Linear(4000, 2500, bias=False)
     layer.units = lambda: [layer]
-    layer.weight.global_name, layer.weight.shard, layer.weight.decay = "weight", None, True
-    layer.weight.tied, layer.weight.uses = False, 1
-    gradients = Gradients([layer], Mesh.offline(), sequence_parallel=False, overlap=True)
+    layer.weight.spec, layer.weight.slot = ParamSpec("weight"), None
+    gradients = Gradients([layer], Mesh.offline(), PLAIN, overlap=True)
     bucket, = gradients.buckets
     bucket.grad_slice.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
     expected = float(bucket.grad_slice.double().square().sum())

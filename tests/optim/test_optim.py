@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from minitron.checkpoint.save import State
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import OptimizerConfig, PrecisionConfig
+from minitron.kernels.kernels import PLAIN
 from minitron.optim.lr import learning_rate
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
@@ -43,7 +44,7 @@ def train(mesh_args, toy_args, cfg=CFG, overlap=True, dtype=torch.float32, scale
     """
     mesh = Mesh.create(**mesh_args)
     toy = Toy(mesh, overlap=overlap, dtype=dtype, **toy_args)
-    optimizer = Zero1Optimizer(toy.gradients, cfg)
+    optimizer = Zero1Optimizer(toy.gradients, cfg, PLAIN)
     contributes = mesh.pp.rank == mesh.pp.size - 1 and mesh.tp.rank == 0
     stats = []
     for step in range(STEPS):
@@ -63,7 +64,7 @@ def train(mesh_args, toy_args, cfg=CFG, overlap=True, dtype=torch.float32, scale
             assert all(torch.equal(a, b) for a, b in zip(before, state(optimizer), strict=True))
     toy.gradients.wait_parameters()
     masters = toy.gradients.assemble(optimizer.masters)
-    params = {p.global_name: p.detach().clone() for chunk in toy.chunks for p in chunk.parameters()}
+    params = {p.spec.name: p.detach().clone() for chunk in toy.chunks for p in chunk.parameters()}
     assert all(torch.equal(params[name], masters[name].to(dtype)) for name in params)
     moments = [toy.gradients.assemble(moment) for moment in (optimizer.exp_avg, optimizer.exp_avg_sq)]
     return stats, masters, moments, optimizer.steps
@@ -150,7 +151,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(ranks, world
 
 def step_with_loss(loss, count):
     toy = Toy(Mesh.create())
-    optimizer = Zero1Optimizer(toy.gradients, CFG)
+    optimizer = Zero1Optimizer(toy.gradients, CFG, PLAIN)
     toy.accumulate(0)
     toy.gradients.finish()
     return optimizer.step(0.1, torch.tensor(loss), torch.tensor(count)).read(), float(optimizer.steps)
@@ -171,7 +172,7 @@ def state_slices(optimizer):
 
 def state_parts():
     toy = Toy(Mesh.create(), dtype=torch.bfloat16)
-    optimizer = Zero1Optimizer(toy.gradients, CFG)
+    optimizer = Zero1Optimizer(toy.gradients, CFG, PLAIN)
     for tensors in state_slices(optimizer):
         for i, tensor in enumerate(tensors.values()):
             tensor.fill_(i + 1)

@@ -1,5 +1,6 @@
 """Tensor-parallel layers equal plain ones on whole tensors: outputs, input gradients and weight gradients."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 from layouts import Pieces
 
 from minitron.comm.mesh import Axis, Mesh
-from minitron.kernels.gemm import DTYPES, Gemm, use
-from minitron.parallel.overlap import Separate
-from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
-                                      vocab_parallel_cross_entropy)
+from minitron.kernels.gemm import DTYPES, Gemm
+from minitron.kernels.param import GradSlot, Shard, with_main_grad
+from minitron.parallel.layout import Layout
+from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
+from minitron.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from minitron.testing import assert_close_rel
 
 S, B, H, V = 8, 3, 16, 32
@@ -28,21 +31,22 @@ def _full(name: str, *shape: int, dtype=torch.float32) -> torch.Tensor:
 
 def _set(param, full):
     with torch.no_grad():
-        param.copy_(full if param.shard is None else param.shard.cut(full))
+        param.copy_(full if param.spec.shard is None else param.spec.shard.cut(full))
 
 
 def _part(x, mesh, sequence_parallel):
     return x.chunk(mesh.tp.size)[mesh.tp.rank].clone() if sequence_parallel else x.clone()
 
 
-in_order = partial(Separate, overlap=False)
+in_order = partial(ProcessGroupComm, overlap=False)
+reduce_in_order = partial(AllReduceComm, overlap=False)
 
 
 def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
     """column -> relu -> row on one rank: y, dx, and gradients of the three parameters, each as this rank has it."""
     mesh = Mesh.create(tp=tp)
     dtype = DTYPES[dtype]
-    layout = Layout(by(mesh.tp), sequence_parallel, dtype)
+    layout = Layout(by(mesh.tp), dtype=dtype)
     column = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
     row = RowParallelLinear(sum(CHUNKS), H, layout, std=0.1, bias=True, gemm=Gemm())
     params = {"w1": column.weight, "b1": column.bias, "w2": row.weight, "b2": row.bias}
@@ -51,15 +55,14 @@ def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
     reports = []
     if main_grad:
         for name, p in params.items():
-            p.main_grad, p.grad_stale = torch.full(p.shape, float("nan")), True  # what the step before left
-            p.grad_ready = lambda name=name: reports.append(name)
+            p.slot = GradSlot(torch.full(p.shape, float("nan")), partial(reports.append, name))  # of the step before
     x = _part(_full("x", S, B, H, dtype=dtype), mesh, sequence_parallel).requires_grad_()
     inner = column(x)
-    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None) + use(row.bias)
+    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None) + with_main_grad(row.bias)
     y.backward(_part(_full("dy", S, B, H, dtype=dtype), mesh, sequence_parallel))
-    grads = {name: (p.main_grad if main_grad else p.grad) for name, p in params.items()}
+    grads = {name: (p.slot.main_grad if main_grad else p.grad) for name, p in params.items()}
     assert not main_grad or (sorted(reports) == sorted(params) and all(p.grad is None for p in params.values()))
-    shards = {n: p.shard for n, p in params.items()}
+    shards = {n: p.spec.shard for n, p in params.items()}
     return y.detach(), x.grad, {n: (g, shards[n] and shards[n].slices(), shards[n] and shards[n].dim)
                                 for n, g in grads.items()}
 
@@ -75,10 +78,10 @@ def _plain_two_layers(dtype):
 
 
 @pytest.mark.parametrize("tp,sequence_parallel,by,dtype,main_grad,remake", [
-    (1, False, Separate, "fp32", True, False), (2, True, Separate, "fp32", True, False),
-    (4, True, Separate, "fp32", True, True), (4, False, Separate, "fp32", True, False),
-    (2, True, in_order, "fp32", False, True), (2, False, in_order, "fp32", False, False),
-    (4, True, Separate, "bf16", True, True), (4, True, Pieces, "fp32", True, False),
+    (1, False, AllReduceComm, "fp32", True, False), (2, True, ProcessGroupComm, "fp32", True, False),
+    (4, True, ProcessGroupComm, "fp32", True, True), (4, False, AllReduceComm, "fp32", True, False),
+    (2, True, in_order, "fp32", False, True), (2, False, reduce_in_order, "fp32", False, False),
+    (4, True, ProcessGroupComm, "bf16", True, True), (4, True, Pieces, "fp32", True, False),
     (2, True, Pieces, "bf16", True, True),
 ])
 def test_column_then_row(ranks, tp, sequence_parallel, by, dtype, main_grad, remake):
@@ -110,7 +113,7 @@ def two_layers_in_order(*args):
 
     def cut_by_chunks(self, in_features, out_features, layout, **kwargs):
         original(self, in_features, out_features, layout, **kwargs)
-        self.weight.shard = Shard(1, layout.axis, CHUNKS)
+        self.weight.spec = replace(self.weight.spec, shard=Shard(1, layout.axis, CHUNKS))
 
     RowParallelLinear.__init__ = cut_by_chunks
     try:
@@ -121,19 +124,18 @@ def two_layers_in_order(*args):
 
 def embedding_and_loss(tp, sequence_parallel, main_grad):
     mesh = Mesh.create(tp=tp)
-    layout = Layout(Separate(mesh.tp), sequence_parallel)
+    layout = Layout((ProcessGroupComm if sequence_parallel else AllReduceComm)(mesh.tp))
     words = VocabParallelEmbedding(V, H, layout, std=0.1)
     _set(words.weight, _full("words", V, H))
     if main_grad:
-        words.weight.main_grad, words.weight.grad_ready = torch.ones(words.weight.shape), lambda: None
-        words.weight.grad_stale = True
+        words.weight.slot = GradSlot(torch.ones(words.weight.shape), lambda: None)
     ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
     x = words(ids)
     x.backward(_part(_full("dx", S, B, H), mesh, sequence_parallel))
     logits = (5 * _full("logits", S, B, V)).chunk(tp, -1)[mesh.tp.rank].clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(logits, ids, mesh.tp)
     loss.backward(_full("dloss", S, B))
-    return x.detach(), words.weight.main_grad if main_grad else words.weight.grad, loss.detach(), logits.grad
+    return x.detach(), words.weight.slot.main_grad if main_grad else words.weight.grad, loss.detach(), logits.grad
 
 
 @pytest.mark.parametrize("tp,sequence_parallel,main_grad", [(1, False, True), (2, True, True), (4, False, False),
