@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from minitron.comm.collectives import reduce_scatter_along
+from minitron.comm.collectives import gather_along, reduce_scatter_along
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
@@ -136,11 +136,11 @@ class Pieces(ProcessGroupComm):
     """The process group's communication with the products in pieces: one for each rank's rows. Runs on CPUs."""
 
     def gather_matmul(self, x, product, weight, n, *, keep=False):
-        whole, m = self.start_gather(x).wait(), x.rows.shape[0]
+        whole, m = [gather_along(part, self.axis) for part in x.parts()], x.rows.shape[0]
         y = weight.new_empty(self.axis.size * m, n)
-        for rank, parts in enumerate(zip(*(part.chunk(self.axis.size) for part in whole.parts()))):
+        for rank, parts in enumerate(zip(*(part.chunk(self.axis.size) for part in whole))):
             product(x.of(parts), weight, y[rank * m:(rank + 1) * m])
-        return y, whole if keep else None
+        return y, x.of(whole) if keep else None
 
     def matmul_scatter(self, x, product, weight, n):
         m = x.rows.shape[0] // self.axis.size

@@ -71,21 +71,12 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
                          "precision.fp8_backend=te, or precision.fp8=delayed or current")
     if precision.fp8 == "block":
         return library.BlockScaling()
-    return _Shapes() if device.type == "meta" else library.TensorScaling()
-
-
-class _Shapes(fp8_torch.TensorScaling):
-    """For dry runs: on the meta device _scaled_mm takes no out=."""
-
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
-                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        product = super().multiply(a, b, dtype, fast=fast, bias=bias)
-        return product if out is None else out.copy_(product)
+    return library.TensorScaling()
 
 
 def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
     """For dry runs: allocates what Transformer Engine would."""
-    shapes = fp8_torch.BlockScaling() if block else _Shapes(meta)
+    shapes = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
     for name in ("cast", "multiply", "multiply_into")[not block:]:
         setattr(shapes, name, meta.hidden(getattr(shapes, name)))
     return shapes
@@ -152,13 +143,13 @@ class Fp8Gemm(Gemm):
         return self._cast(dy, "dy", gathered, columns, True)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        w = self._quantized(weight)
-        return self.backend.multiply(Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True),
-                                     self.dtype, fast=True, out=out, bias=bias)
+        w = self._quantized(weight)  # the tensor cores may add up in less than float32, in no other product
+        return torch._scaled_mm(x.rows, w.rows.t(), x.rows_scale, w.rows_scale, bias=bias, out_dtype=self.dtype,
+                                use_fast_accum=True, out=out)
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        columns = self._columns(self._quantized(weight))._replace(tiled=True)
-        return self.backend.multiply(Operand(dy.rows, dy.rows_scale), columns, self.dtype, out=out)
+        w = self._columns(self._quantized(weight))
+        return torch._scaled_mm(dy.rows, w.values.t(), dy.rows_scale, w.scale, out_dtype=self.dtype, out=out)
 
     def weight_grad(self, weight: nn.Parameter, dy: Payload, x: Payload) -> Tensor | None:
         dy, x, slot = self._columns(dy), self._columns(x), weight.slot
@@ -212,6 +203,20 @@ class Fp8Gemm(Gemm):
         return Operand(self.backend.transpose(x.rows), x.rows_scale)  # gathered rows, with one scale
 
 
+class BlockGemm(Fp8Gemm):
+    """The same with a scale for each 128 values: the backend multiplies, and is told which scales are a weight's tiles."""
+
+    def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        w = self._quantized(weight)
+        return self.backend.multiply(Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True),
+                                     self.dtype, out=out, bias=bias)
+
+    def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        w = self._quantized(weight)
+        return self.backend.multiply(Operand(dy.rows, dy.rows_scale), Operand(w.columns, w.columns_scale, tiled=True),
+                                     self.dtype, out=out)
+
+
 class Formats:
     """The number formats of a model chunk's blocks: makes their GEMMs, and ends their step.
 
@@ -224,7 +229,7 @@ class Formats:
         self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
         self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
         self.gemms: list[Fp8Gemm] = []
-        self.backend = backend
+        self.backend, self.fp8_gemm = backend, BlockGemm if precision.fp8 == "block" else Fp8Gemm
         self.scaling = None
         if self.layers and precision.fp8 == "delayed":
             roles = ROLES * (BLOCK_GEMMS * len(self.layers))
@@ -234,7 +239,7 @@ class Formats:
         """For one more linear layer of this block."""
         if layer not in self.layers:
             return self.ordinary
-        self.gemms.append(Fp8Gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
+        self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
         return self.gemms[-1]
 
     def on_weights_updated(self) -> None:

@@ -10,6 +10,8 @@ Left out: its SwiGLU with casts (minitron/kernels/fused.py has its own), its nor
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import transformer_engine.pytorch  # noqa: F401, loads the library that the next line needs
 import transformer_engine_torch as tex
@@ -27,6 +29,7 @@ from minitron.kernels.fp8_torch import KINDS, Operand, limit
 from minitron.kernels.gemm import Payload
 
 WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
+gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
 CODES = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
 
 
@@ -59,16 +62,15 @@ class TensorScaling(fp8_torch.TensorScaling):
         return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        self._gemm(a, b, torch.float32, out, None, add)
+        gemm(*self._arguments(a, b, torch.float32, out, None, add), beta=float(add))
 
-    def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None,
-              add: bool) -> Tensor:
+    def _arguments(self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None,
+                   add: bool) -> tuple:
+        """Those of `gemm` for out (+)= a b^T + bias."""
         workspace = self._workspace(torch.cuda.current_stream(a.values.device.index))
         transposed, gelu, gelu_input, grad, quantizer, accurate = True, False, None, False, None, True
-        return tex.generic_gemm(
-            self._wrap(b), transposed, self._wrap(a), not transposed, out, quantizer, TE_DType[dtype], bias,
-            TE_DType[torch.bfloat16], gelu, gelu_input, grad, workspace, workspace.shape[0], add, accurate,
-            comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=float(add))[0]
+        return (self._wrap(b), transposed, self._wrap(a), not transposed, out, quantizer, TE_DType[dtype], bias,
+                TE_DType[torch.bfloat16], gelu, gelu_input, grad, workspace, workspace.shape[0], add, accurate)
 
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
         """Of cuBLAS, one per stream: the library's `general_gemm` has one that products side by side share."""
@@ -84,9 +86,9 @@ class TensorScaling(fp8_torch.TensorScaling):
 class BlockScaling(TensorScaling):
     """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
-                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return self._gemm(a, b, dtype, out, bias, add=False)  # there is no faster, less accurate form
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None,
+                 bias: Tensor | None = None) -> Tensor:
+        return gemm(*self._arguments(a, b, dtype, out, bias, add=False), beta=0.0)[0]
 
     def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
              columns: bool) -> Payload:

@@ -72,15 +72,13 @@ class TensorScaling:
         """A contiguous transpose of cast values."""
         return self.ops.transpose(values)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
-                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """a b^T + bias in `dtype`; in `out` if it is given. fast: the tensor cores may add up in less than float32."""
-        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype,
-                                use_fast_accum=fast, out=out)
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """a b^T in `dtype`."""
+        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=dtype)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
         """out (+)= a b^T in float32."""
-        product = self.multiply(a, b, torch.float32)
+        product = torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=torch.float32)
         out.add_(product) if add else out.copy_(product)
 
 
@@ -96,12 +94,16 @@ class BlockScaling(TensorScaling):
         other = self._blocks(x.t().contiguous(), role) if columns else (None, None)
         return Payload(*self._blocks(x, role), *other)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False,
-                 out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """a b^T + bias in `dtype`, from the values that the blocks stand for."""
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None,
+                 bias: Tensor | None = None) -> Tensor:
+        """a b^T + bias in `dtype`, from the values that the blocks stand for; in `out` if it is given."""
         product = dequantize(a) @ dequantize(b).t()
         product = (product if bias is None else product + bias).to(dtype)
         return product if out is None else out.copy_(product)
+
+    def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+        product = self.multiply(a, b, torch.float32)
+        out.add_(product) if add else out.copy_(product)
 
     def _blocks(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         x = x.float().unflatten(1, (-1, BLOCK))

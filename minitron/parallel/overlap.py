@@ -65,6 +65,18 @@ class Arriving(Generic[T]):
         return self.result
 
 
+class _Gathering(Arriving[Payload]):
+    """Payloads of all ranks under way. They are joined when their parts are there, since a join reads them."""
+
+    __slots__ = ("like", "parts")
+
+    def __init__(self, like: Payload, parts: Arriving[Sequence[Tensor]]):
+        self.like, self.parts = like, parts
+
+    def wait(self) -> Payload:
+        return self.like.of(self.parts.wait())
+
+
 class AllReduceComm:
     """Without sequence parallelism, or for one rank: f changes nothing, g is an all-reduce over `axis`.
 
@@ -115,11 +127,13 @@ class ProcessGroupComm:
 
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
         """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
-        return self.start_matmul_scatter(x, product, weight, n).wait()
+        result, handle = reduce_scatter_start(product(x, weight), self.axis)
+        handle.wait()
+        return result
 
     def start_gather(self, x: Payload) -> Arriving[Payload]:
         parts, handles = zip(*(gather_start(part, self.axis) for part in x.parts()))
-        return self._started(x.of(parts), handles)
+        return _Gathering(x, self._started(parts, handles))
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
         result, handle = reduce_scatter_start(product(x, weight), self.axis)
@@ -214,7 +228,7 @@ class SymmetricMemoryComm:
             self._publish(memory, parts)
             for group in reversed(self._groups):
                 self._fetch(memory, group, whole)
-        return _Copied(self, "gather", x.of(whole), parts)
+        return _Gathering(x, _Copied(self, "gather", whole, parts))
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
         """The product stays whole; its parts travel beside what the current stream does next."""

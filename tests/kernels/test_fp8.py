@@ -15,8 +15,10 @@ from minitron.kernels import fp8_torch
 from minitron.kernels.fp8 import HISTORY, DelayedScaling, Formats, Fp8Gemm, choose_backend
 from minitron.kernels.fp8_torch import Operand, limit
 from minitron.kernels.gemm import Gemm
-from minitron.parallel.overlap import Separate
-from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear
+from minitron.kernels.param import GradSlot
+from minitron.parallel.layout import Layout
+from minitron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
 from minitron.testing import assert_close_rel
 from minitron.train import build
 
@@ -33,6 +35,11 @@ def randn(name: str, *shape: int) -> torch.Tensor:
 
 def precision(recipe: str, **keys) -> PrecisionConfig:
     return PrecisionConfig(fp8=recipe, fp8_backend="torch", **keys)
+
+
+def formats_of(recipe: str, mesh: Mesh) -> Formats:
+    """Those of a model of one block."""
+    return Formats(precision(recipe), range(1), 1, mesh, choose_backend(precision(recipe), CPU), Gemm())
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:
@@ -87,26 +94,26 @@ def test_a_given_scale_saturates_and_notes_the_magnitude():
 # ---- products and communication -----------------------------------------------------------------------------------
 
 
-def two_layers(recipe, tp, by, sequence_parallel, remake):
+def two_layers(recipe, tp, by, sequence_parallel, recompute):
     """column -> row on one rank: y, dx, and the two weight gradients."""
     mesh = Mesh.create(tp=tp)
-    layout = Layout(by(mesh.tp), sequence_parallel, torch.bfloat16)
-    formats = Formats(precision(recipe), range(1), 1, mesh)
+    layout = Layout(by(mesh.tp), dtype=torch.bfloat16)
+    assert layout.sequence_parallel is sequence_parallel
+    formats = formats_of(recipe, mesh)
     column = ColumnParallelLinear(H, (F,), layout, std=0.1, bias=False, gemm=formats.gemm(0))
     row = RowParallelLinear(F, H, layout, std=0.1, bias=False, gemm=formats.gemm(0))
     for layer, name, shape in ((column, "w1", (F, H)), (row, "w2", (H, F))):
         with torch.no_grad():
-            layer.weight.copy_(layer.weight.shard.cut(randn(name, *shape)))
-        layer.weight.main_grad, layer.weight.grad_stale = torch.full(layer.weight.shape, float("nan")), True
-        layer.weight.grad_ready = lambda: None
+            layer.weight.copy_(layer.weight.spec.shard.cut(randn(name, *shape)))
+        layer.weight.slot = GradSlot(torch.full(layer.weight.shape, float("nan")), lambda: None)
     part = (lambda t: t.chunk(tp)[mesh.tp.rank]) if sequence_parallel else (lambda t: t)
     x, dy = part(randn("x", S * B // 2, 2, H)).clone().requires_grad_(), part(randn("dy", S * B // 2, 2, H))
     for _ in range(2):  # the second backward adds to the first's gradients
         inner = column(x)
-        y = row(inner, (lambda: inner.detach()) if remake else None)
+        y = row(inner, (lambda: inner.detach()) if recompute else None)
         x.grad = None
         y.backward(dy)
-    return y.detach(), x.grad, column.weight.main_grad / 2, row.weight.main_grad / 2
+    return y.detach(), x.grad, column.weight.slot.main_grad / 2, row.weight.slot.main_grad / 2
 
 
 def plain_two_layers(recipe, tp):
@@ -127,11 +134,11 @@ def plain_two_layers(recipe, tp):
 
 
 @recipes
-@pytest.mark.parametrize("tp, by, sequence_parallel, remake", [
-    (1, Separate, False, False), (2, Separate, True, False), (2, Separate, True, True), (2, Separate, False, False),
-    (2, Pieces, True, False)])
-def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, remake):
-    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, remake)
+@pytest.mark.parametrize("tp, by, sequence_parallel, recompute", [
+    (1, AllReduceComm, False, False), (2, ProcessGroupComm, True, False), (2, ProcessGroupComm, True, True),
+    (2, AllReduceComm, False, False), (2, Pieces, True, False)])
+def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, recompute):
+    results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, recompute)
     whole = lambda i: torch.cat([r[i] for r in results]) if sequence_parallel else results[0][i]
     actual = whole(0), whole(1), torch.cat([r[2] for r in results]), torch.cat([r[3] for r in results], 1)
     # A sum in another order rounds another way to bf16 (2^-9), and now and then to another FP8 value (2^-4 or 2^-3).
@@ -153,11 +160,11 @@ def test_products_are_near_the_exact_ones(recipe):
 def histories(magnitudes, mesh_shape):
     """Scales after each step, on one of tp x dp ranks whose x have their own magnitudes [steps][ranks]."""
     mesh = Mesh.create(tp=mesh_shape[0])
-    formats = Formats(precision("delayed"), range(1), 1, mesh)
+    formats = formats_of("delayed", mesh)
     gemm, scales = formats.gemm(0), []
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
-            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), Axis.single())
+            gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
         formats.on_weights_updated()
         scales.append(float(formats.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
@@ -250,24 +257,24 @@ def test_what_is_cast_how_often(monkeypatch):
     assert {role: casts.count(role) for role in casts} == {
         "weight": 3 * gemms, "x": 3 * gemms * microbatches, "dy": 3 * gemms * microbatches}
     blocks = trainer.chunks[0].blocks
-    assert [type(blocks[str(i)].mlp.down.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
-    assert type(trainer.chunks[0].head.gemm) is Gemm
+    assert [type(blocks[str(i)].mlp.down.linear.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
+    assert type(trainer.chunks[0].head.linear.gemm) is Gemm
 
 
 def test_histories_are_all_that_a_run_needs_to_go_on():
     cfg = toy("delayed")
     whole, _ = run(cfg, 6)
     _, trainer = run(cfg, 3)
-    saved = {name: module.gemm.history.clone() for name, module in trainer.chunks[0].named_modules()
-             if getattr(getattr(module, "gemm", None), "history", None) is not None}
+    gemms = {name: module.linear.gemm for name, module in trainer.chunks[0].named_modules()
+             if isinstance(module, ParallelLinear)}
+    saved = {name: gemm.history.clone() for name, gemm in gemms.items()}
     assert len(saved) == 4 * MODEL["num_layers"] and "blocks.0.attention.qkv" in saved
     old = trainer.chunks[0].formats.scaling
     fresh = DelayedScaling(("x", "weight", "dy") * len(saved), (), CPU)
     for gemm in trainer.chunks[0].formats.gemms:
         gemm.scaling = fresh
-    for name, module in trainer.chunks[0].named_modules():
-        if name in saved:
-            module.gemm.history.copy_(saved[name])
+    for name, gemm in gemms.items():
+        gemm.history.copy_(saved[name])
     fresh.follow_history()
     trainer.chunks[0].formats.scaling = fresh
     assert torch.equal(fresh.scale, old.scale)

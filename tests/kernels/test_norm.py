@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.mesh import Axis
 from minitron.kernels.gemm import DTYPES
+from minitron.kernels.param import GradSlot
 from minitron.model.layers import Norm, Residual
-from minitron.parallel.overlap import Separate
-from minitron.parallel.tensor import Layout
+from minitron.parallel.layout import Layout
 from minitron.testing import assert_close_rel
 
 # float32: a few roundings more or less. bf16: inputs are the same, and results are rounded once, by 2^-9 on average.
@@ -28,8 +27,8 @@ def filled(param, seed):
 
 def watch(param):
     """Give it a main_grad that holds rubbish, and a list of its reports."""
-    param.main_grad, param.grad_stale, param.reports = torch.full(param.shape, 7.0), True, []
-    param.grad_ready = lambda: param.reports.append(1)
+    param.reports = []
+    param.slot = GradSlot(torch.full(param.shape, 7.0), lambda: param.reports.append(1))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -38,7 +37,7 @@ def watch(param):
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
     """Twice, without and with main_grad; two microbatches add up there, each reporting every gradient once."""
-    layout = Layout(Separate(Axis.single()), dtype=DTYPES[dtype])
+    layout = Layout(dtype=DTYPES[dtype])
     norm = Norm(H, 1e-5, layout, bias=layer_norm)
     extra = layout.parameter((H,)) if delta_bias else None
     params = [filled(p, i) for i, p in enumerate([*norm.parameters(), *([extra] if delta_bias else [])])]
@@ -68,9 +67,9 @@ def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
             assert actual.dtype == layout.dtype
             assert_close_rel(actual.double(), wanted, TOLERANCE[dtype], name)
         assert torch.equal(d.grad, x.grad) if delta else d.grad is None and mine.data_ptr() == x.data_ptr()
-        assert torch.equal(norm.again(mine), y)
+        assert torch.equal(norm.recompute(mine), y)
         assert_close_rel(stream.sum().double(), total, TOLERANCE[dtype], "sum made without the norm")
         for param, twin in zip(params, exact[2:]):
-            actual = param.main_grad / 2 if main_grad else param.grad
+            actual = param.slot.main_grad / 2 if main_grad else param.grad
             assert_close_rel(actual.double(), twin.grad, TOLERANCE["fp32" if main_grad else dtype], "parameter")
             assert not main_grad or len(param.reports) == 2
