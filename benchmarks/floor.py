@@ -26,7 +26,9 @@ from torch import Tensor
 
 from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES, Gemm
+from minitron.model.gpt import Head
 from minitron.parallel.context import gathered_blocks, ring_blocks
+from minitron.parallel.linear import ParallelLinear
 from minitron.train import Trainer
 
 
@@ -112,8 +114,8 @@ def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall
     rows = cfg.train.seq_len // mesh.cp.size * batch
     products, calls = Counter(), Counter()
     for chunk in trainer.chunks:
-        for layer in (module for module in chunk.modules() if hasattr(module, "gemm")):
-            shape = (rows, *layer.weight.shape, type(layer.gemm) is not Gemm)
+        for layer in (m for m in chunk.modules() if isinstance(m, (ParallelLinear, Head))):
+            shape = (rows, *layer.weight.shape, type(layer.linear.gemm) is not Gemm)
             products.update({Product("forward", *shape): num_mb, Product("input_grad", *shape): num_mb})
             if layer.weight.requires_grad:
                 products.update({Product("first_weight_grad", *shape): 1, Product("weight_grad", *shape): num_mb - 1})

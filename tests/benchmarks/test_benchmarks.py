@@ -24,8 +24,9 @@ from benchmarks.cases import CASES, FP8_RECIPES
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
 from minitron.data.loader import Loader
-from minitron.kernels import attention
-from minitron.model.gpt import GPT
+from minitron.kernels import kernels
+from minitron.model.gpt import GPT, whole_model
+from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import stage_layers
 from minitron.pretrain import build_data
 
@@ -43,9 +44,9 @@ def offline_trainer(cfg, world, rank):
     p = cfg.parallel
     mesh = Mesh.offline(world, rank, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
     stages = stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
-    backend = attention.choose("reference", "meta", torch.float32, cfg.model.head_dim)
+    layout = make_layout(cfg, mesh, kernels.choose(cfg, mesh.device))
     mine = range(mesh.pp.rank, len(stages), p.pp)
-    chunks = [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    chunks = [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
     return SimpleNamespace(cfg=cfg, mesh=mesh, chunks=chunks)
 
 
@@ -277,8 +278,7 @@ def test_saving_and_resuming_are_measured(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "results.jsonl").read_text()) == entry and entry["kind"] == "checkpoint"
     assert not list((tmp_path / "disk").iterdir())
     cfg = cli.load(TINY)
-    numbers = sum(p.numel() for p in GPT(cfg, Mesh.offline(1), attention.choose("reference", CPU, torch.float32, 64),
-                                         range(2), first=True, last=True).parameters())
+    numbers = sum(p.numel() for p in whole_model(cfg, Mesh.offline(1)).parameters())
     assert entry["state_gb"] * 1e9 == pytest.approx(12 * numbers, rel=0.01)  # and headers
     assert all(entry[key] > 0 for key in ("step_seconds", "blocked_seconds", "save_gb_per_second", "host_gib_fresh",
                                           "load_gb_per_second_from_cache", "start_seconds_resumed", "host_gib_resumed"))

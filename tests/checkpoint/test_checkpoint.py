@@ -117,7 +117,7 @@ def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
 
     1e-6: summation order alone moves losses by 2e-7 in these 20 steps.
     """
-    figures, until = [], 0
+    figures, until, before = [], 0, {}
     for (world, parallel, recompute), until in zip(legs, itertools.count(2, 2)):
         cfg = saving(config(base, LONG, {"parallel": parallel, "train": {"recompute": recompute}}), tmp_path)
         rules.check(cfg, world)
@@ -181,7 +181,7 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
         trainer, start = start_trainer(loading)
         assert start == Start(start.reader) and trainer.optimizer.steps == 0
         for param in trainer.chunks[0].parameters():
-            assert torch.equal(param, masters[param.global_name].to(dtype).float())
+            assert torch.equal(param, masters[param.spec.name].to(dtype).float())
         assert all(not moment.any() for moment in trainer.optimizer.exp_avg)
         resumed = saving(loading, tmp_path / "a")        # what is in checkpoint.dir goes before
         assert find(resumed).step == 3

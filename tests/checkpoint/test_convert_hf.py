@@ -22,8 +22,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.batch import Batch
-from minitron.kernels import attention
-from minitron.model.gpt import GPT
+from minitron.model.gpt import GPT, whole_model
 from minitron.testing import assert_close_rel
 from tools import convert_hf
 
@@ -110,9 +109,8 @@ def minitron_of(checkpoint) -> GPT:
     cfg = cli.load([str(checkpoint / "model.yaml"), "precision.dtype=fp32", "train.seq_len=32"])
     rules.check(cfg, 1)
     mesh, reader = Mesh.offline(1), Reader(checkpoint)
-    backend = attention.choose("auto", mesh.device, torch.float32, cfg.model.head_dim)
-    model = GPT(cfg, mesh, backend, range(cfg.model.num_layers), first=True, last=True)
-    params = {p.global_name: p for p in model.parameters()}
+    model = whole_model(cfg, mesh)
+    params = {p.spec.name: p for p in model.parameters()}
     assert params.keys() == set(reader.names())
     with torch.no_grad():
         for name, p in params.items():

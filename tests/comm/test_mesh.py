@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitron.comm.mesh import AXES, Axis, Mesh
+from minitron.comm.mesh import AXES, Mesh
 from minitron.planning.dryrun import fake_world
 
 NAMES = (*AXES, "dp_cp", "embedding", "world")

@@ -6,13 +6,13 @@ from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
-from minitron.kernels import attention
+from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.optim.lr import learning_rate
+from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import stage_layers
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
@@ -68,10 +68,10 @@ def recipe(name: str) -> str:
 
 def chunks_of(cfg, mesh) -> list[GPT]:
     """This pipeline rank's chunks on the meta device: real shapes, no memory."""
-    backend = attention.choose("reference", "meta", torch.float32, cfg.model.head_dim)
+    layout = make_layout(cfg, mesh, choose(cfg, mesh.device))
     stages = stage_layers(cfg.model.num_layers, mesh.pp.size, cfg.parallel.vp, cfg.parallel.layers_per_stage)
     mine = range(mesh.pp.rank, len(stages), mesh.pp.size)
-    return [GPT(cfg, mesh, backend, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
+    return [GPT(cfg, mesh, layout, stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -87,9 +87,9 @@ def test_recipe_builds_on_every_pipeline_and_tensor_rank(path):
             continue  # context ranks hold the same parameters
         for chunk in chunks_of(cfg, mesh):
             for param in chunk.parameters():
-                names.add(param.global_name)
-                copies = p.tp if param.shard is None else 1
-                second = param.tied and chunk.embedding is None
+                names.add(param.spec.name)
+                copies = p.tp if param.spec.replicated else 1
+                second = param.spec.tied and chunk.embedding is None
                 total += 0 if second else param.numel() / copies
     assert sum(name.endswith("attention.qkv.weight") for name in names) == cfg.model.num_layers
     padding = cfg.model.padded_vocab_size - cfg.model.vocab_size
@@ -114,8 +114,8 @@ def test_job_builds_on_each_of_its_gpus(name, fp8):
     for rank in range(world):
         mesh = Mesh.offline(world, rank, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
         assert ((mesh.pp.rank * dp + mesh.dp.rank) * p.cp + mesh.cp.rank) * p.tp + mesh.tp.rank == rank
-        layers = {param.global_name.split(".attention")[0] for chunk in chunks_of(cfg, mesh)
-                  for param in chunk.parameters() if "attention.qkv.weight" in param.global_name}
+        layers = {param.spec.name.split(".attention")[0] for chunk in chunks_of(cfg, mesh)
+                  for param in chunk.parameters() if "attention.qkv.weight" in param.spec.name}
         assert len(layers) == sum(map(len, stages[mesh.pp.rank::p.pp]))
 
 

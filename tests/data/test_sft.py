@@ -21,8 +21,7 @@ from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.sft import Documents, encode_chat
 from minitron.data.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
-from minitron.kernels import attention
-from minitron.model.gpt import GPT
+from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from minitron.train import build
@@ -214,8 +213,7 @@ def toy(base, **sections):
 
 def document_losses(cfg, samples):
     """Of every document in these samples, the loss of its answer: the real model on what the loader gives it."""
-    backend = attention.choose("auto", "cpu", torch.float32, cfg.model.head_dim)
-    model = GPT(cfg, Mesh.offline(), backend, range(cfg.model.num_layers), first=True, last=True)
+    model = whole_model(cfg, Mesh.offline())
     initialise([model], seed=3)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch_size=len(samples)))
     losses = []

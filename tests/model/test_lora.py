@@ -11,7 +11,6 @@ import torch
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
 from test_invariance import DOCUMENTS, assert_equals_one_process, axes, mean_error
 
-from minitron.comm.mesh import Axis
 from minitron.config import rules
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
@@ -19,8 +18,8 @@ from minitron.kernels import fp8_torch
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.rng import dropout, token_keys
 from minitron.model.lora import FIRST_SITE, Adapter, adapted
-from minitron.parallel.overlap import Separate
-from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear
+from minitron.parallel.layout import Layout
+from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
 
@@ -40,7 +39,7 @@ def lora(*targets: str, **keys) -> dict:
 def test_the_formula(targets, p):
     """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target, and its gradients by autograd."""
     cfg, generator = config(LLAMA, lora(*targets, dropout=p, alpha=6.0)), torch.Generator().manual_seed(0)
-    layout, m = Layout(Separate(Axis.single()), sequence_parallel=False), cfg.model
+    layout, m = Layout(), cfg.model
     name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
     make = dict(std=1.0, bias=False, gemm=Gemm())
     linear = (ColumnParallelLinear(32, (32, 16, 16), layout, **make) if name == "attention.qkv" else
@@ -152,13 +151,13 @@ def test_frozen_weights_have_no_gradients_states_or_products(base, monkeypatch):
     """Weight gradients of adapters alone; of frozen weights no buffer, no optimizer state, and not a bit changes."""
     cfg = config(base, lora("qkv", "o"))
     trainer = build(cfg, mesh_of(cfg))
-    adapters = {p.global_name: p for p in trainer.chunks[0].parameters() if ".adapter." in p.global_name}
-    frozen = {p.global_name: p for p in trainer.chunks[0].parameters() if p.global_name not in adapters}
+    adapters = {p.spec.name: p for p in trainer.chunks[0].parameters() if ".adapter." in p.spec.name}
+    frozen = {p.spec.name: p for p in trainer.chunks[0].parameters() if p.spec.name not in adapters}
     assert len(adapters) == 4 * 2 * 2 and "embedding.words.weight" in frozen
     before = {name: p.clone() for name, p in (adapters | frozen).items()}
     monkeypatch.setattr(Gemm, "weight_grad", lambda *_: pytest.fail("a weight gradient of a frozen weight"))
     steps_of(trainer, 3)
-    assert all(torch.equal(p, before[name]) and p.grad is None and not hasattr(p, "main_grad")
+    assert all(torch.equal(p, before[name]) and p.grad is None and p.slot is None
                for name, p in frozen.items())
     assert not any(torch.equal(p, before[name]) for name, p in adapters.items())
     assert {span.name for bucket in trainer.gradients.buckets for span in bucket.plan.spans} == adapters.keys()

@@ -11,21 +11,20 @@ from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
-from minitron.kernels import attention
-from minitron.model.gpt import GPT
+from minitron.kernels.kernels import choose
+from minitron.model.gpt import GPT, whole_model
 from minitron.model.init import initialise
 from minitron.parallel.context import as_documents
+from minitron.parallel.layout import make_layout
 from minitron.testing import assert_close_rel
 
 # Both compute in float32; sums run in another order through eight layers.
 TOLERANCE = 1e-5
 
 
-def whole_model(cfg, std=0.1) -> GPT:
+def model_of(cfg, std=0.1) -> GPT:
     """The model in one piece, every vector given values too, so that no weight or bias could be exchanged unnoticed."""
-    mesh = Mesh.offline(1)
-    backend = attention.choose("auto", mesh.device, torch.float32, cfg.model.head_dim)
-    model = GPT(cfg, mesh, backend, range(cfg.model.num_layers), first=True, last=True)
+    model = whole_model(cfg, Mesh.offline(1))
     initialise([model], cfg.train.seed)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -48,7 +47,7 @@ def twin_of(cfg, model: GPT):
     twin = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
     )
-    params = {p.global_name: p.detach() for p in model.parameters()}
+    params = {p.spec.name: p.detach() for p in model.parameters()}
 
     def read(name, start, shape):
         return params[name][tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))]
@@ -75,7 +74,7 @@ SCALED = {"model": {"rope_scaling": RopeScaling(factor=8.0, original_max_positio
 )
 def test_logits_and_loss_equal_transformers(base, change):
     cfg = config(base, change, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
-    model, batch = whole_model(cfg), batch_of(cfg)
+    model, batch = model_of(cfg), batch_of(cfg)
     twin = twin_of(cfg, model)
     with torch.no_grad():
         expected = twin(batch.tokens.T).logits.transpose(0, 1)
@@ -88,7 +87,7 @@ def test_rope_scaling_matters_here():
     """The scaled case above would prove nothing if its frequencies were those of the plain one."""
     cfg = config(LLAMA, SCALED)
     plain = config(LLAMA)
-    model, other = whole_model(cfg), whole_model(plain)
+    model, other = model_of(cfg), model_of(plain)
     assert not torch.allclose(model.frequencies, other.frequencies)
 
 
@@ -96,7 +95,7 @@ def test_rope_scaling_matters_here():
 def test_documents_apart_equal_documents_alone(base):
     """A packed sample gives each document the logits it has alone, and no gradient crosses a boundary: exactly 0."""
     cfg = config(base, {"data": {"separate_documents": True}})
-    model, batch = whole_model(cfg), batch_of(cfg, b=1)
+    model, batch = model_of(cfg), batch_of(cfg, b=1)
     s, bounds = cfg.train.seq_len, np.array([0, 5, 18, cfg.train.seq_len])
     positions = torch.arange(s) - torch.from_numpy(np.repeat(bounds[:-1], np.diff(bounds)))
     batch.documents, batch.positions = as_documents([bounds]), positions[:, None]
@@ -125,16 +124,9 @@ def test_documents_apart_equal_documents_alone(base):
 def test_initial_weights_do_not_depend_on_the_number_of_stages():
     """A parameter's values come from its global name: the last of two stages begins like the whole model ends."""
     cfg = config(LLAMA)
-    whole = whole_model(cfg, std=0.0)
+    whole = model_of(cfg, std=0.0)
     mesh = Mesh.offline(2, 1, pp=2)
-    last = GPT(
-        cfg,
-        mesh,
-        attention.choose("auto", mesh.device, torch.float32, cfg.model.head_dim),
-        range(4, 8),
-        first=False,
-        last=True,
-    )
+    last = GPT(cfg, mesh, make_layout(cfg, mesh, choose(cfg, mesh.device)), range(4, 8), first=False, last=True)
     initialise([last], cfg.train.seed)
     params = dict(whole.named_parameters())
     for name, param in last.named_parameters():

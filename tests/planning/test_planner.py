@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
 from minitron.data.build import build_datasets
-from minitron.kernels import attention
+from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
+from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import Exchange, make, operations
 from minitron.planning.machine import Device, Fabric, Machine, read_machines
 from minitron.planning.memory import Memory
@@ -138,10 +138,10 @@ def test_parameters_are_those_of_the_model(family, layout):
     tp, pp, vp = layout
     cfg = cli.load(SMALL + family + [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vp={vp}"])
     memory = Memory(cfg, tp * pp, gpus_per_node=8)
-    backend = attention.choose("reference", "meta", torch.bfloat16, cfg.model.head_dim)
+    kernels = choose(cfg, "meta")
     for stage, layers in enumerate(memory.layers):
         mesh = Mesh.offline(tp * pp, stage % pp * tp, tp=tp, pp=pp, device="meta")
-        chunk = GPT(cfg, mesh, backend, layers, first=stage == 0, last=stage == len(memory.layers) - 1)
+        chunk = GPT(cfg, mesh, make_layout(cfg, mesh, kernels), layers, first=stage == 0, last=stage == len(memory.layers) - 1)
         assert memory.parameters(stage) == sum(p.numel() for p in chunk.parameters())
 
 

@@ -12,8 +12,7 @@ from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
 
 from minitron import finetune
 from minitron.comm.mesh import Mesh
-from minitron.kernels import attention
-from minitron.model.gpt import GPT
+from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from tools import convert_hf, generate
@@ -25,9 +24,9 @@ GREEDY = partial(generate.choose, vocab_size=90, temperature=0.0, top_p=1.0, gen
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_a_cached_step_equals_a_full_forward(base):
     cfg = config(base)
-    backend = attention.choose("auto", "cpu", torch.float32, cfg.model.head_dim)
-    model = GPT(cfg, Mesh.offline(), backend, range(cfg.model.num_layers), first=True, last=True).eval()
+    model = whole_model(cfg, Mesh.offline()).eval()
     initialise([model], seed=3)
+    backends = [block.attention.backend for block in model.blocks.values()]
     tokens = list(PROMPT)
     with generate.cached(model):
         cached = [generate.next_logits(model, tokens, 0)]
@@ -41,7 +40,7 @@ def test_a_cached_step_equals_a_full_forward(base):
     assert list(greedy) == tokens[len(PROMPT):]
     stopped = generate.generate(model, PROMPT, 20, {tokens[8]}, GREEDY)
     assert PROMPT + list(stopped) == tokens[:tokens.index(tokens[8], len(PROMPT))]
-    assert all(block.attention.backend is backend for block in model.blocks.values())
+    assert all(block.attention.backend is backend for block, backend in zip(model.blocks.values(), backends))
 
 
 @pytest.fixture(scope="module")
