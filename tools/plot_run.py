@@ -23,7 +23,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from tools.command import Parser, run
+from tools import command
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis
@@ -302,7 +302,7 @@ def save_png(runs: list[Run], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = command.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="log.dir of a run")
     parser.add_argument("--png", type=Path, help="the picture's file (default: loss.png in the first RUN_DIR)")
     arguments = parser.parse_args(argv)
@@ -315,4 +315,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    command.run(main)

@@ -300,7 +300,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         axis, dout = ctx.axis, dout.contiguous()
         keys_values = [k, v]
-        arriving_sums: Callable[[], list[Tensor]]  # from the first step on
+        arriving_sums: Callable[[], list[Tensor]] = list  # nothing before the first step
         for step, blocks in enumerate(ctx.steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)

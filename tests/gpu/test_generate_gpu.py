@@ -5,9 +5,7 @@ import torch
 from layouts import LLAMA, config
 
 from minitron.comm.mesh import Mesh
-from minitron.kernels import attention
-from minitron.kernels.gemm import DTYPES
-from minitron.model.gpt import GPT
+from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from tools import generate
@@ -18,10 +16,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # bf16 rounds every activation to 2^-9, and 8 blocks add their errors
 @pytest.mark.parametrize("dtype, tolerance", [("bf16", 5e-2), ("fp32", 1e-5)])
 def test_a_cached_step_equals_a_full_forward(dtype, tolerance):
-    cfg = config(LLAMA, {"model": {"hidden_size": 128}, "precision": {"dtype": dtype}})
+    cfg = config(LLAMA, {"model": {"hidden_size": 128}, "precision": {"dtype": dtype},
+                         "data": {"separate_documents": True}})
     device = torch.device("cuda", 0)
-    backend = attention.choose("auto", device, DTYPES[dtype], cfg.model.head_dim, documents=True)
-    model = GPT(cfg, Mesh.offline(device=device), backend, range(cfg.model.num_layers), first=True, last=True).eval()
+    model = whole_model(cfg, Mesh.offline(device=device)).eval()
     initialise([model], seed=3)
     tokens = [7, 3, 80, 3, 11]
     with generate.cached(model):

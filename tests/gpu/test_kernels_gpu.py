@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitron.kernels.gemm import Gemm
+from minitron.kernels.param import GradSlot
 from minitron.testing import assert_close_rel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -23,9 +25,9 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def kernels(name):
-    """minitron.<name>; skips where it is fused_apex and NVIDIA's apex is absent."""
-    if name != "fused_apex":
-        return importlib.import_module(f"minitron.{name}")
+    """minitron.kernels.<name>; skips where it is apex and NVIDIA's apex is absent."""
+    if name != "apex":
+        return importlib.import_module(f"minitron.kernels.{name}")
     reason = "NVIDIA's apex is not built here (train.kernels=apex says how)"
     return pytest.importorskip("minitron.kernels.apex", reason=reason, exc_type=ImportError)
 
@@ -167,27 +169,26 @@ def test_cross_entropy_of_labels_on_other_ranks():
     assert_close_rel(fused.softmax_gradient_(logits, labels, 100, lse, dloss), expected, 2e-6)
 
 
-@pytest.mark.parametrize("backend", ["precision", "fused_apex"])
+@pytest.mark.parametrize("backend", ["fused", "apex"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("m, n, k", [(40, 96, 64), (4096, 1024, 512)])
 def test_weight_gradient(backend, dtype, m, n, k):
     """The first microbatch overwrites what the last step left, the others add; dy also as a transpose."""
-    accumulate_product = kernels(backend).accumulate_product
+    gemm = Gemm(kernels(backend).add_product)
     weight, reports = torch.nn.Parameter(randn(n, k, dtype=dtype)), []
-    weight.main_grad, weight.grad_stale = torch.full((n, k), float("nan"), device="cuda"), True
-    weight.grad_ready = lambda: reports.append(1)
+    weight.slot = GradSlot(torch.full((n, k), float("nan"), device="cuda"), lambda: reports.append(1))
     expected = torch.zeros(n, k, dtype=torch.float64, device="cuda")
     for i, dy in enumerate([randn(m, n, dtype=dtype), randn(m, n, dtype=dtype, seed=1),
                             randn(n, m, dtype=dtype, seed=2).t()]):
         x = randn(m, k, dtype=dtype, seed=3 + i)
-        assert accumulate_product(weight, dy, x) is None
+        assert gemm.add_gradient(weight, dy, x) is None
         expected += dy.double().t() @ x.double()
         # a tensor core adds 16 products at a time to float32 and truncates: 3 * 4096 / 16 times 2^-24 at most
-        assert_close_rel(weight.main_grad.double(), expected, 5e-5, f"after {i + 1}")
-    assert len(reports) == 3 and not weight.grad_stale
+        assert_close_rel(weight.slot.main_grad.double(), expected, 5e-5, f"after {i + 1}")
+    assert len(reports) == 3 and not weight.slot.overwrite
 
 
-@pytest.mark.parametrize("backend", ["fused", "fused_apex"])
+@pytest.mark.parametrize("backend", ["fused", "apex"])
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 def test_adamw_equals_torchs_and_skips(backend, param_dtype):
     from minitron.kernels.plain import AdamHyper, AdamState

@@ -1,8 +1,8 @@
 """NVIDIA's apex as a kernel backend, on CPUs: how it is called, what is said where it is not built.
 
 In its place stand two modules that compute in plain torch what its sources do (csrc/multi_tensor_adam.cu and
-csrc/megatron/fused_weight_gradient_dense_cuda.cu), read memory as they do, and refuse what they would misread. Whether
-the real kernels agree is tests/gpu/test_kernels_gpu.py's to say.
+csrc/megatron/fused_weight_gradient_dense_cuda.cu), read memory as they do, and refuse what they would misread; in the
+place of the Triton kernels their plain twins. Whether the real kernels agree is tests/gpu/test_kernels_gpu.py's to say.
 """
 
 import importlib
@@ -12,19 +12,27 @@ from types import ModuleType
 import pytest
 import torch
 
-import minitron
+import minitron.kernels
 from layouts import LLAMA, config, dataset_of
 from minitron import train
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
-from minitron.kernels import gemm, plain
+from minitron.kernels import kernels, plain
+from minitron.kernels.gemm import Gemm
+from minitron.kernels.kernels import choose_apex
+from minitron.kernels.param import GradSlot
 from minitron.kernels.plain import AdamHyper, AdamState
-from minitron.model import gpt
-from minitron.parallel.tensor import choose_apex
 from minitron.testing import assert_close_rel
 
 CUDA = torch.device("cuda")
+RANKS_ALONE = "tp: AllReduceComm, dp: ProcessGroupSlices"
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minitron.kernels.fused", plain)
+    monkeypatch.delattr(minitron.kernels, "fused", raising=False)
 
 
 class FakeApex:
@@ -82,7 +90,7 @@ def apex(monkeypatch):
 
 def forget():
     sys.modules.pop("minitron.kernels.apex", None)
-    vars(minitron).pop("fused_apex", None)
+    vars(minitron.kernels).pop("apex", None)
 
 
 def randn(*shape, seed=0):
@@ -128,19 +136,20 @@ def test_weight_gradient(apex, dtype, transposed):
     ops, fake = apex
     m, n, k = 12, 8, 20
     weights, reports = [torch.nn.Parameter(randn(n, k).to(dtype)) for _ in range(2)], []
+    gemms = Gemm(ops.add_product), Gemm(plain.add_product)
     for w in weights:  # main_grad lies somewhere inside of a bucket
-        w.main_grad, w.grad_stale = torch.full((3 * n * k,), float("nan"))[n * k:2 * n * k].view(n, k), True
-        w.grad_ready = lambda: reports.append(1)
+        w.slot = GradSlot(torch.full((3 * n * k,), float("nan"))[n * k:2 * n * k].view(n, k), lambda: reports.append(1))
     for i in range(3):
         dy, x = randn(m, n, seed=i).to(dtype), randn(m, k, seed=9 + i).to(dtype)
         if transposed:
             dy, x = (t.t().contiguous().t() for t in (dy, x))
-        for w, module in zip(weights, (ops, gemm)):
-            assert module.accumulate_product(w, dy, x) is None and not w.grad_stale
-        assert_close_rel(weights[0].main_grad, weights[1].main_grad, 1e-6)
+        for w, gemm in zip(weights, gemms):
+            assert gemm.add_gradient(w, dy, x) is None and not w.slot.overwrite
+        assert_close_rel(*(w.slot.main_grad for w in weights), 1e-6)
     assert len(reports) == 6 and fake.products == (0 if dtype == torch.float32 else 2)  # the first one overwrites
     bare = torch.nn.Parameter(randn(n, k).to(dtype))
-    assert torch.equal(ops.accumulate_product(bare, dy, x), dy.t() @ x)
+    bare.slot = None
+    assert torch.equal(gemms[0].add_gradient(bare, dy, x), dy.t() @ x)
 
 
 def losses(cfg):
@@ -154,14 +163,14 @@ def losses(cfg):
 
 def test_a_run_uses_it_for_every_weight_and_says_so(apex, monkeypatch):
     _, fake = apex
-    for module in (gpt, train):  # on CPUs, where it could not run
-        monkeypatch.setattr(module, "choose_apex", lambda kernels, device: choose_apex(kernels, CUDA))
+    # on CPUs, where it could not run
+    monkeypatch.setattr(kernels, "choose_apex", lambda asked, device: choose_apex(asked, CUDA))
     bf16 = {"precision": {"dtype": "bf16"}, "model": {"num_layers": 2}}
     own, expected = losses(config(LLAMA, bf16))
-    assert own.describe().endswith("kernels: plain") and not fake.products and not fake.updates
+    assert own.describe().endswith(f"kernels: plain, {RANKS_ALONE}") and not fake.products and not fake.updates
     cfg = config(LLAMA, bf16, {"train": {"kernels": "apex"}})
     trainer, actual = losses(cfg)
-    assert trainer.describe().endswith("kernels: fused_apex")
+    assert trainer.describe().endswith(f"kernels: apex, {RANKS_ALONE}")
     t, matrices = cfg.train, 4 * cfg.model.num_layers + 1  # qkv, out, up, down of each block, and the head
     assert fake.products == t.steps * (t.global_batch_size // t.micro_batch_size - 1) * matrices
     assert fake.updates == t.steps * len(trainer.gradients.buckets)
@@ -175,7 +184,7 @@ def test_a_run_uses_it_for_every_weight_and_says_so(apex, monkeypatch):
 def test_it_needs_a_gpu():
     message = "^train.kernels=apex runs on CUDA devices, not on cpu; use train.kernels=auto$"
     with pytest.raises(ValueError, match=message):
-        train.choose_kernels(config({"train": {"kernels": "apex"}}), torch.device("cpu"))
+        kernels.choose(config({"train": {"kernels": "apex"}}), torch.device("cpu"))
 
 
 def without_capturable():
@@ -197,7 +206,7 @@ def test_apex_that_is_not_there_is_one_line(monkeypatch, modules, reason):
     message = (rf"^train.kernels=apex cannot load the extensions of NVIDIA's apex \({reason}\); build them with .*pip "
                r"install .*github.com/NVIDIA/apex.* \(`apex` on PyPI is another project\), or use train.kernels=auto$")
     with pytest.raises(ValueError, match=message) as error:
-        train.choose_kernels(config({"train": {"kernels": "apex"}}), CUDA)
+        kernels.choose(config({"train": {"kernels": "apex"}}), CUDA)
     assert "\n" not in str(error.value)
     assert "minitron.kernels.apex" not in sys.modules
 
