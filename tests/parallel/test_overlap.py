@@ -1,4 +1,4 @@
-"""Pipelined products on CPUs: the memory that GPUs see of each other is files here, streams run in order of launch."""
+"""Products in pieces on CPUs: the memory that GPUs see of each other is files here, streams run in order of launch."""
 
 import contextlib
 from types import SimpleNamespace
@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
 
+from minitron.comm import shared_memory
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels import plain
+from minitron.kernels.gemm import Payload
 from minitron.optim import slices
 from minitron.parallel import overlap
-from minitron.parallel.overlap import Pipelined, Separate
+from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm, SymmetricMemoryComm
 from minitron.testing import assert_close_rel
 
-M, N = 3, 5  # rows of one rank, columns
+M, K, N = 3, 4, 5  # rows of one rank, inputs, outputs
+CPU = torch.device("cpu")
 
 
 class Memory:
@@ -54,47 +57,53 @@ def on_files(folder, axis):
         is_available=lambda: False, synchronize=lambda: None, Stream=lambda priority=0: stream,
         Event=lambda: SimpleNamespace(record=lambda stream: None), current_stream=lambda device=None: stream,
         set_stream=lambda stream: None, stream=lambda _: contextlib.nullcontext())
-    with mock.patch.object(overlap, "symmetric_memory", Memory(folder, axis)), mock.patch.object(torch, "cuda", fake):
+    with mock.patch.object(shared_memory, "symmetric_memory", Memory(folder, axis)), mock.patch.object(torch, "cuda", fake):
         yield
 
 
+def product(x, weight, out=None):
+    """y = x W of a payload with two scales a row, one for each half of it."""
+    values = (x.rows.float().unflatten(1, (2, -1)) * x.rows_scale.t().unsqueeze(-1)).flatten(1)
+    y = (values @ weight.float()).to(weight.dtype)
+    return y if out is None else out.copy_(y)
+
+
 def methods(folder, size):
-    """Every method, several times with growing operands: [(Pipelined's result, Separate's, whether bf16), ...]."""
+    """Call every method several times, with operands that grow: [(by symmetric memory, by the process group), ...].
+
+    float32 results are exact: small numbers in float8, scales that are powers of two.
+    """
     axis, pairs = Mesh.create(tp=size).tp, []
     draw = torch.Generator().manual_seed(axis.rank)
+
+    def payload(m):
+        return Payload(torch.randint(-8, 9, (m, K), generator=draw).to(torch.float8_e4m3fn),
+                       torch.exp2(torch.randint(-3, 4, (2, m), generator=draw)))
+
     with on_files(folder, axis):
-        both = Pipelined(axis, torch.device("cpu"), plain.sum_parts), Separate(axis)
+        comms = SymmetricMemoryComm(axis, CPU, plain.sum_parts), ProcessGroupComm(axis)
         for scale in (1, 1, 2, 1, 3):
-            parts = [torch.randn(M * scale, N, generator=draw), torch.randint(99, (2, M * scale), generator=draw)]
-            partial = torch.randn(size * M * scale, N, generator=draw).bfloat16()
-
-            def produce(rows, out):
-                out.copy_(partial[rows])
-
-            for method in ("gather", "gather_then", "then_scatter", "scatter"):
-                results = []
-                for by in both:
-                    if method == "gather":
-                        results += by.gather(parts)()
-                    elif method == "gather_then":
-                        y = torch.zeros(size * M * scale, N)
-                        results += by.gather_then(parts, lambda rows, p: y[rows].copy_(2 * p[0]), keep=True)
-                        results.append(y)
-                    elif method == "then_scatter":
-                        results.append(by.then_scatter(produce, tuple(partial.shape), partial))
-                    else:
-                        results.append(by.scatter(produce, tuple(partial.shape), partial)())
-                half = len(results) // 2
-                pairs += zip(results[:half], results[half:])
-    return [(mine.clone(), other.clone(), mine.dtype == torch.bfloat16) for mine, other in pairs]
+            x, whole = payload(M * scale), payload(size * M * scale)
+            columns = Payload(None, None, torch.randn(K, M * scale, generator=draw), torch.randn(2, K, generator=draw))
+            weight = torch.randint(-8, 9, (K, N), generator=draw).float()
+            partial = torch.randn(K, N, generator=draw).bfloat16()
+            results = []
+            for comm in comms:
+                y, kept = comm.gather_matmul(x, product, weight, N, keep=True)
+                results.append([*comm.start_gather(x).wait()[:2], *comm.start_gather(columns).wait()[2:], *kept[:2], y,
+                                comm.matmul_scatter(whole, product, partial, N),
+                                comm.start_matmul_scatter(whole, product, partial, N).wait()])
+                assert comm.gather_matmul(x, product, weight, N)[1] is None
+            pairs += zip(*results, strict=True)
+    return [(mine.float(), other.float(), mine.dtype == torch.bfloat16) for mine, other in pairs]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_methods_equal_those_of_separate(ranks, tmp_path, size):
+def test_methods_equal_those_by_the_process_group(ranks, tmp_path, size):
     for pairs in ranks(size, methods, str(tmp_path), size):
-        assert len(pairs) == 5 * (2 + 3 + 1 + 1)
+        assert len(pairs) == 5 * (2 + 2 + 3 + 1 + 1)
         for mine, other, rounded in pairs:  # sums of bf16 partial sums: one rounding here, one for each rank there
-            assert_close_rel(mine.float(), other.float(), 1e-2 if rounded else 0.0)
+            assert_close_rel(mine, other, 1e-2 if rounded else 0.0)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -110,16 +119,16 @@ def test_pieces_double_and_each_stage_has_the_same_ranks_on_both_sides(size):
         assert len(set(reads)) == size  # at any time from another one
 
 
-def layers(folder, tp, remake):
+def layers(folder, tp, recompute):
     axis = Mesh.create(tp=tp).tp
     with on_files(folder, axis):
         return two_layers_in_order(
-            tp, True, lambda axis: Pipelined(axis, torch.device("cpu"), plain.sum_parts), "fp32", True, remake)
+            tp, True, lambda axis: SymmetricMemoryComm(axis, CPU, plain.sum_parts), "fp32", True, recompute)
 
 
-@pytest.mark.parametrize("tp, remake", [(2, False), (4, True)])
-def test_column_then_row(ranks, tmp_path, tp, remake):
-    check_two_layers(ranks(tp, layers, str(tmp_path), tp, remake), _plain_two_layers(torch.float32), True, "fp32")
+@pytest.mark.parametrize("tp, recompute", [(2, False), (4, True)])
+def test_column_then_row(ranks, tmp_path, tp, recompute):
+    check_two_layers(ranks(tp, layers, str(tmp_path), tp, recompute), _plain_two_layers(torch.float32), True, "fp32")
 
 
 class Stream:
@@ -152,29 +161,39 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
     fake = SimpleNamespace(Stream=Stream, Event=Event, current_stream=lambda device: Stream.current,
                            set_stream=Stream.set)
     with mock.patch.object(torch, "cuda", fake):
-        by = Pipelined(Axis("tp", 0, 4, (0, 1, 2, 3)), torch.device("cpu"), plain.sum_parts)
+        comm = SymmetricMemoryComm(Axis("tp", 0, 4, (0, 1, 2, 3)), CPU, plain.sum_parts)
         memory = SimpleNamespace(barrier=lambda: Stream.current.run(0.1),
-                                 view=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype),
-                                 views=lambda rank, parts: map(torch.zeros_like, parts))
-        by._half = lambda use, need: memory
-        by._fetch = by._receive = lambda memory, group, where: by.copies.run(len(group.sources))
-        gathered = by.gather([torch.zeros(4, 8)])
-        finish = by.scatter(lambda rows, out: main.run(10.0), (16, 8), torch.zeros(1))
-        gathered()
+                                 view=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype))
+        comm._memory = lambda use, need: memory
+        comm._fetch = comm._receive = lambda memory, group, where: comm.copies.run(len(group.sources))
+        gathering = comm.start_gather(Payload(torch.zeros(4, 8)))
+        scattering = comm.start_matmul_scatter(Payload(torch.zeros(16, 8)), lambda *operands: main.run(10.0),
+                                               torch.zeros(1), 8)
+        gathering.wait()
         started = main.run(10.0)  # the weight gradient: beside the scatter
-        finish()
+        scattering.wait()
     assert started == pytest.approx(10.0) and main.now == pytest.approx(20.0)
 
 
-def test_one_rank_and_cpus_have_nothing_to_pipeline():
-    by = overlap.choose(Axis.single(), torch.device("cpu"), True, plain)
-    assert type(by) is Separate and by.overlap
-    assert not overlap.choose(Axis.single(), torch.device("cuda"), False, plain).overlap
+def chosen(size, device="cpu", sequence_parallel=True, overlap_tp=True):
+    axis = Axis("tp", 0, size, tuple(range(size))) if size > 1 else Axis.single()
+    return overlap.choose(axis, torch.device(device), sequence_parallel=sequence_parallel, overlap=overlap_tp,
+                          sum_parts=plain.sum_parts)
 
 
-def test_three_ranks_have_no_halves():
-    with mock.patch.object(overlap, "see_each_other", lambda axis, device: True):
-        assert type(overlap.choose(Axis("tp", 0, 3, (0, 1, 2)), torch.device("cuda", 0), True, plain)) is Separate
+def test_one_rank_and_cpus_have_no_shared_memory():
+    for comm, kind in ((chosen(1), AllReduceComm), (chosen(2), ProcessGroupComm)):
+        assert type(comm) is kind and comm.overlap
+    for size in 1, 2:
+        assert not chosen(size, "cuda:0", overlap_tp=False).overlap
+
+
+def test_only_a_power_of_two_of_ranks_takes_shared_memory():
+    with mock.patch.object(overlap, "see_each_other", lambda axis, device: True), \
+            mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, sum_parts: "shared"):
+        assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == "shared"
+        assert type(chosen(3, "cuda:0")) is type(chosen(4, "cuda:0", overlap_tp=False)) is ProcessGroupComm
+        assert type(chosen(4, "cuda:0", sequence_parallel=False)) is AllReduceComm
 
 
 def test_slices_by_copies_equal_those_of_the_process_group(ranks, tmp_path):
@@ -188,9 +207,9 @@ def both_slices(folder):
     """Two steps of three buffers, whose slices have one, three and two pieces and a bit: what comes of them here."""
     axis, draw = Mesh.create().dp_cp, torch.Generator().manual_seed(dist.get_rank())
     sizes, device, results = [300, 600, 450], torch.device("cpu"), []
-    with on_files(folder, axis), mock.patch.object(slices, "symmetric_memory", overlap.symmetric_memory), \
-            mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
-        for maker in (slices.CopiedSlices(axis, device, 6 * sum(sizes), plain.sum_parts), slices.Slices(axis, device)):
+    with on_files(folder, axis), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
+        for maker in (slices.SymmetricMemorySlices(axis, device, 6 * sum(sizes), plain.sum_parts),
+                      slices.ProcessGroupSlices(axis, device)):
             grads, params = ([maker.zeros(n, dtype) for n in sizes] for dtype in (torch.float32, torch.bfloat16))
             assert not any(buffer.any() for buffer in grads + params)
             for _ in range(2):

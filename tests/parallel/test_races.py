@@ -17,11 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minitron.comm import shared_memory
 from minitron.comm.mesh import Axis
+from minitron.kernels import gemm
+from minitron.kernels.gemm import Payload
 from minitron.optim import slices
 from minitron.parallel import overlap
 
 CPU = torch.device("cpu")
+JOIN, CUT = gemm._join, Payload.cut
 
 
 class Lent(numpy.ndarray):
@@ -72,6 +76,20 @@ class Rank:
         self.touch(here)
         self.touch(there, write=True)
 
+    def join(self, stacked, like, dim):
+        return self.copied(JOIN(stacked, like, dim), stacked)
+
+    def cut(self, x, rows):
+        piece = CUT(x, rows)
+        return piece._replace(rows_scale=self.copied(piece.rows_scale, x.rows_scale))
+
+    def copied(self, new, old):
+        """Scales are copied to lie as products read them; a copy is its stream's own, so it may stay."""
+        if new.untyped_storage().data_ptr() != old.untyped_storage().data_ptr():
+            self.touch(old)
+            self.kept.append(new)
+        return new
+
     def new_empty(self, like, *shape):
         memory, stream = numpy.zeros(int(numpy.prod(shape)) * like.itemsize, numpy.uint8), self.current
         lent, place = memory.view(Lent), (memory.ctypes.data, memory.ctypes.data + memory.nbytes, True)
@@ -104,8 +122,9 @@ def launches(size, program, seed):
 def noted(rank, program, seed):
     cuda = SimpleNamespace(Stream=rank.stream, Event=rank.event, current_stream=lambda device=None: rank.current,
                            set_stream=rank.set_stream, stream=rank.on, synchronize=lambda: None)
-    with mock.patch.multiple(overlap, symmetric_memory=rank), mock.patch.multiple(torch, cuda=cuda), \
-            mock.patch.multiple(slices, symmetric_memory=rank, PIECE_BYTES=48), \
+    with mock.patch.multiple(shared_memory, symmetric_memory=rank), mock.patch.multiple(torch, cuda=cuda), \
+            mock.patch.multiple(slices, PIECE_BYTES=48), mock.patch.multiple(gemm, _join=rank.join), \
+            mock.patch.multiple(Payload, cut=lambda x, rows: rank.cut(x, rows)), \
             mock.patch.multiple(dist, barrier=lambda group: None), \
             mock.patch.multiple(torch.Tensor, copy_=lambda there, here: rank.copy_(there, here),
                                 new_empty=lambda like, *shape: rank.new_empty(like, *shape)):
@@ -147,42 +166,45 @@ def replay(launches):
 
 def products(rank, draw):
     """What layers do, in any order, with operands that grow."""
-    by = overlap.Pipelined(rank.axis, CPU, rank.touch)
+    comm = overlap.SymmetricMemoryComm(rank.axis, CPU, rank.touch)
+    kinds = ["start_gather", "gather_matmul", "matmul_scatter", "backward"]
     for _ in range(8):
-        product(rank, by, draw.choice(["gather", "gather_then", "then_scatter", "backward"]), draw.choice([1, 1, 2]),
-                keep=draw.random() < 0.5)
+        call(rank, comm, draw.choice(kinds), draw.choice([1, 1, 2]), keep=draw.random() < 0.5)
 
 
-def product(rank, by, kind, m, keep):
+def call(rank, comm, kind, m, keep):
     """backward: as a column-parallel layer does, which gathers its input again while it scatters its gradient."""
-    def operand(rows):
-        rank.touch(x := torch.zeros(0).new_empty(rows, 64), write=True)
+    weight = torch.zeros(0)
+
+    def payload(rows):  # rows, and two scales for each
+        x = Payload(weight.new_empty(rows, 64), weight.new_empty(2, rows))
+        rank.touch(*x.parts(), write=True)
         return x
 
-    def consume(rows, parts):
-        rank.touch(*parts)
-        rank.touch(y[rows], write=True)
-
-    def produce(rows, out):
-        rank.touch(x)
+    def product(x, weight, out):
+        rank.touch(*x.parts())
         rank.touch(out, write=True)
 
-    x, y = operand(m), operand(rank.axis.size * m)
-    if kind == "gather_then":
-        rank.touch(y, *by.gather_then([x], consume, keep) or [])
-    elif kind == "then_scatter":
-        by.then_scatter(produce, y.shape, x)
+    if kind == "gather_matmul":
+        y, whole = comm.gather_matmul(payload(m), product, weight, 64, keep=keep)
+        assert (whole is not None) == keep
+        rank.touch(y, *whole.parts() if keep else ())
+    elif kind == "matmul_scatter":
+        comm.matmul_scatter(payload(rank.axis.size * m), product, weight, 64)
     else:
-        gathered = by.gather([operand(m)])
-        finish = by.scatter(produce, y.shape, x) if kind == "backward" else nothing
-        rank.touch(*gathered())
-        finish()
+        gathering = comm.start_gather(payload(m))
+        scattering = None
+        if kind == "backward":
+            scattering = comm.start_matmul_scatter(payload(rank.axis.size * m), product, weight, 64)
+        rank.touch(*gathering.wait().parts())
+        if scattering is not None:
+            scattering.wait()
 
 
 def steps(rank, draw):
     """Steps of three buckets, the first one from weights that were read, or not."""
     size, gathers = rank.axis.size, []
-    by = slices.CopiedSlices(rank.axis, CPU, 6 * 96 * size,
+    by = slices.SymmetricMemorySlices(rank.axis, CPU, 6 * 96 * size,
                              lambda stage, piece: (rank.touch(stage), rank.touch(piece, write=True)))
     rank.kept.append(by)
     data, grads = ([by.zeros(32 * size, dtype) for _ in range(3)] for dtype in (torch.bfloat16, torch.float32))
@@ -211,6 +233,18 @@ def nothing(*_):
     pass
 
 
+def do_not_wait(copied):
+    copied.comm._pending.remove(copied.use)
+    copied.parts = ()
+    return copied.result
+
+
+def join_before_the_parts_are_there(gathering):
+    joined = gathering.like.of(gathering.parts.result)
+    gathering.parts.wait()
+    return joined
+
+
 @pytest.mark.parametrize("program", [products, steps])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_accesses_have_an_order(size, program):
@@ -219,12 +253,14 @@ def test_all_accesses_have_an_order(size, program):
 
 
 @pytest.mark.parametrize("program, owner, name, mistake", [
-    (products, overlap._Half, "barrier", nothing),
-    (products, overlap.Pipelined, "_after", nothing),
-    (products, overlap.Pipelined, "_finish", lambda by, use: lambda: by._pending.discard(use)),
+    (products, shared_memory.SharedBuffer, "barrier", nothing),
+    (products, overlap.SymmetricMemoryComm, "_after", nothing),
+    (products, overlap._Copied, "wait", do_not_wait),
+    (products, overlap._Gathering, "wait", join_before_the_parts_are_there),
     (products, overlap, "_groups", lambda size, rank: [  # a ring: who reads from a rank is not whom it reads from
         overlap._Group(i % size, [i % size]) for i in range(rank, rank + size)]),
-    (steps, slices.CopiedSlices, "_announce", nothing),
+    (steps, shared_memory.SharedBuffer, "barrier", nothing),
+    (steps, slices.SymmetricMemorySlices, "_announce", nothing),
     (steps, slices.Arrival, "wait", nothing),
 ])
 def test_a_mistake_is_a_race(program, owner, name, mistake):
