@@ -1,0 +1,74 @@
+"""From a layer to its product are three calls, back from the autograd function four: what lies between costs the host."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import minitron
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config.schema import PrecisionConfig
+from minitron.kernels import plain
+from minitron.kernels.fp8 import Formats, choose_backend
+from minitron.kernels.gemm import Gemm
+from minitron.kernels.param import GradSlot
+from minitron.parallel.layout import Layout
+from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
+
+PACKAGE = str(Path(minitron.__file__).parent)
+H, F = 32, 64
+
+
+def spy(kernel, chains):
+    """`kernel`, which notes the package's functions that are on the stack when it is called, outermost first."""
+    def spied(*args, **kwargs):
+        frame, names = sys._getframe(1), []
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        chains.append(names[::-1])
+        return kernel(*args, **kwargs)
+
+    return spied
+
+
+def gemms_of(fp8: str, add_product):
+    """A function that makes the product of one more layer."""
+    if fp8 == "none":
+        return lambda: Gemm(add_product)
+    precision, mesh = PrecisionConfig(fp8=fp8, fp8_backend="torch"), Mesh.offline()
+    formats = Formats(precision, range(1), 1, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
+    return lambda: formats.gemm(0)
+
+
+@pytest.mark.parametrize("by", [AllReduceComm, ProcessGroupComm])
+@pytest.mark.parametrize("fp8", ["none", "delayed", "current"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_three_calls_forward_and_four_backward(monkeypatch, by, fp8, bias):
+    chains = []
+    for name in ("mm", "addmm", "_scaled_mm"):
+        monkeypatch.setattr(torch, name, spy(getattr(torch, name), chains))
+    make = gemms_of(fp8, spy(plain.add_product, chains))
+    layout = Layout(by(Axis.single()), dtype=torch.bfloat16)
+    layers = (ColumnParallelLinear(H, (F,), layout, std=0.1, bias=bias, gemm=make()),
+              RowParallelLinear(F, H, layout, std=0.1, bias=bias, gemm=make()))
+    for param in nn.ModuleList(layers).parameters():
+        nn.init.normal_(param)
+        param.slot = GradSlot(torch.empty(param.shape), lambda: None)
+    x = torch.randn(16, 2, H, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):  # main_grad is written, then added to
+        inner = layers[0](x)
+        y = layers[1](inner)
+        forward, chains[:] = list(chains), []
+        assert [chain[0] for chain in forward] == ["ColumnParallelLinear.forward", "RowParallelLinear.forward"]
+        for chain in forward:
+            assert len(chain) - 1 <= 3, " -> ".join(chain)
+        y.backward(torch.randn_like(y))
+        backward, chains[:] = list(chains), []
+        assert [chain[0] for chain in backward] == 2 * ["_RowLinear.backward"] + 2 * ["_ColumnLinear.backward"]
+        for chain in backward:
+            assert len(chain) <= 4, " -> ".join(chain)
