@@ -1,18 +1,25 @@
 """Logits and losses equal Hugging Face transformers' Llama and GPT-2 on the same weights."""
 
+from functools import partial
+from unittest import mock
+
 import numpy as np
 import pytest
+import test_invariance
 import torch
 import torch.nn.functional as F
 import transformers
 
-from layouts import GPT3, LLAMA, config
+from layouts import GPT3, LLAMA, config, train_steps
+from test_invariance import assert_equals_one_process, axes
+
 from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
 from minitron.kernels.kernels import choose
-from minitron.model.gpt import GPT, whole_model
+from minitron.kernels.param import with_main_grad
+from minitron.model.gpt import GPT, Attention, whole_model
 from minitron.model.init import initialise
 from minitron.parallel.context import as_documents
 from minitron.parallel.layout import make_layout
@@ -131,3 +138,58 @@ def test_initial_weights_do_not_depend_on_the_number_of_stages():
     params = dict(whole.named_parameters())
     for name, param in last.named_parameters():
         assert torch.equal(param, params[name]), name
+
+
+# ---- a parameter of each head --------------------------------------------------------------------------------------
+
+
+def norm_heads(attention, qkv, args, y):
+    """A hook of `qkv`: RMS norms of every head of q and k over its channels, with weights that all heads share."""
+    q, k, v = y.unflatten(-1, (-1, attention.head_dim)).split(
+        (attention.heads, attention.kv_heads, attention.kv_heads), 2)
+    q, k = (F.rms_norm(x, x.shape[-1:]) * with_main_grad(weight)
+            for x, weight in ((q, attention.q_norm), (k, attention.k_norm)))
+    return torch.cat([q, k, v], 2).flatten(2)
+
+
+def train_with_normed_heads(cfg, per_head=True):
+    original = Attention.__init__
+
+    def with_norms(self, cfg, mesh, layout, *rest):
+        original(self, cfg, mesh, layout, *rest)
+        self.q_norm, self.k_norm = (layout.parameter((self.head_dim,), fill=1.0, per_head=per_head) for _ in range(2))
+        self.qkv.register_forward_hook(partial(norm_heads, self))
+
+    with mock.patch.object(Attention, "__init__", with_norms):
+        return train_steps(cfg)
+
+
+def train_as_if_all_ranks_had_all_heads(cfg):
+    return train_with_normed_heads(cfg, per_head=False)
+
+
+@pytest.fixture
+def assert_layout(ranks, monkeypatch):
+    monkeypatch.setattr(test_invariance, "_twins", {})
+
+    monkeypatch.setattr(test_invariance, "train_steps", train_with_normed_heads)  # of the twin
+
+    def check(world, layout, run=train_with_normed_heads):
+        assert_equals_one_process(ranks, world, LLAMA, {}, axes(layout), run=run)
+        return test_invariance.twin(LLAMA, test_invariance.SMALL, {})[1]
+
+    return check
+
+
+@pytest.mark.parametrize("world, layout", [
+    (1, "tp=1"), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (4, "tp=4 sequence_parallel=off overlap_grads=off"),
+    (4, "tp=2 cp=2"), (4, "tp=2 pp=2 sequence_parallel=off")])
+def test_a_parameter_of_each_head_has_the_gradient_of_all_heads(assert_layout, world, layout):
+    """A rank has some of the heads, so what it adds up for a weight that all heads share is a part."""
+    gradients = assert_layout(world, layout)
+    assert gradients["blocks.0.attention.q_norm"].norm() > 0 < gradients["blocks.0.attention.k_norm"].norm()
+
+
+def test_a_parameter_of_each_head_that_does_not_say_so_is_found(assert_layout):
+    with pytest.raises(AssertionError, match="gradient of blocks.*attention.[qk]_norm"):
+        assert_layout(2, "tp=2 sequence_parallel=off", train_as_if_all_ranks_had_all_heads)
