@@ -179,7 +179,10 @@ def test_own_runs_are_met_within_10_percent_and_their_memory_within_5():
     assert rows
     for row in rows:
         job = calibration.predict(row, MACHINES)
-        assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
+        if row.host_bound:  # the plan says what the GPUs need
+            assert row.floor_share * row.seconds < job.step_seconds < row.seconds, row.name
+        else:
+            assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
         assert job.memory_gib == pytest.approx(row.gib, rel=0.05), row.name
         assert bool(row.fitted) == (row.gpus == 1)
 
