@@ -42,10 +42,10 @@ def padded_to(multiple: int) -> dict:
 # ---- the loss alone -------------------------------------------------------------------------------------------------
 
 
-def loss_and_gradient(num_tokens: int, columns: int):
+def loss_and_gradient(num_tokens: int, columns: int, mean: float):
     """Of this rank's `columns` columns, where every padding column has a logit that no sum survives."""
     mesh = Mesh.create(tp=torch.distributed.get_world_size())
-    whole, labels, dloss = logits_of(num_tokens)
+    whole, labels, dloss = logits_of(num_tokens, mean)
     whole = F.pad(whole, (0, columns * mesh.tp.size - num_tokens), value=float("inf"))
     logits = whole.chunk(mesh.tp.size, -1)[mesh.tp.rank].clone().requires_grad_()
     here = min(max(num_tokens - mesh.tp.rank * columns, 0), columns)
@@ -54,25 +54,29 @@ def loss_and_gradient(num_tokens: int, columns: int):
     return loss.detach(), logits.grad
 
 
-def logits_of(num_tokens: int):
+def logits_of(num_tokens: int, mean: float):
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, num_tokens, (8, 3), generator=generator)
     labels[0] = num_tokens - 1
-    return 5 * torch.randn(8, 3, num_tokens, generator=generator), labels, torch.randn(8, 3, generator=generator)
+    logits = mean + 5 * torch.randn(8, 3, num_tokens, generator=generator)
+    return logits, labels, torch.randn(8, 3, generator=generator)
 
 
 @pytest.mark.parametrize("world, num_tokens, columns", [(1, 13, 16), (2, 13, 8), (2, 8, 8), (4, 13, 8), (4, 16, 16),
                                                         (4, 1, 8)])
-def test_padding_columns_count_for_nothing_and_get_a_gradient_of_zero(ranks, world, num_tokens, columns):
-    whole, labels, dloss = logits_of(num_tokens)
+@pytest.mark.parametrize("mean, tolerance", [(0.0, LOSS), (-200.0, 3e-5)])  # rounded to 2^-17 are numbers about 200
+def test_padding_columns_count_for_nothing_and_get_a_gradient_of_zero(ranks, world, num_tokens, columns, mean,
+                                                                      tolerance):
+    """Also beside logits far below zero: the maximum of a rank that has nothing else is below any of them."""
+    whole, labels, dloss = logits_of(num_tokens, mean)
     whole.requires_grad_()
     expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     expected.backward(dloss)
-    results = ranks(world, loss_and_gradient, num_tokens, columns)
+    results = ranks(world, loss_and_gradient, num_tokens, columns, mean)
     for loss, _ in results:
-        assert_close_rel(loss, expected, LOSS, "loss")
+        assert_close_rel(loss, expected, tolerance, "loss")
     gradient = torch.cat([grad for _, grad in results], -1)
-    assert_close_rel(gradient[..., :num_tokens], whole.grad, LOSS, "gradient of the logits")
+    assert_close_rel(gradient[..., :num_tokens], whole.grad, tolerance, "gradient of the logits")
     assert not gradient[..., num_tokens:].any()
 
 
