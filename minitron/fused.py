@@ -409,7 +409,8 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
 
 @triton.jit
 def _softmax_sums(logits, labels, top, total, picked, vocab, num_ids, first, BLOCK: tl.constexpr):
-    """num_ids does not mask the loads: as a bound that is no multiple of 16 it would split them into single numbers."""
+    # Loads are masked by the row's end, not by num_ids: a bound that is no multiple of 16 would keep them from being
+    # vectorized.
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row) - first
     best, summed = float("-inf"), 0.0
