@@ -52,7 +52,8 @@ class ModelConfig:
     num_heads: int = key(8, "query heads", COUNT)
     num_kv_heads: int | None = key(4, "key and value heads (grouped queries); null: as many as num_heads", COUNT)
     vocab_size: int = key(4096, "token ids; the corpus tokenizer is trained to this size", COUNT)
-    vocab_multiple: int = key(128, "the embedding is padded to a multiple of this, never dependent on tp", COUNT)
+    vocab_multiple: int = key(
+        128, "the embedding is padded to a multiple of this, never dependent on tp; no loss sees the padding", COUNT)
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
     max_positions: int = key(4096, "rows of the learned position table; the longest sequence allowed", COUNT)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", POSITIVE)

@@ -10,9 +10,9 @@ which Hugging Face tensors each of minitron's is a stack, row upon row. Reading 
 
 Rows of q and k keep their order: minitron's rotary positions too pair channel i of a head with channel i + d/2.
 
-The vocabulary is padded. All logits of GPT-2 lie far below zero, so rows of zeros would take nearly the whole softmax.
-A padding row is the mean row instead, whose logit is the mean logit. By Jensen's inequality exp(mean) is at most the
-mean exp, so p padding rows beside v real ones raise a loss by less than p/v. Export drops them.
+The vocabulary is padded. No loss sees the padding rows, and export drops them. They are the mean row: a run that raises
+model.vocab_size turns some into tokens. All logits of GPT-2 lie far below zero, so a row of zeros would take nearly the
+whole softmax; the logit of the mean row is the mean logit.
 
 `Reader` has the read interface of checkpoint/format.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.

@@ -175,7 +175,10 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp]."""
+    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp].
+
+    The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
+    """
 
     def __init__(self, cfg: Config, layout: Layout, tied: nn.Parameter | None):
         super().__init__()
@@ -184,6 +187,8 @@ class Head(nn.Module):
         shape = m.padded_vocab_size, m.hidden_size
         self.weight = tied if tied is not None else layout.parameter(
             shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
+        columns = len(self.weight)
+        self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
         self.gemm = layout.gemm
         self.traffic = Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy")
 
@@ -229,7 +234,8 @@ class GPT(nn.Module):
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()
-        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.ops)
+        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.ops,
+                                              self.head.num_ids)
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:
