@@ -117,8 +117,6 @@ def test_logits_loss_and_every_gradient_equal_transformers(models, name):
     gradients = first_gradients(trainer)
     figures = trainer.step(batches, lr=0.0).read()
     assert figures["loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
-    norms = torch.stack([p.grad.norm() for p in twin.parameters()])
-    assert figures["grad_norm"] == pytest.approx(norms.norm().item(), rel=TOLERANCE)
 
     def read(name, start, shape):
         return gradients[name][0][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
@@ -128,13 +126,15 @@ def test_logits_loss_and_every_gradient_equal_transformers(models, name):
     assert ours.keys() == theirs.keys() and len(gradients) == sum(1 for _ in trainer.chunks[0].parameters())
     for weight, grad in theirs.items():
         assert_close_rel(ours[weight] / count, grad, TOLERANCE, f"gradient of {weight}")
+    norm = torch.stack([grad.norm() for grad in theirs.values()]).norm()
+    assert figures["grad_norm"] == pytest.approx(norm.item(), rel=TOLERANCE)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
 # eps: above the noise in gradients that nearly vanish, as a key bias's does: AdamW would blow it up to whole steps.
-OPTIMIZER = dict(lr=4e-3, min_lr=1e-3, warmup_steps=5, constant_steps=4, weight_decay=0.2, eps=1e-5, clip_grad=1.5)
+OPTIMIZER = dict(lr=4e-3, min_lr=1e-3, warmup_steps=5, constant_steps=4, weight_decay=0.2, eps=1e-5, clip_grad=1.8)
 BETAS = 0.8, 0.95
 LAYOUTS = {"one process": (1, {}), "tp 2 x pp 2": (4, {"tp": 2, "pp": 2}), "cp 2 x dp 2": (4, {"cp": 2})}
 
