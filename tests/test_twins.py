@@ -37,13 +37,13 @@ SEQ_LEN, BATCH, MICRO, STEPS, SEED = 32, 8, 2, 20, 1234
 
 LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=96, max_position_embeddings=64, rms_norm_eps=1e-5)
-# Wavelengths of 4 pairs of channels: below, between and above the limits of 16 / 4 and 16 / 1 positions.
-SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+# Of four frequencies, which turn 2.5, 0.5, 0.1 and 0.02 times in 16 positions: one stays, one is blended, two stretched.
+SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.25, "high_freq_factor": 2.0,
           "original_max_position_embeddings": 16}
 GPT = dict(n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
            attn_pdrop=0.0)
 MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=SCALED),
+    "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_theta=500.0, rope_scaling=SCALED),
     "llama tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "gpt": lambda: transformers.GPT2Config(**GPT),
 }
