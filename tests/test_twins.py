@@ -37,7 +37,7 @@ SEQ_LEN, BATCH, MICRO, STEPS, SEED = 32, 8, 2, 20, 1234
 
 LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=96, max_position_embeddings=64, rms_norm_eps=1e-5)
-# Of four frequencies, which turn 2.5, 0.5, 0.1 and 0.02 times in 16 positions: one stays, one is blended, two stretched.
+# Four frequencies, which turn 2.5, 0.5, 0.1 and 0.02 times in 16 positions: one stays, one is blended, two stretched.
 SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.25, "high_freq_factor": 2.0,
           "original_max_position_embeddings": 16}
 GPT = dict(n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
