@@ -37,9 +37,9 @@ def lora(*targets: str, **keys) -> dict:
 @pytest.mark.parametrize("targets", [("qkv",), ("q", "v"), ("v", "k", "q"), ("o",)])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_the_formula(targets, p):
-    """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target, and its gradients by autograd."""
+    """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target; its gradients by autograd, in float64."""
     cfg, generator = config(LLAMA, lora(*targets, dropout=p, alpha=6.0)), torch.Generator().manual_seed(0)
-    layout, m = Layout(Separate(Axis.single()), sequence_parallel=False), cfg.model
+    layout, m = Layout(Separate(Axis.single()), sequence_parallel=False, dtype=torch.float64), cfg.model
     name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
     make = dict(std=1.0, bias=False, gemm=Gemm())
     linear = (ColumnParallelLinear(32, (32, 16, 16), layout, **make) if name == "attention.qkv" else
@@ -47,7 +47,7 @@ def test_the_formula(targets, p):
     linear.adapter = adapter = Adapter(linear, spans, cfg, layout, (2, FIRST_SITE))
     for param in linear.parameters():
         param.data.normal_(generator=generator)
-    x = torch.randn(8, 2, 32, generator=generator, requires_grad=True)
+    x = torch.randn(8, 2, 32, generator=generator, dtype=torch.float64, requires_grad=True)
     keys = token_keys(1, 2, torch.arange(2), torch.arange(8))
 
     twin = torch.nn.functional.linear(x, linear.weight)
@@ -56,11 +56,11 @@ def test_the_formula(targets, p):
         low = dropped @ adapter.a[4 * i:4 * i + 4].t()
         updates[..., span.start:span.start + span.size] = 6.0 / 4 * low @ adapter.b[target].t()
     twin = twin + updates
-    y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator)
+    y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator, dtype=torch.float64)
     params = [x, adapter.a, *adapter.b.values()]
-    assert_close_rel(y, twin, 1e-6)
+    assert_close_rel(y, twin, 1e-13)
     for ours, expected in zip(torch.autograd.grad(y, params, dy), torch.autograd.grad(twin, params, dy)):
-        assert_close_rel(ours, expected, 1e-5)
+        assert_close_rel(ours, expected, 1e-13)
     assert torch.equal(linear(x), linear(x)) and not linear.weight.requires_grad
 
 
