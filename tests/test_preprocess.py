@@ -189,6 +189,18 @@ def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_check_tries_the_beginning_of_each_input_and_writes_nothing(tmp_path, monkeypatch):
+    good, bad, prefix = tmp_path / "good.jsonl", tmp_path / "bad.jsonl", tmp_path / "d"
+    good.write_bytes(lines_of(["text"] * 3) + b"no JSON, behind the first batch\n")
+    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 1)
+    preprocess_data.main(["--input", str(good), "--output-prefix", str(prefix), "--tokenizer", "bytes", "--check"])
+    bad.write_text('{"other": 1}\n')
+    with pytest.raises(ValueError, match="bad.jsonl: line 1 has no text under the key 'text'"):
+        preprocess_data.main(["--input", str(good), str(bad), "--output-prefix", str(prefix), "--tokenizer", "bytes",
+                              "--check"])
+    assert {path.name for path in tmp_path.iterdir()} == {"good.jsonl", "bad.jsonl"}
+
+
 @pytest.mark.parametrize("content, keys, empty", [
     (b"", ["text"], "text"), (b"\n \n", ["text"], "text"), (b'{"text": ""}\n' * 3, ["text"], "text"),
     (b'{"text": "full", "title": ""}\n', ["text", "title"], "title"),
