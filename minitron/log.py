@@ -1,13 +1,14 @@
 """What a run writes: an iteration line for people and parsers, files for tools, one log per rank.
 
-    stdout           the iteration line in the form of log.format, and Megatron's validation line, from the last rank;
-                     messages, from rank 0
+    stdout           the iteration line in the form of log.format, from the last rank; after an evaluation Megatron's
+                     validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
       metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
+      errors.log     warnings and errors of all ranks, if there were any (errors.py)
 
 Every number arrives reduced over the ranks, as a host float, so that all ranks could print it and none communicates or
 waits here. Which FLOPs a rate counts is part of its name, see `minitron.flops`: the line of `megatron` prints hardware
@@ -25,12 +26,14 @@ import logging
 import math
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from minitron import cli, flops, lines
 from minitron.config import Config
+from minitron.errors import ErrorLog
 from minitron.lines import Iteration, Line
 
 
@@ -54,6 +57,7 @@ class Log:
         self._recent: deque[Iteration] = deque(maxlen=RECENT)
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
+        self._errors: ErrorLog | None = None
         self._metrics = self._dllogger = self._board = None
         self._rank_log = logging.Logger(f"rank {rank}")  # not of logging's global tree: it ends with this object
         if cfg.log.dir is not None:
@@ -83,8 +87,8 @@ class Log:
         self._val_loss = loss
         self._record("eval", step=step, loss=loss)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
-        self._print_from(self.world - 1, f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
-                                         f"lm loss PPL: {perplexity:.6E} |")
+        self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else (
+            f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"))
 
     def summary(self) -> None:
         """The mean of the last steps, by which NVIDIA's fine-tuning recipes are judged: the first ones are slower."""
@@ -99,9 +103,18 @@ class Log:
         """To every rank's log, and to stdout from rank 0."""
         self._print_from(0, text)
 
+    def warn(self, text: str) -> None:
+        """As `info`, and from rank 0 to errors.log: all ranks say the same."""
+        self.info(text)
+        if self._errors is not None and self.rank == 0:
+            self._errors.write(f"warning: {text}")
+
     def alarm(self, text: str, traceback: str = "") -> None:
-        """To this rank's log and to stderr, from any rank. The traceback goes to stderr only if there is no log."""
+        """To this rank's log, to errors.log and to stderr, from any rank. The traceback goes to stderr only if there is
+        no log."""
         logged = "\n".join(filter(None, (text, traceback)))
+        if self._errors is not None:
+            self._errors.write(logged)
         self._rank_log.error(logged)
         sys.stderr.write((text if self._rank_log.handlers else logged) + "\n")  # at once: other ranks write there, too
         sys.stderr.flush()
@@ -110,25 +123,28 @@ class Log:
         for handler in list(self._rank_log.handlers):
             handler.close()
             self._rank_log.removeHandler(handler)
-        for file in filter(None, (self._metrics, self._dllogger, self._board)):
+        for file in filter(None, (self._metrics, self._dllogger, self._board, self._errors)):
             file.close()
-        self._metrics = self._dllogger = self._board = None
+        self._metrics = self._dllogger = self._board = self._errors = None
 
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        if self._errors is not None and error is not None:
+            self._errors.ended(error)
         self.close()
 
     # ---- figures ------------------------------------------------------------------------------------------------
 
     def _line(self) -> Line:
-        t, its, rates = self.cfg.train, tuple(self._since_line), self._rates(self._since_line)
+        its = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
+        t, rates = self.cfg.train, self._rates(its)
         mfu = None if self.peak is None else rates["full"] / self.peak
         return Line(its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu,
                     self._val_loss)
 
-    def _rates(self, its: list[Iteration]) -> dict[str, float]:
+    def _rates(self, its: Sequence[Iteration]) -> dict[str, float]:
         """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
         t, shape, frozen = self.cfg.train, self.cfg.model.shape, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
@@ -155,6 +171,7 @@ class Log:
                 self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
                 self._dllogger = open(folder / "dllogger.json", "a", encoding="utf-8", buffering=1)
                 self._dllog("PARAMETER", lines.flattened(asdict(self.cfg), "cfg"))
+            self._errors = ErrorLog(folder, self.rank)
         except OSError as error:
             self.close()
             raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "

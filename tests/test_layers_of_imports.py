@@ -26,7 +26,7 @@ LAYERS = [
     ("fused", "meta", "plain"),
     ("overlap",),
     ("collectives",),
-    ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines"),
+    ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines", "errors"),
     ("planner",),
     ("cli",),
     ("config", "rules"),

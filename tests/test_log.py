@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -177,6 +178,20 @@ def test_who_prints_what():
                           f"lm loss PPL: {math.exp(3.124512):.6E} |")
 
 
+def test_nemo_s_bar_ends_with_the_loss_of_the_evaluation():
+    """Of the step before it, whose bar is there already, and of several that have none yet."""
+    for every, bars in (1, 4), (2, 3):
+        out = io.StringIO()
+        with redirect_stdout(out), Log(cli.load(["log.format=nemo", "train.steps=3", f"log.every={every}"]), 0, 1) as log:
+            for step in (1, 2, 3):
+                log.iteration(replace(STEP, step=step, seconds=float(step)))
+            log.evaluation(3, 6.25)
+        *before, last = out.getvalue().splitlines()
+        assert len(before) + 1 == bars and not any("val_loss" in bar for bar in before)
+        assert last.startswith("Epoch 0: : 100%") and last.endswith(", train_step_timing in s=3.000, val_loss=6.250]")
+    assert lines(["log.format=nemo", "finetune.kind=sft"], [STEP], 0, 1)[0].endswith("consumed_samples: 960")
+
+
 def test_files(tmp_path, capsys):
     folder = tmp_path / "run"
     cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
@@ -284,3 +299,36 @@ def test_unwritable_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"log\.dir=\S+ cannot be written: .*; name another directory"):
         Log(cli.load([f"log.dir={tmp_path / 'file' / 'run'}"]), 0, 1)
+
+
+def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recwarn):
+    cfg, shown = cli.load([f"log.dir={tmp_path}"]), warnings.showwarning
+    with Log(cfg, 0, 2) as log:
+        log.info("all is well")
+    assert not (tmp_path / "errors.log").exists()
+    for rank in (0, 1):
+        with pytest.raises(ZeroDivisionError), Log(cfg, rank, 2) as log:
+            log.alarm(f"{rank} has not moved", "Traceback of it")
+            log.warn("the save failed")
+            warnings.warn_explicit("deprecated", UserWarning, "file.py", 7)
+            1 / 0
+        with pytest.raises(SystemExit), Log(cfg, rank, 2), cli.user_errors():
+            raise ValueError(f"a mistake,\nof rank {rank}")
+    assert warnings.showwarning == shown
+    text = (tmp_path / "errors.log").read_text()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    for rank in (0, 1):
+        for pattern in (rf"{rank} has not moved\nTraceback of it\n", r"file.py:7: UserWarning: deprecated\n",
+                        r"Traceback [^\0]*\nZeroDivisionError: division by zero\n", rf"error: a mistake, of rank {rank}\n"):
+            assert len(re.findall(rf"^{stamp} rank {rank}: {pattern}", text, re.M)) == 1, pattern
+    assert len(re.findall(rf"^{stamp} rank 0: warning: the save failed$", text, re.M)) == 1  # which all ranks say
+    assert text.count("the save failed") == 1 and "all is well" not in text
+    said = capsys.readouterr()
+    assert [str(w.message) for w in recwarn] == ["deprecated"] * 2 and said.out.count("the save failed") == 1
+
+
+def test_a_file_of_errors_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    (tmp_path / "errors.log").mkdir()
+    with Log(cli.load([f"log.dir={tmp_path}"]), 0, 1) as log:
+        log.alarm("has not moved")
+    assert capsys.readouterr().err == "has not moved\n"

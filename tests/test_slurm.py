@@ -304,6 +304,8 @@ def run_preempted(cluster, stage, preempt, **variables):
     assert [step["step"] for step in stage.metrics(job)] == list(range(1, 51))
     assert stage.metrics(job)[-1]["consumed_samples"] == 50 * 2 * 16
     assert "start number 2; output: " in stage.output(job)
+    bars = [line for line in out.read_text().splitlines() if "train_step_timing" in line]
+    assert re.search(r" 50/50 \[.*, global_step=49\.00, .*, val_loss=\d\.\d+\]$", bars[-1])  # as the document's
     assert [path.name for path in (out.with_suffix("") / "checkpoint").glob("step_*")] == [f"step_{reached:08d}"]
     return stage.output(job), out.read_text()
 
