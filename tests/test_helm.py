@@ -61,7 +61,7 @@ def environment(container: dict) -> dict[str, str]:
 A3MEGA = ("-f", str(CHART / "a3mega.yaml"))
 CASES = {
     "a3mega": (A3MEGA, {}),
-    "one GPU": ((), {"workload__gpus": 1}),
+    "one GPU": ((), {"workload__gpus": 1, "workload__serviceAccount": "trainer"}),
     "elsewhere": ((), {"workload__gcsBucketForDataCataPath": "", "queue": "research", "nodeSelector.pool": "h200",
                        "workload__volume.persistentVolumeClaim.claimName": "runs"}),
 }
@@ -100,6 +100,25 @@ def test_one_pod_a_node_found_by_name():
     assert documents["ConfigMap"]["data"]["config.yaml"] == (ROOT / "configs/gpt3_175b.yaml").read_text()
 
 
+def test_a_bucket_is_mounted_beside_host_networking():
+    """On the host's network gcsfuse's driver takes the service account of a pod that opts in; else it has no access."""
+    documents = rendered(*A3MEGA)
+    pod = pod_of(documents)
+    volume, = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
+    assert pod["hostNetwork"] and volume["driver"] == "gcsfuse.csi.storage.gke.io"
+    assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true"}
+    assert documents["Job"]["spec"]["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
+    assert "serviceAccountName" not in pod
+
+    provider = "https://container.googleapis.com/v1/projects/p/locations/l/clusters/c"
+    pod = pod_of(rendered(workload__serviceAccount="trainer", workload__gcsVolumeAttributes__identityProvider=provider,
+                          workload__gcsVolumeAttributes__mountOptions="implicit-dirs"))
+    volume, = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
+    assert pod["serviceAccountName"] == "trainer"
+    assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true",
+                                          "identityProvider": provider, "mountOptions": "implicit-dirs"}
+
+
 def test_nccl_settings_win_over_the_charts():
     first = {"network.ncclSettings[0].name": "NCCL_PROTO", "network.ncclSettings[0].value": "LL128"}
     env = environment(pod_of(rendered(*A3MEGA, **first))["containers"][0])
@@ -134,6 +153,10 @@ def test_the_command_of_the_readme_is_the_documents_job():
     ({"workload__gcsBucketForDataCataPath": ""}, "nowhere to keep the artifacts"),
     ({"workload__volume.emptyDir.medium": ""}, "workload.gcsBucketForDataCataPath and workload.volume are both set"),
     ({"workload__gcsBucketForDataCataPath": "gs://bucket"}, "/workload/gcsBucketForDataCataPath"),
+    ({"workload__gcsVolumeAttributes.hostNetworkPodKSA": "true"}, "/workload/gcsVolumeAttributes/hostNetworkPodKSA"),
+    ({"workload__gcsBucketForDataCataPath": "", "workload__volume.emptyDir.medium": "",
+      "workload__gcsVolumeAttributes.mountOptions": "x"}, "workload.gcsVolumeAttributes is set without a bucket"),
+    ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
     ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
     ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
     ({"network__stack": "tcpx"}, "/network/stack"),

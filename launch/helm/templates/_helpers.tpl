@@ -33,8 +33,10 @@
 {{- else if .gcsBucketForDataCataPath }}
 csi:
   driver: gcsfuse.csi.storage.gke.io
-  volumeAttributes:
-    bucketName: {{ .gcsBucketForDataCataPath }}
+  volumeAttributes: {{/* Pods on the host's network authenticate as their service account only if they ask for it. */}}
+    {{- merge .gcsVolumeAttributes (dict "bucketName" .gcsBucketForDataCataPath "hostNetworkPodKSA" "true") | toYaml | nindent 4 }}
+{{- else if .gcsVolumeAttributes }}
+{{- fail "workload.gcsVolumeAttributes is set without a bucket; set workload.gcsBucketForDataCataPath, too" }}
 {{- else if .volume }}
 {{- toYaml .volume }}
 {{- else }}
