@@ -40,7 +40,8 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     for rank, cell in enumerate(("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0",
                                  "pp 1, dp 0, cp 0, tp 1")):
         assert blocks[rank].startswith(f"({cell}) has not moved for 6 s\n"), output
-        assert f"rank {rank} ({cell}) has not moved" in (run.folder / f"rank-{rank}.log").read_text()
+        for name in (f"rank-{rank}.log", "errors.log"):
+            assert f" rank {rank}: rank {rank} ({cell}) has not moved" in (run.folder / name).read_text()
     assert "host: step 3, Forward(mb=1, chunk=0)\n" in blocks[2] and "time.sleep(1000)" in blocks[2]
     forward = r"host: step 3, Forward\(mb=1, chunk=0\), all-gather over tp \([\d,]+ bytes\), together ranks 2, 3"
     assert re.search(forward, blocks[3])
