@@ -8,7 +8,7 @@
 #   WORKERS           processes for a shard (default: all cores)
 #   SLURM_PARTITION   submit a job for each shard there (SLURM_ACCOUNT: whose); unset: here, one after another
 # Logs go to $STAGE_PATH/results.data_preparation. Finished pairs are kept, so the same command goes on after a failure.
-# Before the first pair, or job, the tokenizer and the beginning of each shard are tried (in a container: only looked for).
+# Before the first pair, or job, the tokenizer and the beginning of each shard are tried (for a container: looked for).
 set -euo pipefail
 this=${BASH_SOURCE[0]}
 # Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
@@ -19,7 +19,7 @@ source launch/stage.sh
 use_dataset "$1"
 need_python
 need_tokenizer
-[[ ${WORKERS:-1} =~ ^[1-9][0-9]*$ ]] || fail "WORKERS=$WORKERS is no number of processes; use 1 or more, or leave it unset"
+[[ ${WORKERS:-1} =~ ^[1-9][0-9]*$ ]] || fail "WORKERS=$WORKERS is no number of processes; use 1 or more, or unset it"
 cd "$OLDPWD"
 shift
 
