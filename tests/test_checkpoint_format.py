@@ -290,7 +290,7 @@ def save_until(directory: Path, moment: int) -> list[int]:
             patch.setattr(os, name, deadly(getattr(os, name)))
         try:
             for step in 1, 2, 2, 3:
-                shard = write_shard((folder := begin(directory, step, 8)) / "a.safetensors", [piece(step)])
+                shard = write_shard((folder := begin(directory, step, 8)) / "rank_00000.safetensors", [piece(step)])
                 commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1)
                 done.append(step)
         except Killed:
@@ -382,7 +382,7 @@ def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_p
 def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
     """Between a look at the owner and a rename another run may start, save, and clear up: then the rename fails."""
     under_way, rmtree = begin(tmp_path, 1, 0), shutil.rmtree
-    (under_way / "a").touch()
+    (under_way / "rank_00000.safetensors").touch()
 
     def deletes(path, **options):
         if path.name.startswith("step_"):

@@ -266,7 +266,7 @@ def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     with pytest.raises(ValueError, match=r"log\.tensorboard=\S+ cannot be written: Not a directory; name another"):
         Log(cli.load([f"log.tensorboard={tmp_path / 'file' / 'board'}"]), 0, 1)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     Log(cli.load([]), 0, 1)
     Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
     with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
