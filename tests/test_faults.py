@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from fault_run import Run
 
+from minitron import signals, watch
 from minitron import stop as stop_module
-from minitron import watch
 from minitron.checkpoint.format import checkpoints
 from minitron.config import Config, PrecisionConfig
 from minitron.log import Iteration, Log
 from minitron.mesh import Mesh
 from minitron.optim.scaler import LossScaler
 from minitron.pipeline.schedule import Backward, Forward
+from minitron.signals import Listener
 from minitron.stop import Diverged, Stop
 
 # ---- hangs --------------------------------------------------------------------------------------------------------
@@ -160,11 +161,13 @@ def test_a_signal_during_an_evaluation_ends_it(tmp_path):
 def stop(monkeypatch, tmp_path):
     """A Stop whose ends are noted in `.ends`, in place of the end of pytest."""
     ends = []
-    monkeypatch.setattr(stop_module.os, "_exit", ends.append)
+    monkeypatch.setattr(os, "_exit", ends.append)
     cfg = Config()
-    with Log(cfg, 0, 1) as log, Stop(Mesh.offline(), log, max_skipped=3) as stop:
-        stop.ends = ends
-        yield stop
+    with Log(cfg, 0, 1) as log, Listener({}) as listener:
+        listener.alarm = log.alarm
+        with Stop(Mesh.offline(), log, 3, listener) as stop:
+            stop.ends = ends
+            yield stop
 
 
 def eventually(condition):
@@ -223,12 +226,12 @@ def test_sigusr1_is_heard_after_triton_has_compiled(stop):
 
 
 def test_signals_are_as_before_afterwards():
-    before = [signal.getsignal(number) for number in stop_module.SIGNALS]
-    with Stop(Mesh.offline(), SimpleNamespace(), 1):
-        assert [signal.getsignal(number) for number in stop_module.SIGNALS] != before
-    assert [signal.getsignal(number) for number in stop_module.SIGNALS] == before
-    with Stop(Mesh.offline(), SimpleNamespace(), 1) as stop:  # a library, loaded before Python, had set a handler
-        stop.before[signal.SIGUSR1] = None
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with Listener({}):
+        assert [signal.getsignal(number) for number in signals.SIGNALS] != before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    with Listener({}) as listener:  # a library, loaded before Python, had set a handler
+        listener.before[signal.SIGUSR1] = None
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
@@ -240,7 +243,7 @@ def iteration(step, skipped, loss_scale=1.0):
 
 
 def test_only_skips_in_a_row_end_a_run():
-    stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
+    stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0, 1, 1], start=1):
         stop.saw(iteration(step, skipped))
     with pytest.raises(Diverged, match=r"iteration 9: the gradients of 3 iterations in a row.*train.max_skipped=3"):
@@ -249,7 +252,7 @@ def test_only_skips_in_a_row_end_a_run():
 
 def test_the_search_for_a_loss_scale_does_not_end_a_run():
     scaler = LossScaler(PrecisionConfig(dtype="fp16", loss_scale=2.0**24), torch.device("cpu"))
-    stop = Stop(Mesh.offline(), SimpleNamespace(), max_skipped=3)
+    stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
     steps_at_one = step = 0
     with pytest.raises(Diverged):
         while True:
