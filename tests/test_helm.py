@@ -243,7 +243,7 @@ def test_nsys_runs_on_every_node_if_the_configuration_asks_for_it(tmp_path, prog
     documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "nsys"})
     for index in (0, 1):
         pod = start_pod(documents, index, tmp_path, path=str(programs))
-        output = pod.communicate(timeout=30)[0]
+        output = pod.communicate(timeout=120)[0]
         assert pod.returncode == 0, output
         assert (tmp_path / "nsys.txt").read_text().split() == [
             "profile", "-s", "none", "-t", "nvtx,cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
@@ -257,12 +257,12 @@ def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, program
     documents = rendered(workload__gpus=8)
     documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "none"})
     pod = start_pod(documents, 0, tmp_path, path=str(programs))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "torchrun.txt").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)  # for its trap
     pod.send_signal(signal.SIGTERM)
-    output = pod.communicate(timeout=30)[0]
+    output = pod.communicate(timeout=120)[0]
     assert pod.returncode == 7 and "saved" in output, output
 
 
@@ -272,5 +272,5 @@ def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, program
 ])
 def test_a_wrong_configuration_ends_a_pod_with_one_line(tmp_path, argument, message):
     pod = start_pod(rendered(workload__gpus=8, workload__arguments=f"{{{argument}}}"), 0, tmp_path)
-    *_, last = pod.communicate(timeout=60)[0].splitlines()
+    *_, last = pod.communicate(timeout=120)[0].splitlines()
     assert pod.returncode == 1 and last.startswith(f"error: {message}"), last

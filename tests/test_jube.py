@@ -170,7 +170,7 @@ def write_benchmark(folder: Path, **parameters: str | int) -> None:
 
 def jube(folder: Path, *command: str, status: int = 0, **variables: str) -> str:
     result = subprocess.run(["jube", *command], cwd=folder, env=os.environ | variables, capture_output=True, text=True,
-                            timeout=60)
+                            timeout=300)
     assert result.returncode == status, result.stdout + result.stderr
     return result.stdout
 

@@ -3,10 +3,12 @@
 import io
 import json
 import math
+import os
 import re
+import resource
 import sys
 import warnings
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 
@@ -15,7 +17,7 @@ import pytest
 from minitron import cli, flops
 from minitron import lines as forms
 from minitron.lines import Iteration, Line
-from minitron.log import Log
+from minitron.log import Log, _File
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (s): 7.2310 | "
@@ -281,7 +283,7 @@ def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     with pytest.raises(ValueError, match=r"log\.tensorboard=\S+ cannot be written: Not a directory; name another"):
         Log(cli.load([f"log.tensorboard={tmp_path / 'file' / 'board'}"]), 0, 1)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     Log(cli.load([]), 0, 1)
     Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
     with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
@@ -332,3 +334,99 @@ def test_a_file_of_errors_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     with Log(cli.load([f"log.dir={tmp_path}"]), 0, 1) as log:
         log.alarm("has not moved")
     assert capsys.readouterr().err == "has not moved\n"
+
+
+# ---- a disk without room --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """As on a disk that is full: what would make a file longer is not written, but for its first bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch, broken):
+    """Half of a record never stands in a file when it goes on, even if it could not be cut off at once."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Log(cli.load([f"log.dir={tmp_path}", "log.tensorboard=true"]), 0, 1) as log:
+        files = {name: tmp_path / name for name in ("metrics.jsonl", "dllogger.json", "rank-0.log")}
+        files["board"], = (tmp_path / "tensorboard").iterdir()
+        for step in range(1, 10):
+            if step in (4, 5, 6):
+                for file in (log._metrics, log._dllogger, log._rank_log, log._board):
+                    with files_of_at_most(file.path.stat().st_size + 20), monkeypatch.context() as patch:
+                        if broken and step == 4:
+                            patch.setattr(_File, "_cut", lambda file: file._torn is not None and os.ftruncate(-1, 0))
+                        with monkeypatch.context() as others:
+                            for other in ("_metrics", "_dllogger", "_rank_log", "_board"):
+                                if getattr(log, other) is not file:
+                                    others.setattr(log, other, None)
+                            log.iteration(replace(STEP, step=step, loss=float(step)))
+            else:
+                log.iteration(replace(STEP, step=step, loss=float(step)))
+            log.info(f"after step {step}")
+    written = [1, 2, 3, 7, 8, 9]
+    metrics = [json.loads(line) for line in files["metrics.jsonl"].read_text().splitlines()]
+    assert [record["step"] for record in metrics] == written
+    assert [record["step"] + 1 for record in dllogger_records(files["dllogger.json"])[1:]] == written
+    board = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("step/loss")] == [(step, step) for step in written]
+    text = files["rank-0.log"].read_text()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \S+ rank 0: ", line) for line in text.splitlines())
+    output = capsys.readouterr()
+    assert output.err == (f"warning: {files['metrics.jsonl']} cannot be written: file too large; training goes on, and "
+                          "records are missing in the logs until there is room\n")
+    assert all(f"after step {step}\n" in output.out for step in range(1, 10))
+
+
+def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys):
+    """Rank 0 alone warns: the others mostly write to the same disk."""
+    with Log(cli.load([f"log.dir={tmp_path}"]), 1, 2) as log:
+        log.info("first")
+        with files_of_at_most((tmp_path / "rank-1.log").stat().st_size + 5):
+            log.info("second")
+            log.info("third")
+        log.info("fourth")
+    lines = (tmp_path / "rank-1.log").read_text().splitlines()
+    assert [line.split("rank 1: ")[1] for line in lines] == [
+        "first", "2 messages before this one are lost: the disk was full or failed", "fourth"]
+    assert not any(capsys.readouterr())
+
+
+def test_a_file_that_became_shorter_meanwhile_is_not_filled_up(tmp_path):
+    """As by somebody who makes room."""
+    file = _File(tmp_path / "file")
+    file.write("whole\n")
+    file._torn = 1000
+    file.write("next\n")
+    file.close()
+    assert (tmp_path / "file").read_text() == "whole\nnext\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_under_stdout(capsys, monkeypatch):
+    with open("/dev/full", "w") as full, Log(cli.load([]), 0, 1) as log:
+        monkeypatch.setattr(sys, "stdout", full)
+        log.info("first")
+        log.info("second")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+    assert capsys.readouterr().err.count("warning: stdout cannot be written: no space left on device") == 1
+
+
+def test_a_reader_that_has_gone_ends_the_run(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    pipe = open(write, "w")
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with Log(cli.load([]), 0, 1) as log, pytest.raises(BrokenPipeError):
+        log.info("hello")
+    with suppress(BrokenPipeError):
+        pipe.close()

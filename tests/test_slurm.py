@@ -154,7 +154,7 @@ def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
     shards = map(str, write_shards(tmp_path / "shards", 2))
     done = subprocess.run(["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards], text=True,
                           env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
-                          capture_output=True, timeout=60)
+                          capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for job in re.findall(r": job (\d+), ", done.stdout):
         assert cluster.wait(int(job))["JobState"] == "COMPLETED", next(
