@@ -112,7 +112,8 @@ def test_a_job_that_fails_says_so_to_jube(tmp_path, slurm):
 
 
 def test_patterns_read_the_published_job_out():
-    values = analysed(published_log(), global_batch_size=96, sequence_length=2048, report_tokens=20_000_000, baseline=560)
+    values = analysed(published_log(), global_batch_size=96, sequence_length=2048, report_tokens=20_000_000,
+                      baseline=560)
     mean = sum(s for s, _ in PUBLISHED) / len(PUBLISHED)
     assert values["iter_pat"] == 10 and values["iterations"] == 50 and values["jobid"] == 10011638
     assert values["tflops_pat_avg"] == pytest.approx(sum(t for _, t in PUBLISHED) / len(PUBLISHED))

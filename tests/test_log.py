@@ -184,7 +184,8 @@ def test_nemo_s_bar_ends_with_the_loss_of_the_evaluation():
     """Of the step before it, whose bar is there already, and of several that have none yet."""
     for every, bars in (1, 4), (2, 3):
         out = io.StringIO()
-        with redirect_stdout(out), Log(cli.load(["log.format=nemo", "train.steps=3", f"log.every={every}"]), 0, 1) as log:
+        cfg = cli.load(["log.format=nemo", "train.steps=3", f"log.every={every}"])
+        with redirect_stdout(out), Log(cfg, 0, 1) as log:
             for step in (1, 2, 3):
                 log.iteration(replace(STEP, step=step, seconds=float(step)))
             log.evaluation(3, 6.25)
@@ -321,7 +322,8 @@ def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recw
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     for rank in (0, 1):
         for pattern in (rf"{rank} has not moved\nTraceback of it\n", r"file.py:7: UserWarning: deprecated\n",
-                        r"Traceback [^\0]*\nZeroDivisionError: division by zero\n", rf"error: a mistake, of rank {rank}\n"):
+                        r"Traceback [^\0]*\nZeroDivisionError: division by zero\n",
+                        rf"error: a mistake, of rank {rank}\n"):
             assert len(re.findall(rf"^{stamp} rank {rank}: {pattern}", text, re.M)) == 1, pattern
     assert len(re.findall(rf"^{stamp} rank 0: warning: the save failed$", text, re.M)) == 1  # which all ranks say
     assert text.count("the save failed") == 1 and "all is well" not in text

@@ -111,8 +111,8 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
     (["gpt3", "x.jsonl"], {"CONTAINER": "/nowhere.sqsh"}, "there is no CONTAINER=/nowhere.sqsh; run IMAGE=docker://"),
     (["gpt3", "x.jsonl"], {"TOKENIZER": ""}, "/gpt3-dataset/bpe/encoder.json; run launch/setup.sh"),
     (["gpt3", "x.jsonl"], {"TOKENIZER": "gpt2:~/no"}, f"there is no {os.environ['HOME']}/no/encoder.json"),
-    (["llama3.1", "x.jsonl"], {"TOKENIZER": "", "CONTAINER": "i"}, "/llama3.1-dataset/llama/tokenizer.model; run launch"),
-    (["gpt3", "x.jsonl"], {"TOKENIZER": "bert:x"}, "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE and llama2"),
+    (["llama3.1", "x.jsonl"], {"TOKENIZER": "", "CONTAINER": "i"}, "llama3.1-dataset/llama/tokenizer.model; run launch"),
+    (["gpt3", "x.jsonl"], {"TOKENIZER": "bert:x"}, "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE and llama"),
     (["gpt3", "x.jsonl"], {"WORKERS": "0"}, "WORKERS=0 is no number of processes; use 1 or more"),
 ])
 def test_dataset_mistakes_are_one_line(stage, arguments, variables, message):
@@ -228,11 +228,12 @@ def test_dataset_jobs_in_a_container_see_the_shards(stage, tools, tmp_path):
     (tools / "sbatch").write_text(f'#!/bin/bash\necho "$@" >>{tools}/submitted; echo 7\n')
     (tools / "sbatch").chmod(0o755)
     shard, = write_shards(tmp_path / "elsewhere", 1)
-    done = stage.script("generate_dataset.sh", "gpt3", str(shard), FILES="1", CONTAINER="image", SLURM_PARTITION="batch",
-                        CONTAINER_MOUNTS="/a:/b", PATH=f"{tools}:{os.environ['PATH']}")
+    done = stage.script("generate_dataset.sh", "gpt3", str(shard), FILES="1", SLURM_PARTITION="batch",
+                        CONTAINER="image", CONTAINER_MOUNTS="/a:/b", PATH=f"{tools}:{os.environ['PATH']}")
     assert done.returncode == 0 and ": job 7, " in done.stdout, done.stderr
     wrapped = (tools / "submitted").read_text().replace("\\", "")
-    assert f"--container-mounts={ROOT}:{ROOT},{stage.folder}:{stage.folder},/a:/b,{shard.parent}:{shard.parent} " in wrapped
+    folders = f"{stage.folder}:{stage.folder},/a:/b,{shard.parent}:{shard.parent}"
+    assert f"--container-mounts={ROOT}:{ROOT},{folders} " in wrapped
 
 
 def test_setup_as_a_job(cluster, stage, tools):
@@ -241,9 +242,10 @@ def test_setup_as_a_job(cluster, stage, tools):
     bpe.mkdir(parents=True)
     for name in ("encoder.json", "vocab.bpe"):
         (bpe / name).touch()
+    variables = {"PATH": f"{tools}:{cluster.environment['PATH']}", "SLURM_PARTITION": "batch",
+                 "IMAGE": "docker://registry#image:1"}
     job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", "--chdir=/", str(ROOT / "launch" / "setup.sh"),
-                         **stage.variables | {"PATH": f"{tools}:{cluster.environment['PATH']}", "SLURM_PARTITION": "batch",
-                                              "IMAGE": "docker://registry#image:1"})
+                         **stage.variables | variables)
     assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
     assert stage.output(job).endswith(f"Ready: {stage.folder}\n")
     assert "import --output" in (tools / "arguments").read_text()
@@ -252,9 +254,10 @@ def test_setup_as_a_job(cluster, stage, tools):
 def test_the_other_scripts_as_jobs(cluster, stage, tmp_path):
     """With arguments, which Slurm writes behind the file's name."""
     shard = write_shards(tmp_path / "my shards", 1)[0]
-    for script, *arguments in (("generate_dataset.sh", "gpt3", f"../my shards/{shard.name}"), ("check_dataset.sh", "gpt3")):
+    variables = stage.variables | {"FILES": "1", "WORKERS": "1"}
+    for script, *more in ("generate_dataset.sh", "gpt3", f"../my shards/{shard.name}"), ("check_dataset.sh", "gpt3"):
         job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", f"--chdir={stage.folder}",
-                             str(ROOT / "launch" / script), *arguments, **stage.variables | {"FILES": "1", "WORKERS": "1"})
+                             str(ROOT / "launch" / script), *more, **variables)
         assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
     assert stage.output(job).endswith(f"Dataset generation completed successfully at: {stage.folder}/gpt3-dataset\n")
     wrong = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / "quickstart.sh"), "a/wrong",
@@ -456,8 +459,8 @@ def test_mistakes_are_one_line_and_a_failed_job(cluster, stage, variables, messa
 
 @pytest.mark.parametrize("size", ["175b", "finetune"])
 def test_arguments_of_a_job_are_an_error_not_ignored(cluster, stage, size):
-    job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / f"{size}.sbatch"), "log.dir=/a/b",
-                         **stage.variables)
+    job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / f"{size}.sbatch"),
+                         "log.dir=/a/b", **stage.variables)
     assert cluster.wait(job)["JobState"] == "FAILED"
     assert stage.output(job) == ("error: 'log.dir=/a/b' would not be read; give overrides as "
                                  "EXTRA_ARGS='train.steps=500' sbatch ...\n")

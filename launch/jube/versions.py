@@ -37,7 +37,7 @@ def version(package: str) -> str | None:
 def commit(folder: Path) -> str:
     """The commit of a checkout, and whether files of it were changed."""
     try:
-        head, changes = (subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True)
+        head, changes = (subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True)
                          .stdout.strip() for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"]))
     except (OSError, subprocess.CalledProcessError):
         return "no git checkout"

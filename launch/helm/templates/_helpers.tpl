@@ -34,7 +34,8 @@
 csi:
   driver: gcsfuse.csi.storage.gke.io
   volumeAttributes: {{/* Pods on the host's network authenticate as their service account only if they ask for it. */}}
-    {{- merge .gcsVolumeAttributes (dict "bucketName" .gcsBucketForDataCataPath "hostNetworkPodKSA" "true") | toYaml | nindent 4 }}
+    {{- $own := dict "bucketName" .gcsBucketForDataCataPath "hostNetworkPodKSA" "true" }}
+    {{- merge .gcsVolumeAttributes $own | toYaml | nindent 4 }}
 {{- else if .gcsVolumeAttributes }}
 {{- fail "workload.gcsVolumeAttributes is set without a bucket; set workload.gcsBucketForDataCataPath, too" }}
 {{- else if .volume }}
