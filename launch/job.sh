@@ -11,6 +11,7 @@
 # Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
 # goes back to the queue, which holds it for two minutes; under the same id it goes on from there. A job that Slurm
 # itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime).
+[ $# = 0 ] || fail "'$*' would not be read; give overrides as EXTRA_ARGS='train.steps=500' sbatch ..."
 unset HF_TOKEN # for launch/setup.sh alone: what a job does not know, it cannot log
 
 # check_job NAME MIN_NODES: sets `precision`, the overrides of DTYPE, `nodes`, `gpus` of each, and `JOB_TOTAL_GPUS`.

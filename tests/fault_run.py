@@ -1,4 +1,6 @@
-"""Runs of minitron.pretrain with a planted fault; `Run` starts this file under torchrun: `fault_run.py FAULT CONFIG...`
+"""Runs of minitron.pretrain with a planted fault; `Run` starts this file, mostly under torchrun:
+
+    fault_run.py FAULT CONFIG...
 
     none
     sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
@@ -29,13 +31,21 @@ TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"
         "train.micro_batch_size=2", "data.source=mock", "precision.dtype=fp32", "train.steps=1000000"]
 
 
-class Run:
-    """A run in the background. `wait_for` and `end` fail after a minute, and at the end no process is left."""
+PATIENCE = 180.0  # seconds that a test waits for what must come, on a machine with other work, too
 
-    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int, on_gpus: bool = False, restarts: int = 0):
-        self.folder, self.output = folder / "log", folder / "output"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-                  "--max-restarts", str(restarts), "tests/fault_run.py", fault]
+
+class Run:
+    """A run in the background: so many ranks under torchrun, or one plain process (None).
+
+    `wait_for` and `end` fail when their patience ends, and at the end no process is left.
+    """
+
+    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int | None, on_gpus: bool = False,
+                 restarts: int = 0):
+        self.folder, self.output, self.ranks = folder / "log", folder / "output", ranks
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+                    "--max-restarts", str(restarts)]
+        launch = [sys.executable, *(torchrun if ranks else []), "tests/fault_run.py", fault]
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
@@ -59,7 +69,7 @@ class Run:
         return sorted(int(pid) for pid in listed.stdout.split())
 
     def wait_for(self, text: str, file: Path | None = None) -> str:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             seen = (file or self.output).read_text() if (file or self.output).exists() else ""
             if text in seen:
@@ -72,9 +82,9 @@ class Run:
         return self
 
     def end(self) -> tuple[int, float, str]:
-        """torchrun's exit status, the seconds until then, and what everybody printed."""
+        """The exit status, torchrun's if there is one, the seconds until then, and what everybody printed."""
         begin = time.monotonic()
-        status = self.process.wait(60)
+        status = self.process.wait(PATIENCE)
         return status, time.monotonic() - begin, self.output.read_text()
 
     def last_step(self) -> int:

@@ -530,6 +530,45 @@ def test_a_run_that_saves_only_if_it_is_stopped(tmp_path, capsys):
     assert not list(tmp_path.glob("saves/step_*"))
 
 
+def test_a_directory_with_other_things_in_it(tmp_path, capsys):
+    """Temporary names are recognised by their whole form; a step that is not ours ends the start, not the last save."""
+    (tmp_path / "thesis.tmp-final").mkdir()
+    (tmp_path / "notes.tmp-1").write_text("notes")
+    command = [*COMMAND, f"checkpoint.dir={tmp_path}"]
+    pretrain.main([*command, "train.steps=2"])
+    assert names_in(tmp_path) == ["latest", "notes.tmp-1", "owner.1", "step_00000002", "thesis.tmp-final"]
+    (tmp_path / "step_00000004").mkdir()
+    (tmp_path / "step_00000004" / "photo.jpg").write_text("photo")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        pretrain.main([*command, "train.steps=4"])
+    assert capsys.readouterr().err == (f"error: {tmp_path}/step_00000004 is in the way of a save of this run: it holds "
+                                       "what no save wrote; move it away, or use another checkpoint.dir\n")
+    pretrain.main([*command, "train.steps=3"])
+    assert names_in(tmp_path / "step_00000004") == ["photo.jpg"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_under_log_dir_does_not_end_a_run(tmp_path, capsys):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for name in "metrics.jsonl", "rank-0.log", "profile-rank-0.txt":
+        (folder / name).symlink_to("/dev/full")
+    pretrain.main([*COMMAND, "train.steps=3", f"checkpoint.dir={tmp_path / 'saves'}", f"log.dir={folder}",
+                   "profile.kind=torch", "profile.start_step=2", "profile.end_step=2"])
+    output = capsys.readouterr()
+    assert output.err.count("warning: ") == 1 and "metrics.jsonl cannot be written: no space left on device" in output.err
+    assert "profiled iterations 2 to 2: " in output.out and "profile-rank-0.* cannot be written: no space" in output.out
+    assert not (folder / "profile-rank-0.txt").exists()
+    assert "iteration        3/       3" in output.out and Reader(tmp_path / "saves").iteration == 3
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(SystemExit):
+        pretrain.main([*COMMAND, "train.steps=4", f"log.dir={folder}"])
+    assert capsys.readouterr().err == (f"error: log.dir={folder} cannot be written: No space left on device; name "
+                                       "another directory, or null for none\n")
+
+
 # ---- the order of samples -----------------------------------------------------------------------------------------
 
 

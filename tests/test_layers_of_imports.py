@@ -26,12 +26,12 @@ LAYERS = [
     ("fused", "meta", "plain"),
     ("overlap",),
     ("collectives",),
-    ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines"),
+    ("mesh", "rng", "log", "profiling", "rendezvous", "testing", "watch", "stop", "lines", "errors"),
     ("planner",),
     ("cli",),
     ("config", "rules"),
     ("pipeline.simulate", "pipeline.check", "pipeline.schedule"),
-    ("flops",),
+    ("flops", "signals"),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}

@@ -17,6 +17,8 @@ layout; and a checkpoint may come from anywhere, so opening one must not run cod
      6 GB/s a core. It is no protection against forgery.
   4. No lock, which a killed run could not give back: whoever starts takes the directory over, and the run before, if
      it lives, finds that out before it deletes or renames anything.
+  5. A directory may hold other things. Deleted, renamed and replaced is only what both its name and what lies in it
+     show to be a save's. So a checkpoint into which somebody has put a file of his own stays.
 
 2. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
 others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it; without a `latest`, in a
@@ -58,8 +60,13 @@ from minitron.precision import DTYPES
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
-STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
-OWNER = re.compile(r"owner\.((\d+)-\w{8})")
+STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
+OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
+TEMPORARY = re.compile(r"(step_\d{8,}|probe)(\.tmp-[0-9a-f]{8})+")
+POINTER = re.compile(r"step_\d{8,} [0-9a-f]{8}\n")
+INDEX_BEGIN, OWNER_BEGIN = b'{"checksum": "', b"process "
+# What lies in a folder that a save wrote; .nfs* are deleted files that somebody has open.
+SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
@@ -86,9 +93,52 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by iteration, ascending."""
+    """The checkpoints in a directory by iteration, ascending; a folder in which no file is a save's is none."""
+    return {step: path for step, path in _named(directory).items() if any(map(SAVED.fullmatch, _names(path)))}
+
+
+def in_the_way(directory: Path, after: int, until: int) -> Path | None:
+    """What has the name of a checkpoint of these steps, and no save wrote: it would keep that step from being saved."""
+    return next((path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)),
+                None)
+
+
+def _named(directory: Path) -> dict[int, Path]:
+    """All that has the name of a checkpoint, by iteration, ascending."""
     return dict(sorted((int(match[1]), path) for path in directory.glob("step_*")
                        if (match := STEP.fullmatch(path.name))))
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies in a folder; nothing in what is none."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a save wrote all that lies in a folder. Nobody knows who made an empty one."""
+    names = _names(folder)
+    return (bool(names) and not folder.is_symlink()
+            and all(SAVED.fullmatch(name) and _begins(folder / name, b"") for name in names)
+            and ("index.json" not in names or _begins(folder / "index.json", INDEX_BEGIN)))
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether it is a folder, no link, with nothing in it."""
+    with suppress(OSError):
+        return not folder.is_symlink() and not os.listdir(folder)
+    return False
+
+
+def _begins(path: Path, text: bytes) -> bool:
+    """Whether a regular file begins with text. One that is shorter may have been killed while it was written."""
+    with suppress(OSError):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            with open(path, "rb") as file:
+                return text.startswith(file.read(len(text)))
+    return False
 
 
 def newest(directory: Path) -> Path | None:
@@ -115,13 +165,23 @@ def make_writable(directory: Path) -> None:
     """Make the directory if it is not there, and try what a save does. Raises CheckpointError."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
+        _check_pointer(directory / "latest")
         (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
-        (probe / "file").touch()
+        (probe / "index.json").touch()
         try:
             _remove(probe)
         except OSError as error:
             raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
                                   "save has to; use a disk, or a bucket with a hierarchical namespace") from error
+
+
+def _check_pointer(pointer: Path) -> None:
+    """Raises CheckpointError if `latest`, which a save would replace, is somebody else's."""
+    if os.path.lexists(pointer):
+        with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
+            if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
+                raise CheckpointError(f"{pointer} is damaged, or not minitron's, and a save would replace it; move it "
+                                      "away, or use another checkpoint.dir")
 
 
 def claim(directory: Path) -> str:
@@ -145,7 +205,7 @@ def claim(directory: Path) -> str:
 def _owners(directory: Path) -> list[tuple[int, str]]:
     """(number, owner), the one that counts last."""
     return sorted((int(match[2]), match[1]) for path in directory.glob("owner.*")
-                  if (match := OWNER.fullmatch(path.name)))
+                  if (match := OWNER.fullmatch(path.name)) and _begins(path, OWNER_BEGIN))
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
@@ -164,7 +224,8 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
     with disk_errors(directory):
         check_owner(directory, owner)
         for stale in directory.glob("*.tmp-*"):
-            _remove(stale)
+            if TEMPORARY.fullmatch(stale.name) and (_is_saved(stale) or _is_empty(stale)):
+                _remove(stale)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
@@ -191,21 +252,24 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
             kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
     body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
     with disk_errors(directory):
-        _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
+        _write(temporary / "index.json", [INDEX_BEGIN + f'{_crc(body)}",\n'.encode(), body])
+        _write(temporary / "latest", [_pointer(folder.name).encode()])
         _sync(temporary)
         check_owner(directory, owner)
+        if os.path.lexists(folder) and not _is_saved(folder):
+            raise CheckpointError(f"{folder} is in the way: it holds what no save wrote; move it away")
         replaced = _hide(folder)  # if it is there, of a run that went back to before it
         os.rename(temporary, folder)
         _sync(directory)
-        _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
-        os.replace(directory / "latest.tmp", directory / "latest")
+        os.replace(folder / "latest", directory / "latest")
         _sync(directory)
         shutil.rmtree(replaced, ignore_errors=True)
         if keep:
             passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
             ours = [step for step in passed if step <= after or step == about["iteration"]]
             for step in passed.keys() - set(ours[-keep:]):
-                _remove(passed[step])
+                if _is_saved(passed[step]):
+                    _remove(passed[step])
 
 
 def _remove(folder: Path) -> None:
@@ -214,7 +278,7 @@ def _remove(folder: Path) -> None:
 
 def _hide(folder: Path) -> Path:
     """Rename what is to be removed, so that no half of it is ever taken for a checkpoint, nor committed as one."""
-    hidden = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    hidden = folder.with_name(f"{folder.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
         os.rename(folder, hidden)
     return hidden

@@ -25,7 +25,8 @@ import torch
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import Merged, Weights, base_of, best_kind, check_base, fingerprint, open_weights
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
-from minitron.checkpoint.format import STEP_NAME, CheckpointError, Reader, checkpoints, make_writable, newest
+from minitron.checkpoint.format import (STEP_NAME, CheckpointError, Reader, checkpoints, in_the_way, make_writable,
+                                        newest)
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.config import Config
 from minitron.mesh import Mesh
@@ -68,6 +69,9 @@ def find(cfg: Config) -> Start:
             if c.resume:
                 folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
                 reader = None if folder is None else Reader(folder)
+        if stranger := in_the_way(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
+            raise CheckpointError(f"{stranger} is in the way of a save of this run: it holds what no save wrote; move "
+                                  "it away, or use another checkpoint.dir")
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
             _check_keys(reader, "run", _trained(reader.config), _trained(asdict(cfg)), "checkpoint.dir")

@@ -3,6 +3,7 @@
     spec                file                                                            vocabulary, end of document
     bytes               none: UTF-8 bytes                                               257, the last id
     gpt2:DIR            DIR/encoder.json and DIR/vocab.bpe, as OpenAI published them    50257, <|endoftext|>
+                        (or, the same files under transformers' names, vocab.json and merges.txt)
     llama3:FILE         tokenizer.model: lines of "base64 rank" (tiktoken's format)     128256, <|end_of_text|>
     llama2:FILE         tokenizer.model: a SentencePiece model                          32000, </s>
 
@@ -129,11 +130,14 @@ class SentencePieceTokenizer:
 
 def load_gpt2(folder: Path) -> TiktokenTokenizer:
     """DIR/encoder.json: {token: id}; DIR/vocab.bpe: a comment line, then one merge "left right" a line, by priority.
+    Without an encoder.json, vocab.json and merges.txt, which are the same under transformers' names.
 
     Both write a byte as a printable character.  The ids must follow the merges, as in the published files, because
     tiktoken joins the pair of the lowest id first.
     """
-    encoder_path, merges_path = folder / "encoder.json", folder / "vocab.bpe"
+    own, other = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
+    names = other if os.path.exists(folder / other[0]) and not os.path.exists(folder / own[0]) else own
+    encoder_path, merges_path = (folder / name for name in names)
     text = _read(encoder_path)
     try:
         encoder = json.loads(text)
@@ -141,7 +145,7 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
         byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
         ranks = {bytes(byte_of[c] for c in token): int(i) for token, i in encoder.items()}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published encoder.json") from error
+        raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published {names[0]}") from error
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
     joined = {"".join(pair): 256 + rank for rank, pair in enumerate(merges)}
     if any(len(pair) != 2 for pair in merges) or joined != {token: i for token, i in encoder.items() if len(token) > 1}:
