@@ -21,6 +21,7 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.optim.replicas import ReplicasDiffer
 from minitron.rendezvous import meet
 from minitron.stop import Diverged, Stop
 from minitron.train import build, choose_kernels, train
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
     # What all ranks find alike is said once; DataError is an id in this rank's own samples.
-    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged), quiet=rank > 0):
+    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged, ReplicasDiffer), quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped)
         with watched(mesh, log, cfg.train.hang_seconds), stop:
