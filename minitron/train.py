@@ -174,7 +174,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
-    replicas = Replicas(trainer.chunks, trainer.gradients, t.check_replicas_every)
+    replicas = Replicas(trainer.chunks, trainer.gradients, t)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     step = done
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):

@@ -74,12 +74,12 @@ def run(cfg, spoil=None, normed=False, stop_at=None):
     def step_and_spoil(batches, lr):
         stats = step(batches, lr)
         trainer.gradients.wait_parameters()
-        if spoil is not None:
-            with torch.no_grad():
-                spoil(trainer)
+        with torch.no_grad():
+            spoil(trainer)
         return stats
 
-    trainer.step = step_and_spoil
+    if spoil is not None:
+        trainer.step = step_and_spoil
     stop = SimpleNamespace(saw=lambda it: None, agreed=0, report=lambda *_: None)
 
     def now():
@@ -152,8 +152,9 @@ def test_a_flipped_bit_and_a_swap_change_the_sums(rows, columns, dtype, data):
     (4, small(GPT3, parallel=dict(pp=2, overlap_grads=False), precision=dict(dtype="fp16", loss_scale=2.0**24))),
     (4, small(LLAMA, **LORA, parallel=dict(tp=2))),
     (4, small(LLAMA, **LORA, parallel=dict(tp=2, cp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
+    (2, small(GPT3, parallel=dict(tp=2, sequence_parallel=False), data=dict(separate_documents=True))),
     (2, small(LLAMA, parallel=dict(pp=2))),
-], ids=["tied", "bf16", "fp16", "lora", "lora-cp", "no-copies"])
+], ids=["tied", "bf16", "fp16", "lora", "lora-cp", "positions", "no-copies"])
 def test_a_healthy_run_is_left_alone(ranks, world, cfg):
     p = cfg.parallel
     for said, records, params in ranks(world, run, cfg):
@@ -183,9 +184,9 @@ def test_one_process_has_no_replicas():
 def found(outputs):
     """The one sentence that all ranks said, up to the advice."""
     said, = {said for said, *_ in outputs}
-    assert said.endswith(". A layer of your own must give every rank that holds a parameter the same gradient; else "
-                         "suspect the memory of these ranks. Copies are compared before each save: start again from "
-                         "the newest checkpoint")
+    assert said.endswith(". A layer of your own must give all ranks that hold a parameter the same gradient; else "
+                         "suspect the memory of these ranks. Each save came after a comparison: start again from the "
+                         "newest checkpoint")
     return said.split(". A layer")[0]
 
 

@@ -22,7 +22,7 @@ what was just found equal. Left out: masters and moments, which differ sooner th
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -30,10 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.collectives import all_reduce_
+from minitron.config import TrainConfig
 from minitron.optim.grads import Gradients
 from minitron.watch import listed
-
-WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class ReplicasDiffer(ValueError):
@@ -41,30 +40,29 @@ class ReplicasDiffer(ValueError):
 
 
 class Replicas:
-    """Compares this rank's parameters with other ranks' copies. Make and call it on all ranks alike.
+    """Compares this rank's parameters with other ranks' copies, unless cfg.check_replicas_every is 0.
 
-    every: steps between comparisons, 0: never, then nothing here communicates. `step`, `flush` and `require_equal` are
-    collective over the world and raise ReplicasDiffer on all of its ranks.
+    `step`, `flush` and `require_equal` are collective over the world and raise ReplicasDiffer on all of its ranks.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], gradients: Gradients, every: int):
-        self.gradients, self.mesh, self.every = gradients, gradients.mesh, every
-        mesh, params = self.mesh, [param for chunk in chunks for param in chunk.parameters()]
+    def __init__(self, chunks: Sequence[nn.Module], gradients: Gradients, cfg: TrainConfig):
+        self.gradients, self.mesh, self.every = gradients, gradients.mesh, cfg.check_replicas_every
+        mesh, params = gradients.mesh, [param for chunk in chunks for param in chunk.parameters()]
         copies = ((mesh.dp_cp, params), (mesh.tp, [p for p in params if p.shard is None]),
                   (mesh.embedding, [p for p in params if p.tied]))
         self.copies = [(axis, params) for axis, params in copies if axis.size > 1 and params]
         self.params = {p.global_name: p for _, params in self.copies for p in params}
-        self.waiting: tuple[Tensor, torch.cuda.Event | None] | None = None  # the number on its way, the event behind it
+        self.waiting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a result and when it is on the host
         self.compared = self.equal = None  # the last step that was compared, and the last that was found equal
 
     def step(self, step: int) -> None:
-        """Read the result before, and begin a comparison if one is due after this step; a GPU's host does not wait."""
+        """Read the last comparison's result, and begin another if one is due after `step`. No GPU waits for it."""
         self.flush()
         if self.every and step % self.every == 0:
             self._begin(step)
 
     def require_equal(self, step: int) -> None:
-        """Compare what `step` has left, and wait for the result: it is to be saved."""
+        """Compare what `step` has left and is to be saved, and wait for the result."""
         if self.every:
             self._begin(step)
             self.flush()
@@ -104,37 +102,34 @@ class Replicas:
     def _describe(self) -> str:
         """Name the first parameter that differs and its ranks, the same on all ranks. Collective over the world."""
         mesh, world = self.mesh, self.mesh.world
-        different = [param for (_, params), differs in zip(self.copies, self.differing)
-                     for param, differ in zip(params, differs.tolist()) if differ]
+        different = [param for (_, params), differing in zip(self.copies, self.differing)
+                     for param, differs in zip(params, differing.tolist()) if differs]
+        # The same key on all ranks that hold a copy: the tensor-parallel rank tells shards apart.
         mine = {(p.global_name, p.shard and mesh.tp.rank): tuple(self.sums[p.global_name].tolist()) for p in different}
-        everyone: list[dict] = [{}] * world.size
+        everyone: list = [None] * world.size
         mesh.activity.enter("agreement", world, 0)
         dist.all_gather_object(everyone, mine, group=world.group)
         mesh.activity.leave()
-        holders = defaultdict(lambda: defaultdict(list))  # (name, tp rank of a shard) -> value -> ranks
-        for rank, theirs in enumerate(everyone):
-            for key, value in theirs.items():
-                holders[key][value].append(rank)
-        (name, _), by_value = next(iter(holders.items()))
-        most = max(by_value.values(), key=len)
-        others = sorted(rank for ranks in by_value.values() if ranks is not most for rank in ranks)
-        more = len({name for name, _ in holders}) - 1
+        keys = list(dict.fromkeys(key for theirs in everyone for key in theirs))
+        name, part = keys[0]
+        values = {rank: theirs[name, part] for rank, theirs in enumerate(everyone) if (name, part) in theirs}
+        (usual, _), = Counter(values.values()).most_common(1)
+        most, others = ([rank for rank in values if (values[rank] == usual) == same] for same in (True, False))
+        more = len({name for name, _ in keys}) - 1
         return (f"iteration {self.compared}: {listed(others)} and {listed(most)} hold different copies of {name}"
                 + (f", and of {more} more" if more else "")
                 + (f"; after iteration {self.equal} they were equal" if self.equal is not None else "")
-                + ". A layer of your own must give every rank that holds a parameter the same gradient; else suspect "
-                "the memory of these ranks. Copies are compared before each save: start again from the newest checkpoint")
+                + ". A layer of your own must give all ranks that hold a parameter the same gradient; else suspect the "
+                "memory of these ranks. Each save came after a comparison: start again from the newest checkpoint")
 
 
 def checksum(x: Tensor) -> Tensor:
     """Add up the bits of x [..., n] as integers: [plain sum, sum of each times its position], int64, modulo 2^64."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    row_bytes = rows.shape[1] * rows.itemsize
-    words = rows.view(next(word for word in WORDS if row_bytes % word.itemsize == 0))
+    words = rows.view(next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
+                           if rows.shape[1] * rows.itemsize % word.itemsize == 0))
     by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
-    # A word's position is its row times the words in a row, plus its column. Neither sum needs a copy of x.
-    return torch.stack([by_row.sum(), _weighted(by_row) * words.shape[1] + _weighted(by_column)])
-
-
-def _weighted(sums: Tensor) -> Tensor:
-    return (sums * torch.arange(len(sums), device=sums.device)).sum()
+    # A word's position is its row times the words in a row, plus its column. So neither sum needs a copy of x.
+    place = torch.arange(max(words.shape), device=x.device)
+    weighted = (by_row * place[:len(by_row)]).sum() * words.shape[1] + (by_column * place[:len(by_column)]).sum()
+    return torch.stack([by_row.sum(), weighted])
