@@ -14,6 +14,7 @@ from layouts import GPT3, LLAMA, adapters_that_do_something, config, mesh_of
 
 from minitron.checkpoint.format import checkpoints
 from minitron.checkpoint.load import Start, find, restore
+from minitron.collectives import all_gather_into
 from minitron.data.build import Datasets
 from minitron.data.mock import MockDataset
 from minitron.dryrun import Recorder, recorded
@@ -21,6 +22,7 @@ from minitron.log import Log
 from minitron.model import gpt
 from minitron.model.layers import split_heads
 from minitron.optim.replicas import ReplicasDiffer, checksum
+from minitron.optim.slices import Slices
 from minitron.parallel import context
 from minitron.precision import use
 from minitron.train import build, train
@@ -55,18 +57,27 @@ class NormedHeads(gpt.Attention):
         return self.out(y.flatten(2), keys=mb.keys)
 
 
-def run(cfg, spoil=None, normed=False, stop_at=None):
+def late_gather(slices, buffer):
+    """Slices.gather that moves nothing before somebody waits for it."""
+    return SimpleNamespace(wait=partial(all_gather_into, buffer, slices.own(buffer), slices.axis))
+
+
+def run(cfg, spoil=None, attention=gpt.Attention, gather=Slices.gather, stop_at=None):
     """Train on this rank: what ReplicasDiffer said ("": nothing differed), what comparisons communicated, parameters.
 
-    spoil: called with the trainer after each step. normed: heads are. stop_at: the step after which a signal comes.
+    spoil: called with the trainer after each step. stop_at: the step after which a signal comes.
     """
+    with adapters_that_do_something(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt, "Attention", attention)
+        patch.setattr(Slices, "gather", gather)
+        return train_here(cfg, spoil, stop_at)
+
+
+def train_here(cfg, spoil, stop_at):
     torch.set_num_threads(1)
     recorder, t, said = Recorder(), cfg.train, ""
     mesh = recorded(mesh_of(cfg), recorder)
-    with adapters_that_do_something(), pytest.MonkeyPatch.context() as patch:
-        if normed:
-            patch.setattr(gpt, "Attention", NormedHeads)
-        trainer = build(cfg, mesh)
+    trainer = build(cfg, mesh)
     start = Start() if cfg.checkpoint.dir is None else find(cfg)
     restore(start, trainer.state)
     step = trainer.step
@@ -102,9 +113,9 @@ def parameter(trainer, name):
     return next(p for chunk in trainer.chunks for p in chunk.parameters() if p.global_name.endswith(name))
 
 
-def flip(rank, at, name, trainer):
-    """One bit of one element changes on one rank."""
-    if trainer.mesh.rank == rank and trainer.mesh.activity.step == at:
+def flip(ranks, at, name, trainer):
+    """One bit of one element changes on these ranks."""
+    if trainer.mesh.rank in ranks and trainer.mesh.activity.step == at:
         bits = parameter(trainer, name).view(torch.int32)
         bits[(0,) * bits.dim()] ^= 1
 
@@ -169,8 +180,12 @@ def test_a_healthy_run_is_left_alone(ranks, world, cfg):
 def test_never_compares_nothing(ranks, tmp_path):
     cfg = small(LLAMA, parallel=dict(tp=2, sequence_parallel=False), train=dict(check_replicas_every=0),
                 checkpoint=dict(dir=str(tmp_path), every=3))
-    assert [out[:2] for out in ranks(2, run, cfg, normed=True)] == [("", [])] * 2
+    assert [out[:2] for out in ranks(2, run, cfg, attention=NormedHeads)] == [("", [])] * 2
     assert list(checkpoints(tmp_path)) == [3, 6]
+
+
+def test_gathers_under_way_are_waited_for(ranks):
+    assert [said for said, *_ in ranks(2, run, small(LLAMA), gather=late_gather)] == ["", ""]
 
 
 def test_one_process_has_no_replicas():
@@ -193,29 +208,31 @@ def found(outputs):
 def test_a_gradient_that_no_rank_has_whole_is_noticed(ranks):
     """A norm by head under tp without sequence parallelism: each rank's gradient lacks what the others' heads add."""
     cfg = small(LLAMA, parallel=dict(tp=2, sequence_parallel=False))
-    assert found(ranks(2, run, cfg, normed=True)) == (
+    assert found(ranks(2, run, cfg, attention=NormedHeads)) == (
         f"iteration 2: rank 1 and rank 0 hold different copies of {NORMED}, and of 3 more")
     cfg = small(LLAMA, parallel=dict(tp=4, pp=2, sequence_parallel=False))
-    assert found(ranks(8, run, cfg, normed=True)) == (
+    assert found(ranks(8, run, cfg, attention=NormedHeads)) == (
         f"iteration 2: ranks 1, 2, 3 and rank 0 hold different copies of {NORMED}, and of 3 more")
 
 
 def test_a_gradient_that_is_summed_is_left_alone(ranks):
     """The same norm under sequence parallelism, where what is whole on every rank is summed over tp."""
     cfg = small(LLAMA, parallel=dict(tp=2))
-    assert [said for said, *_ in ranks(2, run, cfg, normed=True)] == ["", ""]
+    assert [said for said, *_ in ranks(2, run, cfg, attention=NormedHeads)] == ["", ""]
 
 
 def test_a_flipped_bit_is_noticed_though_the_next_update_repairs_it(ranks):
     cfg, name = small(LLAMA), "blocks.1.mlp.down.weight"
-    assert found(ranks(4, run, cfg, partial(flip, 2, 4, name))) == (
+    assert found(ranks(4, run, cfg, partial(flip, [2], 4, name))) == (
         f"iteration 4: rank 2 and ranks 0, 1, 3 hold different copies of {name}; after iteration 2 they were equal")
 
 
 def test_a_flipped_bit_of_a_frozen_weight_is_noticed(ranks):
     cfg, name = small(LLAMA, **LORA, parallel=dict(tp=2)), "blocks.0.attention.qkv.weight"
-    assert found(ranks(4, run, cfg, partial(flip, 1, 3, name))) == (  # of tp rank 1, which rank 3 has, too
+    assert found(ranks(4, run, cfg, partial(flip, [1], 3, name))) == (  # of tp rank 1, which rank 3 has, too
         f"iteration 4: rank 3 and rank 1 hold different copies of {name}; after iteration 2 they were equal")
+    assert found(ranks(4, run, cfg, partial(flip, [2, 3], 2, name))) == (  # of both tp ranks: two shards
+        f"iteration 2: rank 2 and rank 0 hold different copies of {name}, and of 1 more")
 
 
 def test_tied_weights_that_part_are_noticed(ranks):
@@ -225,7 +242,7 @@ def test_tied_weights_that_part_are_noticed(ranks):
 
 
 def test_the_last_comparison_is_read_before_the_run_ends(ranks):
-    assert found(ranks(2, run, small(LLAMA), partial(flip, 1, 6, "head.weight"))) == (
+    assert found(ranks(2, run, small(LLAMA), partial(flip, [1], 6, "head.weight"))) == (
         "iteration 6: rank 1 and rank 0 hold different copies of head.weight; after iteration 4 they were equal")
 
 
@@ -242,7 +259,8 @@ def test_replicas_are_compared_before_each_save_also_in_a_resumed_run(ranks, tmp
     assert found(ranks(2, run, cfg, partial(nudge, 1, 3, "head.norm.weight"), stop_at=stop_at)) == (
         f"iteration {iteration}: rank 1 and rank 0 hold different copies of head.norm.weight")
     assert list(checkpoints(tmp_path)) == [2]
-    assert [said for said, *_ in ranks(2, run, cfg)] == ["", ""]  # what was saved is sound
+    for said, records, _ in ranks(2, run, small(LLAMA, **keys)):  # what was saved is sound
+        assert not said and [record.axis for record in records] == ["tp", "world"] * 2  # once where both are due
     assert list(checkpoints(tmp_path)) == [4, 6]
 
 

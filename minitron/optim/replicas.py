@@ -115,9 +115,8 @@ class Replicas:
         values = {rank: theirs[name, part] for rank, theirs in enumerate(everyone) if (name, part) in theirs}
         (usual, _), = Counter(values.values()).most_common(1)
         most, others = ([rank for rank in values if (values[rank] == usual) == same] for same in (True, False))
-        more = len({name for name, _ in keys}) - 1
         return (f"iteration {self.compared}: {listed(others)} and {listed(most)} hold different copies of {name}"
-                + (f", and of {more} more" if more else "")
+                + (f", and of {len(keys) - 1} more" if len(keys) > 1 else "")
                 + (f"; after iteration {self.equal} they were equal" if self.equal is not None else "")
                 + ". A layer of your own must give all ranks that hold a parameter the same gradient; else suspect the "
                 "memory of these ranks. Each save came after a comparison: start again from the newest checkpoint")
