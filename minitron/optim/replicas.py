@@ -17,7 +17,9 @@ on ranks train different models, and the loss shows it much later or never. The 
     embedding    the tied weight, on the first and the last stage
 
 A comparison reads the parameters twice, every few hundred steps and before each save: so a checkpoint only ever holds
-what was just found equal. Left out: masters and moments, which differ sooner than the bf16 parameters made of them.
+what was just found equal. Copies over tp are equal because every rank makes the same sums in the same order; under
+sequence parallelism they are also summed over tp, otherwise it takes data groups of one shape and kernels without
+atomics. Left out: masters and moments, which differ sooner than the bf16 parameters made of them.
 """
 
 from __future__ import annotations
