@@ -109,6 +109,9 @@ class TrainConfig:
         "none", "what the backward pass computes again: nothing, norms and activations, or whole blocks")
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
+    check_replicas_every: int = key(
+        200, "steps between comparisons of the parameters that several ranks hold, which are also compared before each "
+        "save; if copies differ the run ends; 0: never", NOT_NEGATIVE)
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)")

@@ -394,10 +394,10 @@ def _add_rows(table, ids, rows, first, size, h, BLOCK: tl.constexpr):
         tl.atomic_add(table + local * h + columns, value, inside, sem="relaxed")
 
 
-def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
     """See minitron/plain.py. Tokens that share a row add in any order, so a deterministic run takes the plain one."""
-    if torch.are_deterministic_algorithms_enabled():
-        return plain.add_rows_(table, ids, first, rows)
+    if in_order or torch.are_deterministic_algorithms_enabled():
+        return plain.add_rows_(table, ids, first, rows, in_order=True)
     h = table.shape[1]
     _add_rows[(ids.numel(), triton.cdiv(h, 2048))](table, ids.contiguous(), rows.contiguous(), first, table.shape[0], h,
                                                    BLOCK=2048, num_warps=8)

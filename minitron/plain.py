@@ -172,12 +172,17 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
-def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
-    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h]."""
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
+    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h].
+
+    in_order: the sums are the same, bit by bit, whenever and wherever they are made.
+    """
     local = ids.flatten() - first
     elsewhere = (local < 0) | (local >= table.shape[0])
-    rows = rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
-    return table.index_add_(0, local.masked_fill(elsewhere, 0), rows.to(table.dtype))
+    local, rows = local.masked_fill(elsewhere, 0), rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
+    if in_order and table.is_cuda:  # there index_add_ adds in any order, and index_put_ sorts; on a CPU index_add_ does
+        return table.index_put_((local,), rows.to(table.dtype), accumulate=True)
+    return table.index_add_(0, local, rows.to(table.dtype))
 
 
 # ---- cross-entropy ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
 from minitron.mesh import Mesh
+from minitron.optim.replicas import ReplicasDiffer
 from minitron.rendezvous import meet
 from minitron.stop import Diverged, Stop
 from minitron.train import build, choose_kernels, train
@@ -73,7 +74,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         log = Log(cfg, rank, world, name)
         listener.alarm = log.alarm
     # What all ranks find alike is said once; DataError is an id in this rank's own samples.
-    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged), quiet=rank > 0):
+    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged, ReplicasDiffer), quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener)
         with watched(mesh, log, cfg.train.hang_seconds):

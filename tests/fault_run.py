@@ -5,6 +5,7 @@
     none
     sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
     nan       a weight becomes NaN before step 3
+    drift@R   from step 3 on rank R updates a norm's weight differently
     late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -114,6 +115,19 @@ def nan():
     Trainer.step = poisoned
 
 
+def drift(rank):
+    step = Trainer.step
+
+    def drifting(trainer, batches, lr):
+        stats = step(trainer, batches, lr)
+        if os.environ["RANK"] == rank and trainer.mesh.activity.step >= 3:
+            with torch.no_grad():
+                trainer.chunks[0].blocks["0"].norm1.weight.add_(0.01)
+        return stats
+
+    Trainer.step = drifting
+
+
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     now = stop.Stop.now
@@ -128,5 +142,5 @@ def late(port):
 
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1].split("@")
-    {"none": lambda: None, "sleep": sleep, "nan": nan, "late": late}[fault](*arguments)
+    {"none": lambda: None, "sleep": sleep, "nan": nan, "drift": drift, "late": late}[fault](*arguments)
     pretrain.main(sys.argv[2:])

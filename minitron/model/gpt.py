@@ -167,8 +167,11 @@ class Embedding(nn.Module):
     def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
         x = self.words(batch.tokens)
         if self.positions is not None:
-            rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
-            x = x + lookup(rows, self.positions, 0, self.layout.ops)
+            layout, rows = self.layout, batch.positions
+            if layout.sequence_parallel:
+                rows = slice_along(rows, layout.axis)
+            replicated = layout.axis.size > 1 and not layout.sequence_parallel  # gradients that nobody sums over tp
+            x = x + lookup(rows, self.positions, 0, layout.ops, in_order=replicated)
         if not self.training:
             return x
         return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.ops.drop_elements)

@@ -172,10 +172,10 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table that holds `first <= id < first + len(table)`; zeros for other ids."""
 
     @staticmethod
-    def forward(ctx, ids, table, first, ops):
+    def forward(ctx, ids, table, first, ops, in_order):
         local = ids - first
         elsewhere = (local < 0) | (local >= table.shape[0])
-        ctx.table, ctx.first, ctx.ops = table, first, ops
+        ctx.table, ctx.first, ctx.ops, ctx.in_order = table, first, ops, in_order
         ctx.save_for_backward(ids)
         return F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
@@ -183,18 +183,21 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx, dy):
         (ids,), table = ctx.saved_tensors, ctx.table
         if not hasattr(table, "main_grad"):
-            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy), None, None
+            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy, ctx.in_order), None, None, None
         if table.grad_stale:
             table.main_grad.zero_()
             table.grad_stale = False
-        ctx.ops.add_rows_(table.main_grad, ids, ctx.first, dy)
+        ctx.ops.add_rows_(table.main_grad, ids, ctx.first, dy, ctx.in_order)
         table.grad_ready()
-        return None, None, None, None
+        return None, None, None, None, None
 
 
-def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType) -> Tensor:
-    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h]."""
-    return _Lookup.apply(ids, table, first, ops)
+def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType, in_order: bool = False) -> Tensor:
+    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h].
+
+    in_order: ranks with the same ids and the same dy get the same gradient, bit by bit.
+    """
+    return _Lookup.apply(ids, table, first, ops, in_order)
 
 
 class VocabParallelEmbedding(nn.Module):

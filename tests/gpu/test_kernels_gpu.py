@@ -135,6 +135,16 @@ def test_rows_are_added(dtype, h):
     assert_close_rel(*tables, 2e-6)
 
 
+def test_rows_are_added_in_order():
+    """Replicas of learned positions drifted apart where documents restart them: each rank added in another order."""
+    from minitron import fused
+
+    ids, rows = torch.randint(0, 8, (2000, 4), device="cuda"), randn(2000, 4, 512)
+    sums = [fused.add_rows_(torch.zeros(8, 512, device="cuda"), ids, 0, rows, in_order=True) for _ in range(20)]
+    assert all(torch.equal(sums[0], other) for other in sums)
+    assert_close_rel(sums[0], fused.add_rows_(torch.zeros(8, 512, device="cuda"), ids, 0, rows), 1e-5)
+
+
 @dtypes
 @pytest.mark.parametrize("vocab, num_ids", [
     (96, 96), (8192, 8192), (20000, 20000), (96, 90), (128, 1), (1024, 1003), (20000, 19999), (20000, 8193),
