@@ -65,7 +65,10 @@ class Log:
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
         self._errors: ErrorLog | None = None
-        self._rank_log = self._metrics = self._dllogger = self._board = None
+        self._rank_log: _File | None = None
+        self._metrics: _File | None = None
+        self._dllogger: _File | None = None
+        self._board: _Board | None = None
         self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
@@ -220,8 +223,9 @@ class Log:
         """Once, from rank 0: the others write to the same disk, or say it in their logs."""
         if not self._warned and self.rank == 0:
             self._warned = True
-            self._say(f"warning: {where} cannot be written: {(error.strerror or str(error)).lower()}; training goes on, "
-                      "and records are missing in the logs until there is room")
+            reason = (error.strerror or str(error)).lower()
+            self._say(f"warning: {where} cannot be written: {reason}; training goes on, and records are missing in the "
+                      "logs until there is room")
 
     def _record_step(self, it: Iteration) -> None:
         if self._metrics is None and self._board is None:
@@ -267,16 +271,16 @@ class _File:
             try:
                 if self._file is None:
                     self._file = open(self.path, "ab", buffering=0)
-                self._cut()
+                self._cut(self._file)
                 while written < len(record):
                     written += self._file.write(record[written:])
                 self.lost = 0
             except OSError:
                 self.lost += 1
                 with suppress(OSError):
-                    if written:
+                    if written and self._file is not None:
                         self._torn = self._file.tell() - written
-                        self._cut()
+                        self._cut(self._file)
                 self._close()
                 raise
 
@@ -284,11 +288,11 @@ class _File:
         with self._lock:
             self._close()
 
-    def _cut(self) -> None:
+    def _cut(self, file: io.FileIO) -> None:
         """Take back half of a record."""
         if self._torn is not None:
-            if self._torn < self._file.seek(0, os.SEEK_END):
-                self._file.truncate(self._torn)
+            if self._torn < file.seek(0, os.SEEK_END):
+                file.truncate(self._torn)
             self._torn = None
 
     def _close(self) -> None:

@@ -19,8 +19,8 @@ A GPU's host is ahead of it. It comes to the gate only when the GPU is through w
 
 The same signal again ends a rank at once, but not within five seconds: there it is an echo, since Slurm signals every
 process and torchrun hands on what it gets. Of a SIGINT there is one echo, under torchrun: the terminal sends it to all
-processes and torchrun hands it on. So Ctrl+C pressed twice ends at once. And torchrun sends SIGTERM when a rank has died, for which a GPU would wait
-forever: whoever has been told to end and does not move gives up.
+processes and torchrun hands it on. So Ctrl+C pressed twice ends at once. And torchrun sends SIGTERM when a rank has
+died, for which a GPU would wait forever: whoever has been told to end and does not move gives up.
 
 **Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 this is how the loss scale finds its
 height: each such step halves it. Only at a scale of 1, where it cannot fall and where other formats always are, does
@@ -93,7 +93,8 @@ class Stop:
         self.mesh, self.log, self.max_skipped, self.listener = mesh, log, max_skipped, listener
         self.asked = self.agreed = self.skips = 0
         self.step_seconds = 0.0
-        self.first, self.times = {}, Counter()
+        self.first: dict[signal.Signals, float] = {}  # when each came, and how often
+        self.times: Counter[signal.Signals] = Counter()
 
     def now(self) -> bool:
         """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
@@ -128,7 +129,7 @@ class Stop:
         self.gate = Gate(connect())
         self.listener.hear, self.listener.look = self._hear, self._give_up
         if self.listener.kept:
-            self._hear(self.listener.kept)
+            self._hear(signal.Signals(self.listener.kept))
         return self
 
     def __exit__(self, *_) -> None:
@@ -147,7 +148,7 @@ class Stop:
     def _give_up(self) -> None:
         activity, patience = self.mesh.activity, max(PATIENCE_SECONDS, 2 * self.step_seconds)
         if self.asked == signal.SIGTERM and activity.idle() > patience and activity.action not in OWN_PACE:
-            self._end(self.asked, f"and has not moved for {activity.idle():.0f} s")
+            self._end(signal.SIGTERM, f"and has not moved for {activity.idle():.0f} s")
 
     def _end(self, number: signal.Signals, why: str) -> None:
         self.listener.end(f"{self.mesh.cell()} got {number.name} {why}: ends without saving in {self.mesh.activity}",

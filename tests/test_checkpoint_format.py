@@ -443,7 +443,7 @@ NAMES = st.one_of(
     st.sampled_from(["thesis.tmp-final", "notes.tmp-1", "latest.tmp", "latest.txt", "owner.txt", "step_1", "index.json",
                      "step_00000009", "step_00000009.tmp-8d21f06b", "probe.tmp-8d21f06b", "owner.1-5e0c91d2",
                      "owner.99-5e0c91d2", "rank_00000.safetensors", "aside.1-5e0c91d2"]),
-    st.from_regex(r"(step_\d{7,9}|probe|thesis|latest|owner)(\.\d{1,2})?(-|\.tmp-)([0-9a-g]{7,9}|\w{1,5})(\.tmp-\w{8})?",
+    st.from_regex(r"(step_\d{7,9}|probe|thesis|latest|owner)(\.\d\d?)?(-|\.tmp-)([0-9a-g]{7,9}|\w{3})(\.tmp-\w{8})?",
                   fullmatch=True, alphabet=st.characters(codec="ascii")))
 CONTENTS = st.one_of(st.binary(min_size=1, max_size=20),
                      st.sampled_from([b"latest", b"step_00000009 and more", b"the process owner", b'{"a": 1}']))
@@ -526,13 +526,13 @@ def test_a_checkpoint_with_a_file_of_somebody_s_stays(tmp_path):
     assert (tmp_path / "step_00000004").is_dir() and not list(tmp_path.glob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("what", [b"the latest news\n", b"", "step_00000002", {"a": b"b"}, b"step_00000002 and step_7\n"])
+@pytest.mark.parametrize("what", [b"the latest news\n", b"", "step_00000002", {"a": b"b"}, b"step_00000002 is best\n"])
 def test_a_latest_that_is_not_ours_is_not_replaced(tmp_path, what):
     write(tmp_path, 2)
     (tmp_path / "latest").unlink()
     put(tmp_path / "latest", what)
     before = everything_in(tmp_path)
     for call in lambda: make_writable(tmp_path), lambda: claim(tmp_path), lambda: begin(tmp_path, 3, 0):
-        with pytest.raises(CheckpointError, match="latest is damaged, or not minitron's, and a save would replace it; mo"):
+        with pytest.raises(CheckpointError, match="latest is damaged, or not minitron's, and a save would replace it"):
             call()
     assert everything_in(tmp_path) == before

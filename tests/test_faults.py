@@ -37,7 +37,7 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     with Run(tmp_path, "sleep@2", *layout, "train.hang_seconds=6", ranks=4) as run:
         run.wait_for('"step": 2', run.folder / "metrics.jsonl")
         status, _, output = run.end()
-    assert status == 1 and re.search(r"exitcode *: 124", output)  # of the watch: gloo's own timeout comes a minute later
+    assert status == 1 and re.search(r"exitcode *: 124", output)  # of the watch; gloo's timeout comes a minute later
     blocks = {int(rank): text for rank, text in re.findall(r"^rank (\d) (.*?)(?=^\S)", output, re.M | re.S)}
     for rank, cell in enumerate(("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0",
                                  "pp 1, dp 0, cp 0, tp 1")):

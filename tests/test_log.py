@@ -364,7 +364,7 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
                 for file in (log._metrics, log._dllogger, log._rank_log, log._board):
                     with files_of_at_most(file.path.stat().st_size + 20), monkeypatch.context() as patch:
                         if broken and step == 4:
-                            patch.setattr(_File, "_cut", lambda file: file._torn is not None and os.ftruncate(-1, 0))
+                            patch.setattr(_File, "_cut", lambda own, _: own._torn is None or os.ftruncate(-1, 0))
                         with monkeypatch.context() as others:
                             for other in ("_metrics", "_dllogger", "_rank_log", "_board"):
                                 if getattr(log, other) is not file:
