@@ -1,5 +1,7 @@
-"""Every recipe in configs/ loads, passes its checks and builds, rank by rank, at its real size, without its GPUs; and
-every job of the documents fits into them, as launch/ starts it: by the planner, and by a dry run of the fullest rank."""
+"""Every recipe in configs/ loads, passes its checks and builds, rank by rank, at its real size, without its GPUs.
+
+And every job of the documents, as launch/ starts it, fits into its GPUs by the planner and by a dry run.
+"""
 
 import os
 import re
@@ -172,18 +174,19 @@ NODES = {"175b": [16 << i for i in range(5)], "70b": [8 << i for i in range(6)],
 
 
 def given(*arguments: str, folder: Path) -> list[str]:
+    """Return the arguments: these jobs need no folder to be made in."""
     return list(arguments)
 
 
 def submitted(job: str, nodes: int, dtype: str, *, folder: Path) -> list[str]:
-    """The arguments with which a job of launch/ starts the trainer. Stand-ins for Slurm's commands run and print them."""
+    """Run a job of launch/ with stand-ins for Slurm's commands, and return the arguments that the trainer would get."""
     file = "finetune" if job in ("sft", "lora") else job
     for name, text in {"scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{file}.sbatch"',
                        "srun": 'while [ "$1" != -m ]; do shift; done; shift 2; printf "argument %s\\n" "$@"'}.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
-    env = {"STAGE_PATH": str(folder), "VENV": sys.prefix, "DTYPE": dtype, "FT_TYPE": job, "BASE": "/", "DATASET": "mock",
-           "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-9]",
+    env = {"STAGE_PATH": str(folder), "VENV": sys.prefix, "DTYPE": dtype, "FT_TYPE": job, "BASE": "/",
+           "DATASET": "mock", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node1",
            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", str(ROOT / "launch" / f"{file}.sbatch")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -192,7 +195,7 @@ def submitted(job: str, nodes: int, dtype: str, *, folder: Path) -> list[str]:
 
 
 def of_jube(tag: str, *, folder: Path) -> list[str]:
-    """The arguments that JUBE's file makes for a tag, its parameters put in by hand."""
+    """Put JUBE's parameters into each other, and return the arguments that the trainer gets for a tag."""
     parameters = {}
     for group in yaml.safe_load((ROOT / "launch/jube/nlp_benchmark.yaml").read_text())["parameterset"]:
         parameters |= {parameter["name"]: parameter for parameter in group["parameter"]
@@ -208,33 +211,36 @@ def of_jube(tag: str, *, folder: Path) -> list[str]:
 
 
 def documented_jobs():
-    """(GPUs, machine, what makes the arguments) of every job of the documents, and of the recipes beside them.
+    """Yield (GPUs, machine, function that makes the arguments) of every job of the documents, and of every recipe.
 
     Marked as slow to run dry: more GPUs than the fewest, what Slurm starts of a recipe, and bf16 where FP8 needs more.
     """
-    gke = yaml.safe_load((ROOT / "launch/helm/a3mega.yaml").read_text())["workload"]["gpus"]
-    for fp8 in ("none", "delayed"):
-        for name, (world, _) in JOBS.items():
-            if not name.endswith("jube"):
-                machine = A3_MEGA if name.endswith("gke") else H100
-                for gpus in (512, 1024, 2048) if name == "llama31_405b" else (gke,) if name.endswith("gke") else (world,):
-                    yield pytest.param(gpus, machine, partial(given, recipe(name), f"precision.fp8={fp8}"),
-                                       id=f"{name} {gpus} fp8={fp8}", marks=[pytest.mark.slow] * (gpus > world or fp8 == "none"))
-        for job, counts in NODES.items():
-            dtype = "bf16" if fp8 == "none" else "fp8"
+    a3_mega = yaml.safe_load((ROOT / "launch/helm/a3mega.yaml").read_text())["workload"]["gpus"]
+    assert a3_mega == JOBS["gpt3_175b_gke"][0]
+
+    def job(name, world, machine, arguments, *, slow=False):
+        return pytest.param(world, machine, arguments, id=f"{name} {world}", marks=[pytest.mark.slow] * slow)
+
+    for dtype, fp8 in ("bf16", "none"), ("fp8", "delayed"):
+        for name in [name for name in JOBS if not name.endswith("jube")]:
+            fewest, machine = JOBS[name][0], A3_MEGA if name.endswith("gke") else H100
+            for world in (512, 1024, 2048) if name == "llama31_405b" else (fewest,):
+                yield job(f"{name} {dtype}", world, machine, partial(given, recipe(name), f"precision.fp8={fp8}"),
+                          slow=world > fewest or dtype == "bf16")
+        for size, counts in NODES.items():
             for nodes in counts:
-                yield pytest.param(8 * nodes, H100, partial(submitted, job, nodes, dtype), id=f"{job} {8 * nodes} {dtype}",
-                                   marks=[pytest.mark.slow] * ((job, nodes, dtype) != ("sft", 1, "bf16")))
-    for tag, world in ("13", 32), ("175", 384):
-        yield pytest.param(world, A100_40GB, partial(given, recipe(f"gpt3_{tag}b_jube")), id=f"jube's own {tag}")
-        yield pytest.param(world, A100_40GB, partial(of_jube, tag), id=f"jube {tag}")
+                yield job(f"{size}.sbatch {dtype}", 8 * nodes, H100, partial(submitted, size, nodes, dtype),
+                          slow=(size, nodes, dtype) != ("sft", 1, "bf16"))
+    for tag in "13", "175":
+        world = JOBS[f"gpt3_{tag}b_jube"][0]
+        yield job(f"gpt3_{tag}b_jube", world, A100_40GB, partial(given, recipe(f"gpt3_{tag}b_jube")))
+        yield job(f"jube --tag {tag}", world, A100_40GB, partial(of_jube, tag))
 
 
-def unmarked(jobs):
-    return [pytest.param(*job.values, id=job.id) for job in jobs]
+DOCUMENTED = list(documented_jobs())
 
 
-@pytest.mark.parametrize("world, machine, arguments", unmarked(documented_jobs()))
+@pytest.mark.parametrize("world, machine, arguments", [pytest.param(*job.values, id=job.id) for job in DOCUMENTED])
 def test_a_documented_job_fits_by_the_planner(tmp_path, world, machine, arguments):
     cfg = cli.load(arguments(folder=tmp_path))
     cfg.check(world)
@@ -242,10 +248,12 @@ def test_a_documented_job_fits_by_the_planner(tmp_path, world, machine, argument
     assert job.fits, f"{job.memory_gib:.1f} GiB of {room_gib(machine):.1f}"
 
 
-@pytest.mark.parametrize("world, machine, arguments", list(documented_jobs()))
+@pytest.mark.parametrize("world, machine, arguments", DOCUMENTED)
 def test_a_documented_job_fits_by_a_dry_run(tmp_path, world, machine, arguments):
-    """Of the rank that the planner finds fullest, and of as many microbatches as fill the pipeline twice: later ones add
-    nothing. What GPUs of a node share is the planner's alone. Tolerance: that of test_planner.py."""
+    """Walk a step on the rank that the planner finds fullest, with microbatches that fill the pipeline twice.
+
+    Later ones add nothing. What GPUs of a node share is the planner's alone. Tolerance: that of test_planner.py.
+    """
     cfg = cli.load(arguments(folder=tmp_path))
     job, pp, dp = plan(cfg, world, machine), cfg.parallel.pp, cfg.dp(world)
     microbatches = min(cfg.num_microbatches(dp), 2 * pp)
@@ -258,7 +266,7 @@ def test_a_documented_job_fits_by_a_dry_run(tmp_path, world, machine, arguments)
 
 @pytest.mark.parametrize("name", [name for name in JOBS if "   as it is\n" in Path(recipe(name)).read_text()])
 def test_a_recipe_says_what_its_layout_costs(name):
-    """Lines of its comment: seconds and GiB in bf16 and in FP8, and the overrides, "and" for those of the line before."""
+    """Read its comment's lines: seconds and GiB in bf16 and in FP8, then overrides; "and" adds to the line before."""
     table = re.findall(r"^# +([\d.]+) s +([\d.]+) +([\d.]+) s +([\d.]+)   (.*)$", Path(recipe(name)).read_text(), re.M)
     overrides, fits = [], []
     for *figures, text in table:
@@ -268,11 +276,11 @@ def test_a_recipe_says_what_its_layout_costs(name):
         assert figures == [text for job in jobs for text in (f"{job.step_seconds:.2f}", f"{job.memory_gib:.1f}")]
         fits.append(all(job.fits for job in jobs))
     assert fits == [True] + [False] * (len(table) - 1) and len(table) > 1
-    assert f"{room_gib(H100):.1f} GiB by" in Path(recipe(name)).read_text()
+    assert f"{JOBS[name][0]} H100, which leave {room_gib(H100):.1f} GiB, by" in Path(recipe(name)).read_text()
 
 
 def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
-    """In its default layout, and not in the benchmark's own; as the comment beside it has them."""
+    """Compare the default layout with the benchmark's own, and both with the comment beside them."""
     own, default = (plan(cli.load(arguments), 384, A100_40GB) for arguments in (
         [recipe("gpt3_175b_jube")], of_jube("175", folder=tmp_path)))
     seconds = [20_000_000 / job.tokens_per_second for job in (own, default)]
