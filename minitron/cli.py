@@ -1,6 +1,6 @@
 """From the command line to a Config: defaults, then YAML files, then `section.key=value`; the later one wins.
 
-    python -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
+    torchrun --nproc-per-node 8 -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
 
 Files and overrides are brought into one form, a list of (dotted key, value). Each is first checked against its field,
 so that an error can name where it came from, what the key takes and which key was meant; then OmegaConf merges all of

@@ -185,7 +185,7 @@ def result_of(folder: Path, **variables: str) -> dict[str, str]:
 
 
 @needs_jube
-@pytest.mark.parametrize("size, nodes, tp, pp, gas, text", [(13, 8, 2, 4, 256, True), (175, 96, 8, 8, 16, False)])
+@pytest.mark.parametrize("size, nodes, tp, pp, gas, text", [(13, 8, 2, 4, 256, True), (175, 96, 4, 16, 16, False)])
 def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, tp, pp, gas, text):
     here = {}
     if text:
@@ -207,8 +207,8 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, t
         assert (baseline, verdict) == ("560", "pass" if 20_000_000 / tokens_per_second <= 560 else "fail")
     submitted = (tmp_path / "sbatch.txt").read_text().split()
     assert {f"--nodes={nodes}", "--gres=gpu:4", "--output=job.out"} <= set(submitted)
-    assert {f"configs/gpt3_{size}b_jube.yaml", f"parallel.tp={tp}", f"parallel.pp={pp}", "train.seq_len=2048",
-            f"train.global_batch_size={batch}", "train.micro_batch_size=1", "log.every=10",
+    assert {f"configs/gpt3_{size}b_jube.yaml", f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vp={6 if size == 175 else 1}",
+            "train.seq_len=2048", f"train.global_batch_size={batch}", "train.micro_batch_size=1", "log.every=10",
             f"train.steps={20 if size == 13 else 50}"} <= set(submitted)
     path = f"data.paths=[{tmp_path}/oscar_text_document]"
     assert ({"data.source=indexed", "data.split=7,3,1", path} if text else {"data.source=mock"}) <= set(submitted)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import DATA_PARALLEL
 
 from minitron import attention, cli, flops
 from minitron.data.build import build_datasets
@@ -41,7 +42,9 @@ GPT3 = ["model.family=gpt", "model.positions=learned", "model.tie_embeddings=tru
 
 
 def recipe(name, *overrides):
-    return cli.load([str(ROOT / "configs" / f"{name}.yaml"), *overrides])
+    """A recipe, of the smaller models without the layout that it has."""
+    plain = [] if name in ("gpt3_175b", "llama31_70b") else DATA_PARALLEL
+    return cli.load([str(ROOT / "configs" / f"{name}.yaml"), *plain, *overrides])
 
 
 # ---- what is counted -------------------------------------------------------------------------------------------------
