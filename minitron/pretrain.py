@@ -20,10 +20,11 @@ from minitron.config import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
+from minitron.memory import OutOfMemory
 from minitron.mesh import Mesh
 from minitron.rendezvous import meet
 from minitron.stop import Diverged, Stop
-from minitron.train import build, choose_kernels, train
+from minitron.train import build, check_room, choose_kernels, train
 from minitron.watch import watched
 
 
@@ -50,12 +51,13 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         choose_kernels(cfg, device)
+        check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
-    # What all ranks find alike is said once; DataError is an id in this rank's own samples.
-    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged), quiet=rank > 0):
+    # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
+    with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors((CheckpointError, Diverged), quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped)
         with watched(mesh, log, cfg.train.hang_seconds), stop:

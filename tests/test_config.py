@@ -112,7 +112,7 @@ def test_help_lists_every_key(capsys):
     ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
     ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
     ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
-    ("model.num_layers=", ["model.num_layers=null is not an integer"]),
+    ("model.num_layers=", ["model.num_layers= is empty, as a shell variable that is not set; give a value"]),
     ("model.num_layers.x=3", ["model.num_layers={x: 3} is not an integer"]),
     ("optimizer.lr=inf", ["optimizer.lr=inf is not a finite number; write for example optimizer.lr=0.003"]),
     ("optimizer.lr=-NaN", ["optimizer.lr=-NaN is not a finite number"]),
