@@ -45,11 +45,11 @@ FILE_BYTES = 1 << 20
 MAX_DEPTH = 8
 SHOWN = 200  # characters of a value in an error
 EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-NULLS = ("null", "Null", "NULL", "~", "")  # in a file, as YAML has it; on the command line null alone
+NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
 BOOLEANS = {word: truth for truth, words in ((True, ("true", "yes", "on")), (False, ("false", "no", "off")))
             for lower in words for word in (lower, lower.title(), lower.upper())}
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
-NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?\.(inf|nan)", re.I)
+NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?\.(inf|nan)", re.I)
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -88,7 +88,7 @@ def user_errors(kind: type[ValueError] | tuple[type[ValueError], ...] = ValueErr
         if quiet:
             time.sleep(QUIET_SECONDS)
         else:
-            print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+            print("error:", _short(error, 2000), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
@@ -105,17 +105,17 @@ def load(argv: list[str]) -> Config:
         else:
             raise ValueError(f"{_short(arg)} is neither a YAML file nor an override; write FILE.yaml or "
                              "section.key=value")
-    cfg = _apply_all(Config(), files)
-    changed = _apply_all(cfg, overrides)
+    cfg = functools.reduce(_apply, files, Config())
+    changed = functools.reduce(_apply, overrides, cfg)
     if cfg.precision.dtype == "fp16" != changed.precision.dtype:  # the files' loss scale goes with their fp16
         default = {f.name: f.default for f in fields(PrecisionConfig) if f.name.startswith("loss_scale")}
-        changed = _apply_all(replace(cfg, precision=replace(cfg.precision, **default)), overrides)
+        changed = functools.reduce(_apply, overrides, replace(cfg, precision=replace(cfg.precision, **default)))
     return changed
 
 
 def from_tree(tree: dict, origin: str) -> Config:
     """The Config of a nested mapping of JSON's, checked like a file. Errors are ValueErrors that begin with `origin`."""
-    return _apply(Config(), _written(tree), "", f"{origin}: ")
+    return _apply(Config(), (_written(tree), f"{origin}: "))
 
 
 def to_yaml(cfg: Config) -> str:
@@ -179,7 +179,7 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
     if depth > MAX_DEPTH:
         fail("it is nested too deeply")
     if isinstance(event, yaml.ScalarEvent):
-        return event.value if event.style else Plain("null" if event.value in NULLS else event.value)
+        return event.value if event.style else Plain(event.value if event.value not in ("", "~") else "null")
     items = []
     while not isinstance(inner := next(events), yaml.CollectionEndEvent):
         items.append(_node(inner, events, depth + 1))
@@ -214,14 +214,12 @@ def _listed(tree: Any) -> Any:
 # ---- from what was read to the dataclasses --------------------------------------------------------------------------
 
 
-def _apply_all(cfg: Config, sources: list[tuple[dict, str]]) -> Config:
-    for tree, origin in sources:
-        cfg = _apply(cfg, tree, "", origin)
-    return cfg
+def _apply(section: Any, source: tuple[dict, str], prefix: str = "") -> Any:
+    """`section` with the keys of a tree, converted. source: the tree, and what its errors begin with.
 
-
-def _apply(section: Any, tree: dict, prefix: str, origin: str) -> Any:
-    """`section` with the keys of `tree`, converted. Raises ValueError for an unknown key and for a wrong value."""
+    Raises ValueError for an unknown key and for a wrong value.
+    """
+    tree, origin = source
     hints, known, changes = _hints(type(section)), {f.name: f for f in fields(section)}, {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -229,7 +227,7 @@ def _apply(section: Any, tree: dict, prefix: str, origin: str) -> Any:
             raise ValueError(f"{origin}unknown key {_short(key)}; {_suggestion(name, list(known), prefix)}")
         inner = _without_none(hints[name])
         if is_dataclass(inner) and isinstance(value, dict):
-            changes[name] = _apply(getattr(section, name) or inner(), value, f"{key}.", origin)
+            changes[name] = _apply(getattr(section, name) or inner(), (value, origin), f"{key}.")
             continue
         try:
             changes[name] = _convert(hints[name], value)
@@ -245,10 +243,12 @@ class _Unfit(Exception):
 
 def _convert(hint: Any, value: Any) -> Any:
     """The value that was read, as the type says. Raises _Unfit."""
+    if isinstance(value, str) and "${" in value:
+        raise _Unfit("holds an interpolation ${...}, which is not expanded; write the value itself")
     bare = _without_none(hint)
     others = get_args(hint) if bare is not hint else (hint,)
     if isinstance(value, Plain):
-        if value == "null" and type(None) in others:
+        if value in NULLS and type(None) in others:
             return None
         if value in BOOLEANS and bool in others:
             return BOOLEANS[value]
@@ -279,11 +279,9 @@ def _text(value: str, numbers: bool) -> str:
     """numbers: whether a number without quotes is text, too."""
     if value == "":
         raise _Unfit("is empty, as a shell variable that is not set; give a value, or drop the key")
-    if "${" in value:
-        raise _Unfit("holds an interpolation ${...}, which is not expanded; write the value itself")
     if UNPRINTABLE.search(value):
         raise _Unfit("holds a character that cannot be printed; rename it")
-    if isinstance(value, Plain) and (value in ("null", "???", *BOOLEANS) or not numbers and NUMBER.fullmatch(value)):
+    if isinstance(value, Plain) and (value in (*NULLS, *BOOLEANS, "???") or not numbers and NUMBER.fullmatch(value)):
         raise _Unfit
     return str(value)
 

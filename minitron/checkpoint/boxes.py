@@ -13,12 +13,12 @@ From there on nobody knows of layouts: a wanted box is put together from the sav
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from minitron.parallel.tensor import Shard
@@ -96,9 +96,13 @@ def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     How often each element is held follows from corners alone: +1 from a box's first corner on, -1 from the next one
     along each dim, and so on. The corners of all boxes must leave those of the whole; no pair of boxes is looked at.
     """
-    signs = [(ends, (-1) ** sum(ends)) for ends in product((0, 1), repeat=len(shape))]
-    held = defaultdict(int)
-    for times, box in ((-1, Box((0,) * len(shape), shape)), *((1, box) for box in boxes)):
-        for ends, sign in signs:
-            held[tuple([s + n * end for s, n, end in zip(*box, ends, strict=True)])] += times * sign
-    return not any(held.values())
+    if not shape:
+        return len(boxes) == 1
+    starts, sizes = (np.array(numbers, np.int64) for numbers in zip(((0,) * len(shape), shape), *boxes, strict=True))
+    signs = np.array([-1] + [1] * len(boxes))
+    ends = list(product((0, 1), repeat=len(shape)))
+    corners = np.concatenate([starts + sizes * end for end in ends])
+    held = np.concatenate([signs * (-1) ** sum(end) for end in ends])
+    order = np.lexsort(corners.T)
+    new = np.diff(corners[order], axis=0, prepend=-1).any(axis=1)
+    return not np.add.reduceat(held[order], np.flatnonzero(new)).any()

@@ -344,8 +344,9 @@ class Reader:
         try:
             index = _read_index(self.index)
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
-            self.config, self.layout, self.state, self.files, self._tensors = (
-                _mapping(index[part], part) for part in ("config", "layout", "state", "files", "tensors"))
+            self.config, self.layout, self.state = (
+                _mapping(index[part], part) for part in ("config", "layout", "state"))
+            self.files, self._tensors = index["files"], index["tensors"]
             self._check_head()
             self._check_tensors()
         except CheckpointError:
@@ -358,7 +359,7 @@ class Reader:
         folder = STEP.fullmatch(self.path.name)
         if folder and int(folder[1]) != self.iteration:
             raise CheckpointError(f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
-                                  "give the folder its old name back")
+                                  "give it its old name back, or the index.json of its safetensors")
         for section in self.config:
             _mapping(self.config[section], f"config.{section}")
         _counts(*self.layout.values())
@@ -379,7 +380,8 @@ class Reader:
         used: set[tuple[str, str]] = set()
         for name in self._tensors:
             for kind in self.kinds(name):
-                self.dtype(name, kind)
+                if not (self.dtype(name, kind) and self._tensors[name]["kinds"][kind]["boxes"]):
+                    raise ValueError(f"{kind} of {name} has no boxes")
                 found, whole = list(self._boxes(name, kind)), self.shape(name)
                 _counts(*whole, *(number for _, _, box in found for part in box for number in part))
                 if len(whole) > MAX_DIMS or not covers(whole, [box for *_, box in found]) or not all(

@@ -30,7 +30,7 @@ from typing import Protocol
 import sentencepiece
 import tiktoken
 
-from minitron.files import parse_json, read_bytes
+from minitron.files import parse_json, size_of
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -199,6 +199,8 @@ def _read(path: Path) -> bytes:
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     try:
-        return read_bytes(path, TOKENIZER_BYTES)
+        if size_of(path) > TOKENIZER_BYTES:
+            raise OSError(f"it has more than {TOKENIZER_BYTES} bytes")
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error}); correct its permissions or the path") from error
