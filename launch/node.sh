@@ -31,9 +31,9 @@ done
 # to obey, and this shell waits for it.
 logs=$(mktemp -d) status=0
 trap : TERM
-"${profiler[@]}" "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
-    --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_backend c10d --max_restarts 0 \
-    --log_dir "$logs" --tee 3 "$@" || status=$?
+PET_LOG_DIR=$logs "${profiler[@]}" "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
+    --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_backend c10d --max_restarts 0 --tee 3 \
+    "$@" || status=$?
 [ "$status" = 0 ] || grep -rh '^error: ' "$logs" | tail -n 1 >&2 || true
 rm -rf "$logs"
 exit "$status"

@@ -370,8 +370,8 @@ def _shown(value: Any) -> str:
 
 
 def _short(text: object, most: int = SHOWN) -> str:
-    """On one line, the end of a long one cut off."""
-    line = " ".join(str(text).split())
+    """On one line, without what a terminal would obey, the end of a long one cut off."""
+    line = UNPRINTABLE.sub("?", " ".join(str(text).split()))
     return line if len(line) <= most else f"{line[:most]}..."
 
 
