@@ -120,7 +120,18 @@ def from_tree(tree: dict, origin: str) -> Config:
 
 def to_yaml(cfg: Config) -> str:
     """Every key of `cfg` as YAML, which `load` reads back to an equal Config."""
-    return yaml.safe_dump(_listed(asdict(cfg)), sort_keys=False, allow_unicode=True, width=10**6)
+    return yaml.dump(_listed(asdict(cfg)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that are something else without quotes here, and not for YAML: 1e3."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        quotes = "'" if text == "???" or NUMBER.fullmatch(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, quotes)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 # ---- reading: to mappings, lists, str and Plain ----------------------------------------------------------------------
@@ -264,7 +275,7 @@ def _convert(hint: Any, value: Any) -> Any:
     elif bare is str and isinstance(value, str):
         return _text(value, numbers=bool not in others)
     elif bare is int and isinstance(value, Plain) and INTEGER.fullmatch(value):
-        if len(value) > 18:
+        if len(value.lstrip("+-")) > 18:
             raise _Unfit("has more than 18 digits; use a smaller number")
         return int(value)
     elif bare is float and isinstance(value, Plain) and NUMBER.fullmatch(value):

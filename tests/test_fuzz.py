@@ -42,7 +42,7 @@ def run_all(commands: list[Command], folder: Path) -> None:
                           stdout=subprocess.PIPE, cwd=folder, env=env, check=True)
     results = list(map(json.loads, done.stdout.splitlines()))
     assert len(results) == len(commands)
-    wrong = [f"{module} {str(arguments)[:300]}\n    {result[0]}, {result[2]:.1f} s, {result[3] >> 20} MiB: "
+    wrong = [f"{module} {str(arguments[-4:])[:300]}\n    {result[0]}, {result[2]:.1f} s, {result[3] >> 20} MiB: "
              f"{result[1][-700:]!r}"
              for (module, arguments), result in zip(commands, results) if not fails_well(*result)]
     assert not wrong, f"{len(wrong)} of {len(commands)}:\n" + "\n".join(wrong)

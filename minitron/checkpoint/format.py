@@ -388,6 +388,8 @@ class Reader:
                         file in self.files for file, _, _ in found):
                     raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
                 for file, key, _ in found:
+                    if not isinstance(key, str):
+                        raise ValueError(f"the key {key!r} is no text")
                     if (file, key) in used:
                         raise CheckpointError(f"{self.index}: two boxes are {key!r} of {file}")
                     used.add((file, key))
