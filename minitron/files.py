@@ -1,7 +1,7 @@
 """Read files that a user names: they may be pipes, devices, a terabyte, or JSON that is made to hurt.
 
-Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN, numbers without bounds and
-a thousand brackets in a way of its own. Here each of these is an OSError or a ValueError, as a missing file is.
+Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN and infinite numbers and
+gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run commands of minitron one by one, each in a fork of this process, and measure them.
 
-stdin: a JSON list of [module, [argument, ...]]; stdout: a line of JSON for each, [status, stderr, CPU seconds, peak bytes].
-The modules are imported once: a command costs a fork, not the import of torch. status: None if it had to be killed.
+stdin: a JSON list of [module, [argument, ...]]; stdout: a line of JSON for each: [status, stderr, CPU seconds, peak
+bytes]. The modules are imported once: a command costs a fork, not the import of torch. status: None if it was killed.
 """
 
 import importlib

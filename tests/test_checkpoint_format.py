@@ -8,8 +8,8 @@ import itertools
 import json
 import os
 import shutil
-import time
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -267,7 +267,8 @@ def test_boxes_are_checked_in_linear_time(shape):
     def seconds(n: int) -> float:
         whole = shape(n)
         dim = whole.index(n)
-        boxes = [Box(tuple(i * (d == dim) for d in range(len(whole))), (*whole[:dim], 1, *whole[dim + 1:])) for i in range(n)]
+        size = (*whole[:dim], 1, *whole[dim + 1:])
+        boxes = [Box(tuple(i * (d == dim) for d in range(len(whole))), size) for i in range(n)]
         begin = time.process_time()
         assert covers(whole, boxes) and not covers(whole, [*boxes[1:], boxes[-1]])
         return time.process_time() - begin

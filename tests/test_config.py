@@ -207,7 +207,8 @@ def test_mistakes_are_one_line_and_status_1():
 
 # ---- values arrive as typed ---------------------------------------------------------------------------------------
 
-TYPED = ["2026_11_22", "8e12345", "010", "12:30", "/a #b", "1_000", "0x10", "2026-11-22", "1e400", "a: b", "- a", "*a", "&a",
+TYPED = ["2026_11_22", "8e12345", "010", "12:30", "/a #b", "1_000", "0x10", "2026-11-22", "1e400", "a: b", "- a",
+         "*a", "&a",
          "!b", "%c", "@d", "`e", "| f", "a, b", "#", "?", "a=b", "Ünïcode 中", "~/x", "inf", ".nan", "1.", "nUll", "a'b"]
 
 
@@ -251,7 +252,8 @@ def test_what_a_value_is_not(argument, message):
 
 def test_nothing_is_said_by_null(tmp_path):
     (tmp_path / "a.yaml").write_text("checkpoint: {dir: ~, load: }\nmodel: {num_kv_heads: Null}\n")
-    cfg = cli.load(["log.dir=x", "checkpoint.every=3", str(tmp_path / "a.yaml"), "log.dir=null", "checkpoint.every=null"])
+    cfg = cli.load(["log.dir=x", "checkpoint.every=3", str(tmp_path / "a.yaml"), "log.dir=null",
+    "checkpoint.every=null"])
     assert (cfg.checkpoint.dir, cfg.checkpoint.load, cfg.model.num_kv_heads, cfg.log.dir, cfg.checkpoint.every) == (None,) * 5
 
 
@@ -285,8 +287,10 @@ def values_of(hint) -> st.SearchStrategy:
         hints = typing.get_type_hints(hint)
         return st.builds(hint, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(hint)})
     texts = st.one_of(st.sampled_from([*TYPED, "null", "true", "~", "no", "3", "[a]", "'", "???"]), st.text(
-        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1).filter(lambda text: "${" not in text))
-    return {int: st.integers(-10**17, 10**17), float: st.floats(allow_nan=False, allow_infinity=False), bool: st.booleans(),
+        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")),
+        min_size=1).filter(lambda text: "${" not in text))
+    return {int: st.integers(-10**17, 10**17), float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
             str: texts, type(None): st.none()}[hint]
 
 
@@ -318,7 +322,8 @@ FP8 = ["precision.fp8=current"]
     (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
     (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
     (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
-    (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"]),
+    (["precision.loss_scale=0"], 1,
+     ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"]),
     (["precision.loss_scale=0.5", "precision.dtype=fp16"], 1, ["precision.loss_scale=0.5 is below 1", "use 1 or more"]),
     (["precision.loss_scale=4096"], 1,
      ["precision.loss_scale=4096.0 has no effect with precision.dtype=bf16; drop it, or set precision.dtype=fp16"]),
@@ -326,7 +331,8 @@ FP8 = ["precision.fp8=current"]
     (["precision.loss_scale_hysteresis=7"], 1, ["precision.loss_scale_hysteresis=7 has no effect"]),
     (["lora.alpha=1e300"], 1, ["lora.alpha=1e+300 is more than any run can use; use at most 1e+38"]),
     (["train.max_skipped=1000000000001"], 1, ["is more than any run can use; use at most 1000000000000"]),
-    (["model.num_layers=2000000"], 1, ["model.num_layers=2000000 is more than a model of this kind can have; use at most 10000"]),
+    (["model.num_layers=2000000"], 1,
+     ["model.num_layers=2000000 is more than a model of this kind can have; use at most 10000"]),
     (["model.hidden_size=10000000001"], 1,
      ["model.num_heads=8 does not divide model.hidden_size=10000000001; use 1, 101, 3541"]),
     (["log.dir=~nobody-here/x"], 1, ["log.dir=~nobody-here/x: ~nobody-here is nobody's home; write the whole path"]),
