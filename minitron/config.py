@@ -116,7 +116,8 @@ class TrainConfig:
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)")
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
-    hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", COUNT)
+    hang_seconds: int = key(
+        600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
     max_skipped: int = key(
         10, "so many updates in a row, skipped for gradients that are not finite, end the run; fp16's do not count "
         "while the loss scale can fall", COUNT)

@@ -19,17 +19,37 @@ themselves (workspaces, NCCL's buffers, the context) and the allocator's fragmen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.meta import once
 
 GRANULARITY = 512  # bytes, to a multiple of which torch's CUDA allocator rounds up
+ADVICE = ("use more ranks (parallel.tp, parallel.pp) or a smaller model; tools/plan.py says what each part of a layout "
+          "takes")
 UNLABELLED = "activations"
 _once = lru_cache(None)(once)
+
+
+class OutOfMemory(ValueError):
+    """A device has no room for a part of the model: one line that names the part."""
+
+
+@contextmanager
+def room_for(part: str) -> Iterator[None]:
+    """Turn an allocation that fails inside into an OutOfMemory that names the part."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # the CPU's allocator has no class of its own
+        full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not (full or "can't allocate memory" in str(error)):
+            raise
+        raise OutOfMemory(f"out of memory at {part}; {ADVICE}") from error
 
 
 class MemoryWalk(TorchDispatchMode):

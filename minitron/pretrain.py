@@ -27,11 +27,12 @@ from minitron.config import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.log import Log
+from minitron.memory import OutOfMemory
 from minitron.mesh import Mesh
 from minitron.optim.replicas import ReplicasDiffer
 from minitron.rendezvous import meet
 from minitron.stop import Diverged, Stop
-from minitron.train import build, choose_kernels, train
+from minitron.train import build, check_room, choose_kernels, train
 from minitron.watch import watched
 
 
@@ -68,13 +69,15 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         choose_kernels(cfg, device)
+        check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
         listener.alarm = log.alarm
-    # What all ranks find alike is said once; DataError is an id in this rank's own samples.
-    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged, ReplicasDiffer), quiet=rank > 0):
+    # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
+    alike = CheckpointError, Diverged, ReplicasDiffer
+    with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener)
         with watched(mesh, log, cfg.train.hang_seconds):

@@ -10,6 +10,7 @@ goes on without a pause; the figures of n are logged after that.
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from minitron.config import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.log import Log
+from minitron.memory import ADVICE, OutOfMemory, room_for
 from minitron.mesh import Mesh
 from minitron.meter import Meter, Samples
 from minitron.model import lora
@@ -36,6 +38,7 @@ from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.tensor import choose_apex
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import Forward, stage_layers
+from minitron.planner.memory import PARTS, Memory
 from minitron.precision import DTYPES
 from minitron.profiling import profiled
 from minitron.stop import Stop
@@ -142,6 +145,21 @@ def choose_kernels(cfg: Config, device: torch.device) -> attention.Backend:
                             documents=cfg.data.separate_documents)
 
 
+def check_room(cfg: Config, world: int, device: torch.device) -> None:
+    """Raises OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
+
+    A machine without so much would not refuse an allocation: it would swap for hours, or kill the process.
+    """
+    memory = Memory(cfg, world, gpus_per_node=1)
+    parts = max(map(memory.lasting_parts, range(cfg.parallel.pp)), key=sum)
+    has = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else
+           os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if sum(parts) > has:
+        sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(PARTS, parts) if size)
+        raise OutOfMemory(f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes}), and this "
+                          f"{device.type} has {has / 2**30:.1f}; {ADVICE}")
+
+
 def build(cfg: Config, mesh: Mesh) -> Trainer:
     """This rank's part of the model, initialised, with everything that trains it. Collective over the world."""
     m, pp, vp = cfg.model, mesh.pp, cfg.parallel.vp
@@ -155,9 +173,11 @@ def build(cfg: Config, mesh: Mesh) -> Trainer:
         for chunk in chunks:
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
-    gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
-                          overlap=cfg.parallel.overlap_grads)
-    optimizer = Zero1Optimizer(gradients, cfg.optimizer, choose_apex(cfg.train.kernels, mesh.device))
+    with room_for("the gradients"):
+        gradients = Gradients(chunks, mesh, sequence_parallel=cfg.parallel.sequence_parallel,
+                              overlap=cfg.parallel.overlap_grads)
+    with room_for("the optimizer's masters and moments"):
+        optimizer = Zero1Optimizer(gradients, cfg.optimizer, choose_apex(cfg.train.kernels, mesh.device))
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
                         on_last_backward=gradients.begin_last_backward)

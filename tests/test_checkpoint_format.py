@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -235,6 +236,22 @@ def tensors_with(**box) -> dict:
     (dict(files=3), "not as version 1 has it: AttributeError"),
     (dict(tensors=3), "not as version 1 has it: TypeError"),
     (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
+    (dict(iteration=4), "is of iteration 4, and its folder says 00000003; give it its old name back"),
+    (dict(iteration=1 << 60), "1152921504606846976 is no count"),
+    (dict(consumed_samples=True), "True is no count"),
+    (dict(config=[]), "config is no object"),
+    (dict(config={"model": 3}), "config.model is no object"),
+    (dict(layout={"tp": 1.5}), "1.5 is no count"),
+    (dict(state={"data": []}), "state.data is no object"),
+    (dict(state={"data": {"train_samples": -1}}), "-1 is no count"),
+    (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is no counter"),
+    (dict(state={"optimizer_steps": float("nan")}), "NaN is no number of JSON"),
+    (dict(state={"loss_scale": 0.5}), "loss_scale=0.5 is no loss scale"),
+    (dict(tensors=tensors_with(key=3)), "the key 3 is no text"),
+    (dict(tensors=tensors_with(file=[])), "not as version 1 has it: TypeError"),
+    (dict(tensors=tensors_with(start=[0.0])), "0.0 is no count"),
+    (dict(tensors=tensors_with(shape="7")), "'7' is no count|7 is no count"),
+    (dict(tensors={name: tensors_with()["b.bias"] for name in "ab"}), "two boxes are 'k' of part_00000.safetensors"),
 ])
 def test_a_foreign_index_is_refused(tmp_path, changes, message):
     write(tmp_path)
@@ -242,6 +259,21 @@ def test_a_foreign_index_is_refused(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         Reader(tmp_path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [lambda n: (4, n), lambda n: (n, 4), lambda n: (n,)])
+def test_boxes_are_checked_in_linear_time(shape):
+    """Columns of a matrix all reach over its first row: a sweep over rows compared each with all others."""
+    def seconds(n: int) -> float:
+        whole = shape(n)
+        dim = whole.index(n)
+        size = (*whole[:dim], 1, *whole[dim + 1:])
+        boxes = [Box(tuple(i * (d == dim) for d in range(len(whole))), size) for i in range(n)]
+        begin = time.process_time()
+        assert covers(whole, boxes) and not covers(whole, [*boxes[1:], boxes[-1]])
+        return time.process_time() - begin
+
+    assert seconds(40_000) < 40 * max(seconds(4_000), 0.005)
 
 
 def test_a_box_that_is_not_what_the_index_says(tmp_path):

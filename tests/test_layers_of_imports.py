@@ -31,7 +31,7 @@ LAYERS = [
     ("cli",),
     ("config", "rules"),
     ("pipeline.simulate", "pipeline.check", "pipeline.schedule"),
-    ("flops", "signals"),
+    ("flops", "files", "signals"),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}

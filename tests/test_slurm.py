@@ -379,12 +379,31 @@ def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
            "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
-    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain",
+    *arguments],
                            env=env, capture_output=True, text=True, check=True).stdout
     nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
             "-o /r/noderank-1 ") * profiled
     assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
     assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
+
+
+@pytest.mark.parametrize("said, last", [("error: a rank's mistake", "error: a rank's mistake"),
+                                        ("Traceback", "a page of torchrun")])
+def test_a_node_says_the_error_last(tmp_path, said, last):
+    (tmp_path / "python").write_text(f'''#!/usr/bin/env bash
+mkdir "$PET_LOG_DIR/0"
+echo "{said}" | tee "$PET_LOG_DIR/0/stderr.log" >&2
+echo "a page of torchrun" >&2
+exit 3
+''')
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8"], env=env, capture_output=True,
+    text=True)
+    assert done.returncode == 3 and done.stderr.splitlines()[-1] == last
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]  # the ranks' logs went
 
 
 TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (

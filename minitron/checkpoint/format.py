@@ -36,18 +36,20 @@ where only weights were, `fp8_history`. The boxes of a kind hold each element on
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import socket
-import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -55,6 +57,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
+from minitron.files import parse_json, read_bytes, size_of
 from minitron.precision import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
@@ -68,6 +71,9 @@ INDEX_BEGIN, OWNER_BEGIN = b'{"checksum": "', b"process "
 # What lies in a folder that a save wrote; .nfs* are deleted files that somebody has open.
 SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
+INDEX_BYTES = 2 << 30
+MAX_COUNT, MAX_DIMS = 1 << 48, 8
+COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
@@ -334,7 +340,7 @@ class Writer(AbstractContextManager):
     def __init__(self, directory: str | os.PathLike, iteration: int, config: dict):
         self.about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {},
                       "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)}
-        self.temporary = begin(Path(directory).expanduser(), iteration, 0)
+        self.temporary = begin(Path(os.path.expanduser(directory)), iteration, 0)
         self.waiting: list[Piece] = []
         self.shards: list[tuple] = []
 
@@ -395,28 +401,62 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))
         if not STEP.fullmatch(self.path.name):
             self.path = newest(self.path) or self.path
         self.index = self.path / "index.json"
         try:
             index = _read_index(self.index)
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
-            self.config, self.layout, self.state = (dict(index[part]) for part in ("config", "layout", "state"))
+            self.config, self.layout, self.state = (
+                _mapping(index[part], part) for part in ("config", "layout", "state"))
             self.files, self._tensors = index["files"], index["tensors"]
-            for file, record in self.files.items():
-                _counts(record["bytes"])
-                if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
-                    raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
-            for name, kind in ((name, kind) for name in self._tensors for kind in self.kinds(name)):
-                files, _, boxes = zip(*self._boxes(name, kind))
-                _counts(*self.shape(name), *(number for box in boxes for number in (*box.start, *box.shape)))
-                if not (covers(self.shape(name), boxes) and self.files.keys() >= set(files)):
-                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+            self._check_head()
+            self._check_tensors()
         except CheckpointError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.index} is not as version 1 has it: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
+
+    def _check_head(self) -> None:
+        """All but the tensors. Raises ValueError and what wrong types do."""
+        folder = STEP.fullmatch(self.path.name)
+        if folder and int(folder[1]) != self.iteration:
+            raise CheckpointError(f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
+                                  "give it its old name back, or the index.json of its safetensors")
+        for section in self.config:
+            _mapping(self.config[section], f"config.{section}")
+        _counts(*self.layout.values())
+        data = _mapping(self.state.get("data", {}), "state.data")
+        _counts(*(data[name] for name in ("train_samples", "valid_samples") if name in data))
+        for name in COUNTERS:
+            if not -1 << 31 < self.state.get(name, 0) < 1 << 31:
+                raise ValueError(f"{name}={self.state[name]} is no counter")
+        if not 1 <= (scale := self.state.get("loss_scale", 1)) < math.inf:
+            raise ValueError(f"loss_scale={scale} is no loss scale")
+        for file, record in self.files.items():
+            _counts(record["bytes"])
+            if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
+                raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+
+    def _check_tensors(self) -> None:
+        """Every box. Raises ValueError and what wrong types do."""
+        used: set[tuple[str, str]] = set()
+        for name in self._tensors:
+            for kind in self.kinds(name):
+                if not (self.dtype(name, kind) and self._tensors[name]["kinds"][kind]["boxes"]):
+                    raise ValueError(f"{kind} of {name} has no boxes")
+                found, whole = list(self._boxes(name, kind)), self.shape(name)
+                _counts(*whole, *(number for _, _, box in found for part in box for number in part))
+                if len(whole) > MAX_DIMS or not covers(whole, [box for *_, box in found]) or not all(
+                        file in self.files for file, _, _ in found):
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+                for file, key, _ in found:
+                    if not isinstance(key, str):
+                        raise ValueError(f"the key {key!r} is no text")
+                    if (file, key) in used:
+                        raise CheckpointError(f"{self.index}: two boxes are {key!r} of {file}")
+                    used.add((file, key))
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -445,18 +485,23 @@ class Reader:
         wanted = Box(tuple(start), tuple(shape))
         assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
-        for file, key, stored in self._boxes(name, kind):
-            if common := stored.meet(wanted):
-                try:
-                    with safe_open(self.path / file, framework="pt") as opened:
-                        part = opened.get_slice(key)
-                        if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
-                            raise CheckpointError(f"{self.path / file}: {key} is not of the dtype and shape that "
-                                                  "index.json says")
-                        result[common.within(wanted)] = part[common.within(stored)]
-                except (SafetensorError, OSError) as error:
-                    raise CheckpointError(f"{self.path / file} cannot be read: {error}") from error
+        for file, group in groupby(self._boxes(name, kind), itemgetter(0)):
+            if found := [(key, stored, common) for _, key, stored in group if (common := stored.meet(wanted))]:
+                self._read_boxes(self.path / file, found, wanted, result)
         return result
+
+    def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
+        """Copy what `wanted` has in common with each (key, box) of a file."""
+        _size(path)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for key, stored, common in found:
+                    part = opened.get_slice(key)
+                    if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
+                        raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
+                    result[common.within(wanted)] = part[common.within(stored)]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Size and checksum of these files, by default of all. Raises CheckpointError naming the first bad one."""
@@ -480,28 +525,30 @@ class Reader:
 def _counts(*values: object) -> tuple[int, ...]:
     """Raises ValueError for what is no count: JSON knows floats, truth values, and numbers of any size."""
     for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ValueError(f"{value!r} is no count")
+        if type(value) is not int or not 0 <= value < MAX_COUNT:
+            raise ValueError(f"{str(value)[:40]} is no count")
     return values
+
+
+def _mapping(value: object, what: str) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no object")
+    return value
 
 
 def _size(path: Path) -> int:
     """Bytes of a regular file: a device or a pipe might never end. Raises CheckpointError."""
     with disk_errors(path):
-        found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no regular file")
-    return found.st_size
+        return size_of(path)
 
 
 def _read_index(path: Path) -> dict:
     """The index, once its checksum, format and version are as they should be. Raises CheckpointError."""
-    _size(path)
     with disk_errors(path):
-        first, _, body = path.read_bytes().partition(b"\n")
+        first, _, body = read_bytes(path, INDEX_BYTES).partition(b"\n")
     if first.decode(errors="replace") != f'{{"checksum": "{_crc(body)}",':
         raise CheckpointError(f"{path} is damaged, or no index of minitron: its first line is no checksum of the rest")
-    index = json.loads(b"{" + body)
+    index = _mapping(parse_json(b"{" + body), "it")
     if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:
         raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
     return index

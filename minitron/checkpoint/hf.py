@@ -23,7 +23,6 @@ standard deviation, which belong to a run and not to weights; tokenizers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -38,6 +37,7 @@ from torch import Tensor
 from minitron import cli
 from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import ModelConfig
+from minitron.files import read_json, size_of
 from minitron.precision import DTYPES
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
@@ -359,6 +359,7 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
 
 def _headers(path: Path) -> dict[str, Place]:
     try:
+        size_of(path)
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: Place(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
@@ -368,7 +369,7 @@ def _headers(path: Path) -> dict[str, Place]:
 
 def _json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); name the folder of a model") from error
     except ValueError as error:

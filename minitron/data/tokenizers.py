@@ -23,7 +23,6 @@ Left out: downloads, a beginning-of-text token in pretraining data; chats are sf
 import base64
 import binascii
 import hashlib
-import json
 import os
 import re
 from pathlib import Path
@@ -32,10 +31,13 @@ from typing import Protocol
 import sentencepiece
 import tiktoken
 
+from minitron.files import parse_json, size_of
+
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3_SPECIAL = 256
+TOKENIZER_BYTES = 256 << 20
 # Position of each named special token of Llama 3.1 after the ordinary ones; the rest are reserved.
 LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
                 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
@@ -140,7 +142,7 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
     encoder_path, merges_path = (folder / name for name in names)
     text = _read(encoder_path)
     try:
-        encoder = json.loads(text)
+        encoder = parse_json(text)
         end = encoder.pop("<|endoftext|>")
         byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
         ranks = {bytes(byte_of[c] for c in token): int(i) for token, i in encoder.items()}
@@ -201,6 +203,8 @@ def _read(path: Path) -> bytes:
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     try:
+        if size_of(path) > TOKENIZER_BYTES:
+            raise OSError(f"it has more than {TOKENIZER_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error}); correct its permissions or the path") from error

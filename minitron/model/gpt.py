@@ -26,6 +26,7 @@ from minitron.attention import Backend
 from minitron.collectives import slice_along
 from minitron.config import Config, ModelConfig
 from minitron.fp8 import Formats
+from minitron.memory import room_for
 from minitron.mesh import Mesh
 from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
@@ -213,11 +214,16 @@ class GPT(nn.Module):
         m = cfg.model
         self.mesh = mesh
         self.layout = layout or make_layout(cfg, mesh)
-        self.embedding = Embedding(cfg, self.layout) if first else None
+        with room_for("the embedding"):
+            self.embedding = Embedding(cfg, self.layout) if first else None
         self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, self.layout.gemm)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend, self.formats) for i in layers})
+        self.blocks = nn.ModuleDict()
+        for i in layers:
+            with room_for(f"block {i} of {m.num_layers}"):
+                self.blocks[str(i)] = Block(cfg, mesh, self.layout, i, backend, self.formats)
         shared = self.embedding.words.weight if first and m.tie_embeddings else None
-        self.head = Head(cfg, self.layout, shared) if last else None
+        with room_for("the head"):
+            self.head = Head(cfg, self.layout, shared) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
