@@ -42,6 +42,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
