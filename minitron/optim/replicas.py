@@ -36,6 +36,8 @@ from minitron.config import TrainConfig
 from minitron.optim.grads import Gradients
 from minitron.watch import listed
 
+PIECE_BYTES = 64 << 20
+
 
 class ReplicasDiffer(ValueError):
     """Ranks hold different copies of a parameter."""
@@ -129,8 +131,14 @@ def checksum(x: Tensor) -> Tensor:
     rows = x.detach().reshape(-1, x.shape[-1])
     words = rows.view(next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
                            if rows.shape[1] * rows.itemsize % word.itemsize == 0))
-    by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
+    height, width = words.shape
     # A word's position is its row times the words in a row, plus its column. So neither sum needs a copy of x.
     place = torch.arange(max(words.shape), device=x.device)
-    weighted = (by_row * place[:len(by_row)]).sum() * words.shape[1] + (by_column * place[:len(by_column)]).sum()
-    return torch.stack([by_row.sum(), weighted])
+    sums = torch.zeros(2, dtype=torch.int64, device=x.device)
+    each = max(1, PIECE_BYTES // (width * words.itemsize))
+    for first in range(0, height, each):  # in pieces, since a kernel may take a multiple of what it adds up
+        piece = words[first:first + each]
+        by_row, by_column = piece.sum(1, dtype=torch.int64), piece.sum(0, dtype=torch.int64)
+        weighted = (by_row * place[first:first + len(piece)]).sum() * width + (by_column * place[:width]).sum()
+        sums += torch.stack([by_row.sum(), weighted])
+    return sums
