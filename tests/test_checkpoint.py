@@ -145,6 +145,28 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, c
         assert len(set(scales)) > 2 and expected[0][1]["skipped"]
 
 
+def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
+    """Two clean steps and a forgiven overflow before the save: the next doubling and halving come as without it."""
+    precision = {"precision": {"dtype": "fp16", "loss_scale": 1024.0, "loss_scale_window": 5,
+                               "loss_scale_hysteresis": 2}}
+    cfg = saving(config(LLAMA, LONG, precision), tmp_path)
+    trainer, _ = start_trainer(cfg)
+    for overflow in (1.0, 0.0, 0.0):
+        trainer.scaler.update(torch.tensor(overflow))
+    save(trainer, cfg, 3)
+    resumed, fresh = start_trainer(cfg)[0].scaler, start_trainer(saving(cfg, tmp_path / "none"))[0].scaler
+
+    def scales(scaler, steps):
+        return [(scaler.update(torch.tensor(overflow)), float(scaler.scale))[1] for overflow in steps]
+
+    steps = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert scales(resumed, steps[:4]) == scales(trainer.scaler, steps[:4]) != scales(fresh, steps[:4])
+    assert scales(resumed, steps) == scales(trainer.scaler, steps)
+    save(start_trainer(cfg)[0], cfg, 4, 3)
+    other = start_trainer(cfg)[0].scaler  # nothing but the save and the resume in between: the forgiven one counts
+    assert scales(other, [1.0]) == [512.0] != scales(start_trainer(saving(cfg, tmp_path / "none"))[0].scaler, [1.0])
+
+
 def test_fp8_histories_follow_their_layers(ranks, tmp_path):
     cfg = saving(config(LLAMA, LONG, FP8), tmp_path)
     before = None

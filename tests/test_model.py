@@ -1,5 +1,7 @@
 """Logits and losses equal Hugging Face transformers' Llama and GPT-2 on the same weights."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +83,13 @@ def test_logits_and_loss_equal_transformers(base, change):
         assert_close_rel(model.logits(batch), expected, TOLERANCE, "logits")
         loss = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="sum")
         assert float(model(batch)) == pytest.approx(float(loss), rel=TOLERANCE)
+
+
+def test_rope_scaling_defaults_are_metas():
+    """Of Llama 3.1: `apply_scaling` in github.com/meta-llama/llama-models, models/llama3/model.py. Its constants are the
+    one source, so they stand here; the recipes of those models leave the others at these defaults."""
+    metas = dict(scale_factor=8, low_freq_factor=1, high_freq_factor=4, old_context_len=8192)
+    assert tuple(metas.values()) == dataclasses.astuple(RopeScaling())
 
 
 def test_rope_scaling_matters_here():
