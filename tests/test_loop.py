@@ -6,13 +6,14 @@ Every layout would share a mistake here, so that layouts which agree prove nothi
 import dataclasses
 import json
 import math
+import time
 from itertools import count
 
 import pytest
 import torch
 from layouts import GPT3, LLAMA, config, dataset_of
 
-from minitron import cli, pretrain
+from minitron import cli, pretrain, train
 from minitron.checkpoint.format import Reader
 from minitron.data.loader import Loader
 from minitron.mesh import Mesh
@@ -43,9 +44,13 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     argv = [*RUN, f"log.dir={folder}", f"checkpoint.dir={folder / 'saves'}"]
     pretrain.main(argv)
+    return cli.load(argv), folder / "saves", records_in(folder)
+
+
+def records_in(folder) -> dict:
+    """{kind: its records} of a run's log.dir."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return (cli.load(argv), folder / "saves",
-            {kind: [r for r in records if r["kind"] == kind] for kind in ("step", "eval")})
+    return {kind: [r for r in records if r["kind"] == kind] for kind in ("step", "eval")}
 
 
 def masters_of(trainer: Trainer) -> dict:
@@ -102,6 +107,49 @@ def test_an_evaluation_is_the_mean_of_all_its_batches_without_dropout(run):
                       mean_loss(plain, weights, data.train, everything, False),
                       mean_loss(cfg, weights, data.valid, everything, True)):
             assert abs(other - mean) > 1e-4, "the comparison would prove nothing"
+
+
+def test_the_logged_loss_scale_is_the_one_that_the_step_had(tmp_path):
+    """Of fp16 whose first scale overflows: the step that halves it was made with the whole."""
+    argv = [*RUN, "precision.dtype=fp16", "precision.loss_scale=1e9", "precision.loss_scale_hysteresis=1",
+            "train.eval_every=0", f"log.dir={tmp_path}"]
+    pretrain.main(argv)
+    cfg = cli.load(argv)
+    trainer, data = build(cfg, Mesh.offline(1)), pretrain.build_data(cfg)
+    loader, expected, steps = Loader(data.train, cfg, trainer.mesh), [], records_in(tmp_path)["step"]
+    for step in range(1, STEPS + 1):
+        expected.append((float(trainer.loss_scale()), trainer.step(loader.step((step - 1) * BATCH, step), 0.0).skipped))
+    loader.close()
+    assert expected[0][1] == 1 and expected[1][0] == expected[0][0] / 2
+    skipped = [float(sum(flag for _, flag in expected[:i + 1])) for i in range(STEPS)]
+    assert [r["loss_scale"] for r in steps] == [scale for scale, _ in expected]
+    assert [r["skipped_total"] for r in steps] == skipped
+
+
+def test_an_evaluation_takes_no_time_of_the_next_step(tmp_path, monkeypatch):
+    """It takes 1,000 s here by a clock that is put on."""
+    clock, late, evaluate = time.perf_counter, [0.0], train.evaluate
+
+    def slow(*args):
+        evaluate(*args)
+        late[0] += 1000.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+    monkeypatch.setattr(train, "evaluate", slow)
+    pretrain.main([*RUN, f"log.dir={tmp_path}"])
+    seconds = [r["step_seconds"] for r in records_in(tmp_path)["step"]]
+    assert late == [2000.0] and len(seconds) == STEPS and 0 < min(seconds) and max(seconds) < 1000.0
+
+
+@pytest.mark.parametrize("documents", [None, 16])
+def test_samples_are_those_of_the_seed(documents):
+    """As weights and dropout are (tests/test_model.py)."""
+    drawn = []
+    for seed in (1, 1, 7):
+        data = pretrain.build_data(cli.load([*RUN, f"train.seed={seed}", f"data.document_length={documents or 'null'}"]))
+        drawn.append([part[0].tokens.tolist() for part in (data.train, data.valid)])
+    assert drawn[0] == drawn[1] and not {tuple(x) for x in drawn[0]} & {tuple(x) for x in drawn[2]}
+    assert drawn[0][0] != drawn[0][1]
 
 
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
