@@ -146,7 +146,8 @@ def test_samples_are_those_of_the_seed(documents):
     """As weights and dropout are (tests/test_model.py)."""
     drawn = []
     for seed in (1, 1, 7):
-        data = pretrain.build_data(cli.load([*RUN, f"train.seed={seed}", f"data.document_length={documents or 'null'}"]))
+        argv = [*RUN, f"train.seed={seed}", f"data.document_length={documents or 'null'}"]
+        data = pretrain.build_data(cli.load(argv))
         drawn.append([part[0].tokens.tolist() for part in (data.train, data.valid)])
     assert drawn[0] == drawn[1] and not {tuple(x) for x in drawn[0]} & {tuple(x) for x in drawn[2]}
     assert drawn[0][0] != drawn[0][1]

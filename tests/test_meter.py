@@ -19,9 +19,9 @@ def step_of_a_rank():
     """What each of 4 ranks, of which tp 2 read the same samples, logs of a step."""
     mesh, logged = Mesh.create(tp=2), []
     meter = Meter(SimpleNamespace(iteration=logged.append), mesh, SimpleNamespace(saw=lambda it: None))
-    documents = [[(0, 4, 16)], [(0, 7, 10, 16)]][mesh.dp.rank]
-    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), Samples(documents, (0, 6)[mesh.dp.rank:][:1]),
-               0, step=5, consumed_samples=10, lr=0.25)
+    samples = [Samples([(0, 4, 16)], [0]), Samples([(0, 7, 10, 16)], [6])][mesh.dp.rank]
+    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), samples, 0, step=5, consumed_samples=10,
+               lr=0.25)
     return logged
 
 

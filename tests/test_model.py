@@ -119,8 +119,10 @@ def test_dropout_is_where_transformers_has_it_with_a_mask_of_its_own_each(monkey
 
 
 def test_rope_scaling_defaults_are_metas():
-    """Of Llama 3.1: `apply_scaling` in github.com/meta-llama/llama-models, models/llama3/model.py. Its constants are the
-    one source, so they stand here; the recipes of those models leave the others at these defaults."""
+    """Llama 3.1's: `apply_scaling` in github.com/meta-llama/llama-models, models/llama3/model.py, is the one source.
+
+    Recipes of those models name the factor alone.
+    """
     metas = dict(scale_factor=8, low_freq_factor=1, high_freq_factor=4, old_context_len=8192)
     assert tuple(metas.values()) == dataclasses.astuple(RopeScaling())
 

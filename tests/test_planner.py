@@ -276,7 +276,8 @@ def counted_by_hand(cfg, world) -> dict:
 @pytest.mark.parametrize("world, overrides", [
     (1, []), (4, ["parallel.tp=2"]), (8, ["parallel.cp=4"]), (4, ["parallel.tp=2", "parallel.cp=2"]), (1, GPT3),
     (2, [*GPT3, "model.hidden_dropout=0.1"]), (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed"]),
-    (2, ["precision.fp8=delayed"]), (2, ["parallel.tp=2", "precision.fp8=delayed"]), (2, ["train.recompute=selective"])],
+    (2, ["precision.fp8=delayed"]), (2, ["parallel.tp=2", "precision.fp8=delayed"]),
+    (2, ["train.recompute=selective"])],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))
 def test_every_part_of_a_step_is_what_a_count_by_hand_gives(world, overrides):
     """A term counted twice in one part would show in no sum of the parts, and in no search."""
