@@ -50,7 +50,7 @@ def run(tmp_path_factory):
 def records_in(folder) -> dict:
     """{kind: its records} of a run's log.dir."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {kind: [r for r in records if r["kind"] == kind] for kind in ("step", "eval")}
+    return {kind: [r for r in records if r["kind"] == kind] for kind in ("run", "step", "eval")}
 
 
 def masters_of(trainer: Trainer) -> dict:
@@ -68,6 +68,7 @@ def test_a_run_is_a_plain_loop_over_steps(run):
     cfg, saves, records = run
     trainer, data = build(cfg, Mesh.offline(1)), pretrain.build_data(cfg)
     assert [r["step"] for r in records["step"]] == list(range(1, STEPS + 1))
+    assert [r["first_step"] for r in records["run"]] == [1]
     for step, record in zip(count(1), records["step"]):
         loader = Loader(data.train, cfg, trainer.mesh)
         figures = trainer.step(loader.step((step - 1) * BATCH, step), rate_of(step)).read()
@@ -160,8 +161,8 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
                 dataclasses.replace(dropping, model=dataclasses.replace(dropping.model, attention_dropout=0.0))):
         trainer = build(cfg, Mesh.offline(1))
         loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
-        losses = [trainer.step(loader.step(0, step), 0.0).read()["loss"] for step in (1, 2, 3, 1)]
-        assert len(set(losses)) == 3 and losses[0] == losses[3]
+        figures = [trainer.step(loader.step(0, step), 0.0).read() for step in (1, 2, 3, 1)]
+        assert len({f["loss"] for f in figures}) == 3 and figures[0] == figures[3]  # nothing is left of those between
         plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, hidden_dropout=0.0,
                                                                    attention_dropout=0.0))
         without = build(plain, Mesh.offline(1)).step(loader.step(0, 1), 0.0).read()["loss"]
