@@ -22,7 +22,7 @@ from minitron import pretrain
 from minitron.checkpoint.format import CheckpointError, Reader, TakenOver, Writer, begin, claim, write_shard
 from minitron.checkpoint.load import Start, find, restore
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
-from minitron.config import Config
+from minitron.config import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.log import Log
@@ -483,6 +483,11 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     ({"num_layers": 4}, "index.json is of another model: model.num_layers was 5 and is 4; set it to that, or"),
     ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
     ({"rope_theta": 500.0}, "model.rope_theta was 100.0 and is 500.0"),
+    ({"rope_scaling": RopeScaling()}, "model.rope_scaling was None and is "),
+    ({"norm_eps": 1e-6}, "model.norm_eps was 1e-05 and is 1e-06"),
+    ({"vocab_size": 91}, "model.vocab_size was 90 and is 91"),
+    ({"family": "gpt"}, "model.family was llama and is gpt"),
+    ({"tie_embeddings": True}, "model.tie_embeddings was False and is True"),
     ({"vocab_multiple": 128}, r"head.weight has shape \[96, 32\] there and \[128, 32\] here"),
 ])
 def test_another_model(tmp_path, change, message):
@@ -492,7 +497,8 @@ def test_another_model(tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message):
         start_trainer(other)
     loading = dataclasses.replace(other, checkpoint=dataclasses.replace(Config().checkpoint, load=str(tmp_path)))
-    if "rope_theta" in change:  # a longer context is a reason to take weights into another model
+    # A longer context, say, is a reason to take weights into another model.
+    if change.keys() & {"rope_theta", "rope_scaling", "norm_eps", "vocab_size"}:
         start_trainer(loading)
     else:
         with pytest.raises(CheckpointError, match=message):

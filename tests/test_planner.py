@@ -207,6 +207,10 @@ def test_parts_add_up_to_the_step(overrides):
     rest = job.seconds["dp_exposed"] + job.seconds["optimizer"]
     assert job.timeline == timeline and job.step_seconds == pytest.approx(timeline.makespan + rest)
     assert all(seconds > -1e-9 for seconds in job.seconds.values())
+    t, peak = cfg.train, flops.peak_tflops("H100", cfg.precision.fp8 != "none")
+    operations = t.global_batch_size * flops.full(cfg.model.shape, t.seq_len)
+    assert job.mfu_percent == pytest.approx(100 * operations / job.step_seconds / 8 / (peak * 1e12))
+    assert job.tokens_per_second == pytest.approx(t.global_batch_size * t.seq_len / job.step_seconds)
 
 
 def counted_by_hand(cfg, world) -> dict:
