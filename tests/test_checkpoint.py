@@ -22,7 +22,7 @@ from minitron import pretrain
 from minitron.checkpoint.format import CheckpointError, Reader, TakenOver, Writer, begin, claim, write_shard
 from minitron.checkpoint.load import Start, find, restore
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
-from minitron.config import Config
+from minitron.config import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.log import Log
@@ -143,6 +143,28 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, c
     if change is FP16:
         scales = [f["loss_scale"] for f in expected[0]]
         assert len(set(scales)) > 2 and expected[0][1]["skipped"]
+
+
+def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
+    """Two clean steps and a forgiven overflow before the save: the next doubling and halving come as without it."""
+    precision = {"precision": {"dtype": "fp16", "loss_scale": 1024.0, "loss_scale_window": 5,
+                               "loss_scale_hysteresis": 2}}
+    cfg = saving(config(LLAMA, LONG, precision), tmp_path)
+    trainer, _ = start_trainer(cfg)
+    for overflow in (1.0, 0.0, 0.0):
+        trainer.scaler.update(torch.tensor(overflow))
+    save(trainer, cfg, 3)
+    resumed, fresh = start_trainer(cfg)[0].scaler, start_trainer(saving(cfg, tmp_path / "none"))[0].scaler
+
+    def scales(scaler, steps):
+        return [(scaler.update(torch.tensor(overflow)), float(scaler.scale))[1] for overflow in steps]
+
+    steps = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert scales(resumed, steps[:4]) == scales(trainer.scaler, steps[:4]) != scales(fresh, steps[:4])
+    assert scales(resumed, steps) == scales(trainer.scaler, steps)
+    save(start_trainer(cfg)[0], cfg, 4, 3)
+    other = start_trainer(cfg)[0].scaler  # nothing but the save and the resume in between: the forgiven one counts
+    assert scales(other, [1.0]) == [512.0] != scales(start_trainer(saving(cfg, tmp_path / "none"))[0].scaler, [1.0])
 
 
 def test_fp8_histories_follow_their_layers(ranks, tmp_path):
@@ -461,6 +483,11 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     ({"num_layers": 4}, "index.json is of another model: model.num_layers was 5 and is 4; set it to that, or"),
     ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
     ({"rope_theta": 500.0}, "model.rope_theta was 100.0 and is 500.0"),
+    ({"rope_scaling": RopeScaling()}, "model.rope_scaling was None and is "),
+    ({"norm_eps": 1e-6}, "model.norm_eps was 1e-05 and is 1e-06"),
+    ({"vocab_size": 91}, "model.vocab_size was 90 and is 91"),
+    ({"family": "gpt"}, "model.family was llama and is gpt"),
+    ({"tie_embeddings": True}, "model.tie_embeddings was False and is True"),
     ({"vocab_multiple": 128}, r"head.weight has shape \[96, 32\] there and \[128, 32\] here"),
 ])
 def test_another_model(tmp_path, change, message):
@@ -470,7 +497,8 @@ def test_another_model(tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message):
         start_trainer(other)
     loading = dataclasses.replace(other, checkpoint=dataclasses.replace(Config().checkpoint, load=str(tmp_path)))
-    if "rope_theta" in change:  # a longer context is a reason to take weights into another model
+    # A longer context, say, is a reason to take weights into another model.
+    if change.keys() & {"rope_theta", "rope_scaling", "norm_eps", "vocab_size"}:
         start_trainer(loading)
     else:
         with pytest.raises(CheckpointError, match=message):

@@ -356,6 +356,42 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
     assert moment > 40 and len(replaced) <= 4
 
 
+def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
+    """After a power cut a name must not stand for contents that never left the host's memory.
+
+    Each file and its folder are synced before the rename that shows them, and the directory after it. Nothing is ever
+    written under a final name, where a reader could find the first half of it.
+    """
+    events, fsync = [], os.fsync
+
+    def synced(descriptor):
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def recorded(rename):
+        def record(source, target):
+            files = [path for path in Path(source).rglob("*")] if Path(source).is_dir() else []
+            events.append(("rename", Path(source), Path(target), files))
+            rename(source, target)
+        return record
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for name in "rename", "replace":
+        monkeypatch.setattr(os, name, recorded(getattr(os, name)))
+    monkeypatch.setattr(files, "SHARD_BYTES", 200)
+    write(tmp_path)
+    step, latest = (tmp_path / "step_00000003", tmp_path / "latest")
+    shown = [(i, *event[1:]) for i, event in enumerate(events) if event[0] == "rename" and event[2] in (step, latest)]
+    assert [target for _, _, target, _ in shown] == [step, latest] and len(shown[0][3]) > 2
+    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()}
+    for i, source, target, contents in shown:
+        for path in (source, *contents):
+            assert ("sync", path) in events[:i], f"{path.name} shown as {target.name} before the disk has it"
+        assert ("sync", tmp_path) in events[i:], f"{target.name} is not on the disk"
+    assert ("sync", tmp_path) in events[shown[0][0]:shown[1][0]], "latest may reach the disk before what it names"
+    assert not [path for _, path in (event[:2] for event in events) if path == latest or step in path.parents]
+
+
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
     for step in 1, 2, 9:
         write(tmp_path, step)

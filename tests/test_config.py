@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron import cli
-from minitron.config import Config, RopeScaling
+from minitron.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling
 
 PACKAGE = Path(cli.__file__).parent
 
@@ -589,3 +589,13 @@ class A:
     keys = {("ModelConfig", k) for k in ("num_layers", "num_heads", "num_kv_heads")}
     keys |= {("LogConfig", "dir"), ("TrainConfig", "seq_len"), ("OptimizerConfig", "lr")}
     assert read == keys | {("Config", "model"), ("Config", "log"), ("Config", "train")}
+
+
+def test_defaults_that_recipes_leave_as_they_are():
+    """GPT-3's (Brown et al. 2020, appendix B), the norms' and the start of GPT-2, Megatron-LM's rule of the scale."""
+    from transformers import GPT2Config
+
+    o, m, p, gpt2 = OptimizerConfig(), ModelConfig(), PrecisionConfig(), GPT2Config()
+    assert (o.betas, o.eps, o.weight_decay, o.clip_grad) == ((0.9, 0.95), 1e-8, 0.1, 1.0)
+    assert (m.norm_eps, m.init_std) == (gpt2.layer_norm_epsilon, gpt2.initializer_range)
+    assert (p.loss_scale_window, p.loss_scale_hysteresis) == (1000, 2)

@@ -195,6 +195,17 @@ def test_nemo_s_bar_ends_with_the_loss_of_the_evaluation():
     assert lines(["log.format=nemo", "finetune.kind=sft"], [STEP], 0, 1)[0].endswith("consumed_samples: 960")
 
 
+def test_nemo_s_line_carries_the_last_validation_loss():
+    out = io.StringIO()
+    with redirect_stdout(out), Log(cli.load(["log.format=nemo"]), 0, 1) as log:
+        log.iteration(STEP)
+        for step, loss in (10, 3.5), (11, 3.25):
+            log.evaluation(step, loss)
+        log.iteration(replace(STEP, step=11))
+    before, *_, after = (line for line in out.getvalue().splitlines() if "reduced_train_loss" in line)
+    assert "val_loss" not in before and after.endswith("val_loss=3.250]")
+
+
 def test_files(tmp_path, capsys):
     folder = tmp_path / "run"
     cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])

@@ -14,7 +14,7 @@ from test_invariance import DOCUMENTS, assert_equals_one_process, axes, mean_err
 from minitron import fp8_torch
 from minitron.config import Config
 from minitron.data.loader import Loader
-from minitron.mesh import Axis
+from minitron.mesh import Axis, Mesh
 from minitron.model.lora import FIRST_SITE, Adapter, adapted
 from minitron.overlap import Separate
 from minitron.parallel.tensor import ColumnParallelLinear, Layout, RowParallelLinear
@@ -62,6 +62,35 @@ def test_the_formula(targets, p):
     for ours, expected in zip(torch.autograd.grad(y, params, dy), torch.autograd.grad(twin, params, dy)):
         assert_close_rel(ours, expected, 1e-13)
     assert torch.equal(linear(x), linear(x)) and not linear.weight.requires_grad
+
+
+def adapters_of(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+
+
+@pytest.mark.parametrize("base, targets", [(LLAMA, ALL), (GPT3, ("qkv", "o", "up", "down"))], ids=["llama", "gpt"])
+def test_adapters_begin_as_pefts_do(base, targets):
+    """A with the deviation of a kaiming_uniform_ of sqrt(5), drawn here, B with zeros: W alone decides at the start."""
+    cfg = config(base, lora(*targets, rank=32))
+    for name, adapter in adapters_of(build(cfg, Mesh.offline()).chunks[0]).items():
+        drawn = torch.nn.init.kaiming_uniform_(torch.empty(4096, adapter.a.shape[1]), a=5**0.5)
+        a = adapter.a.detach()
+        # the deviation of n normal values varies by 1 / sqrt(2 n): four of those
+        assert float(torch.std(a)) == pytest.approx(float(drawn.std()), rel=4 / (2 * a.numel()) ** 0.5), name
+        assert not any(b.any() for b in adapter.b.values())
+
+
+def test_every_adapter_drops_by_itself():
+    """Masks of inputs of one width are another in each layer and place, and none is of the residual stream."""
+    cfg = config(LLAMA, lora(*ALL, dropout=0.5), {"model": {"ffn_hidden_size": 32}})
+    ones, keys = torch.ones(32, 4, 32), token_keys(1, 2, torch.arange(4), torch.arange(32))
+    adapters = adapters_of(build(cfg, Mesh.offline()).chunks[0])
+    masks = [adapter.drop(ones, keys).flatten() for adapter in adapters.values()]
+    masks += [dropout(ones, 0.5, keys, layer, site).flatten() for layer in range(4) for site in range(FIRST_SITE)]
+    assert len(adapters) == 4 * 4
+    signs = torch.stack(masks) - 1
+    alike = signs @ signs.T / ones.numel() - torch.eye(len(masks))
+    assert alike.abs().max() < 0.1  # 4,096 fair coins: 1 / 64 = 0.016
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------
