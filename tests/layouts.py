@@ -17,6 +17,8 @@ from minitron.parallel.overlap import Separate
 from minitron.parallel.tensor import Shard
 from minitron.train import Trainer, build
 
+DATA_PARALLEL = ["parallel.tp=1", "parallel.pp=1", "parallel.vp=1", "parallel.cp=1", "parallel.layers_per_stage=null",
+                 "train.recompute=none"]  # in the place of a recipe's layout
 LLAMA = dict(
     model=dict(
         num_layers=8,

@@ -36,6 +36,7 @@ from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.linear import Layer, Traffic, linear
 from minitron.parallel.tensor import (ColumnParallelLinear, Layout, RowParallelLinear, Shard, VocabParallelEmbedding,
                                       choose_apex, choose_ops, lookup, vocab_parallel_cross_entropy)
+from minitron.runtime.room import room_for
 
 
 @dataclass
@@ -148,15 +149,21 @@ class Embedding(nn.Module):
     def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
         x = self.words(batch.tokens)
         if self.positions is not None:
-            rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
-            x = x + lookup(rows, self.positions, 0, self.layout.ops)
+            layout, rows = self.layout, batch.positions
+            if layout.sequence_parallel:
+                rows = slice_along(rows, layout.axis)
+            replicated = layout.axis.size > 1 and not layout.sequence_parallel  # gradients that nobody sums over tp
+            x = x + lookup(rows, self.positions, 0, layout.ops, in_order=replicated)
         if not self.training:
             return x
         return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.ops.drop_elements)
 
 
 class Head(nn.Module):
-    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp]."""
+    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp].
+
+    The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
+    """
 
     def __init__(self, cfg: Config, layout: Layout, tied: nn.Parameter | None):
         super().__init__()
@@ -165,6 +172,8 @@ class Head(nn.Module):
         shape = m.padded_vocab_size, m.hidden_size
         self.weight = tied if tied is not None else layout.parameter(
             shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
+        columns = len(self.weight)
+        self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
         self.gemm = layout.gemm
         self.traffic = Traffic(layout.comm, before="gather" if layout.sequence_parallel else "copy")
 
@@ -186,11 +195,16 @@ class GPT(nn.Module):
         m = cfg.model
         self.mesh = mesh
         self.layout = layout or make_layout(cfg, mesh)
-        self.embedding = Embedding(cfg, self.layout) if first else None
+        with room_for("the embedding"):
+            self.embedding = Embedding(cfg, self.layout) if first else None
         self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, self.layout.gemm)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, self.layout, i, backend, self.formats) for i in layers})
+        self.blocks = nn.ModuleDict()
+        for i in layers:
+            with room_for(f"block {i} of {m.num_layers}"):
+                self.blocks[str(i)] = Block(cfg, mesh, self.layout, i, backend, self.formats)
         shared = self.embedding.words.weight if first and m.tie_embeddings else None
-        self.head = Head(cfg, self.layout, shared) if last else None
+        with room_for("the head"):
+            self.head = Head(cfg, self.layout, shared) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
@@ -210,7 +224,8 @@ class GPT(nn.Module):
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()
-        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.ops)
+        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.ops,
+                                              self.head.num_ids)
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:

@@ -11,6 +11,8 @@ import hashlib
 import torch
 from torch import nn
 
+from minitron.runtime.room import room_for
+
 
 @torch.no_grad()
 def initialise(chunks: list[nn.Module], seed: int) -> None:
@@ -26,6 +28,7 @@ def initialise(chunks: list[nn.Module], seed: int) -> None:
             shape = list(param.shape)
             if param.shard is not None:
                 shape[param.shard.dim] = sum(param.shard.chunks)
-            full = torch.empty(shape, dtype=torch.float32, device=param.device)
-            full.normal_(0.0, param.std, generator=generator)
-            param.copy_(full if param.shard is None else param.shard.cut(full))
+            with room_for(f"the first values of {param.global_name}"):
+                full = torch.empty(shape, dtype=torch.float32, device=param.device)
+                full.normal_(0.0, param.std, generator=generator)
+                param.copy_(full if param.shard is None else param.shard.cut(full))
