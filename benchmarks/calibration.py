@@ -42,7 +42,7 @@ ROUNDS = 10  # each kind of row has its own error to make small, so that the two
 class Row:
     """A measurement. fitted: which constants of `--fit` it decides, "device" or "fabric"; "": none.
 
-    products: seconds of the first rank's matrix products, timed alone.
+    products: seconds of the first rank's matrix products, timed alone. floor_share: theirs and attention's of the step.
     """
 
     name: str
@@ -54,6 +54,12 @@ class Row:
     products: float | None = None
     fabric: str | None = None
     fitted: str = ""
+    floor_share: float | None = None
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether products and attention leave the GPU idle for a third of the step: the plan knows no host time."""
+        return self.floor_share is not None and self.floor_share < 2 / 3
 
 
 Machines = tuple[dict[str, Device], dict[str, Fabric]]
@@ -69,7 +75,7 @@ def own_rows(path: Path) -> list[Row]:
             found[record["case"]] = Row(
                 record["case"], case.gpus, tuple(case.arguments(record["fp8"])), gpu[0].lower(),
                 record["ours"]["step_seconds"], record["ours_gib"], record["ours"].get("floor_gemm_seconds"),
-                fitted="device" if case.gpus == 1 else "")
+                fitted="device" if case.gpus == 1 else "", floor_share=record["ours"].get("floor_share"))
     return list(found.values())
 
 
@@ -171,12 +177,14 @@ def markdown(rows: list[Row], machines: Machines) -> str:
                   "| run | device | GPUs | predicted s | measured s | error | predicted GiB | measured GiB | error |",
                   "|---|---|---|---|---|---|---|---|---|"]
         for row, job in zip(chosen, plans):
-            lines.append(f"| {row.name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
+            name = f"{row.name}, bound by the host" if row.host_bound else row.name
+            lines.append(f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
                          f"{_error(job.step_seconds, row.seconds)} | {job.memory_gib:.1f} | " +
                          (f"{row.gib:.1f} | {_error(job.memory_gib, row.gib)} |" if row.gib else "| |"))
         for what, errors in {
             "published step times": [j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans) if not r.gib],
-            "own step times": [j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans) if r.gib],
+            "own step times": [j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans)
+                               if r.gib and not r.host_bound],
             "own memory": [j.memory_gib / r.gib - 1 for r, j in zip(chosen, plans) if r.gib],
         }.items():
             if errors:
@@ -221,8 +229,9 @@ of a node share.
 
 Left out of the model of time: stragglers and congestion, which grow with the scale, host time, data, checkpoints,
 evaluation, and that power limits slow some kernels more than others; of packed documents, that their kernel is another
-one. Left out of that of memory: padding and fragments, NCCL's buffers and the CUDA context (the room leaves space for
-these), and the start of a run."""
+one. A run whose products and attention fill less than two thirds of its step is bound by the host: its prediction says
+what the GPUs need, and does not count among the errors of step times. Left out of that of memory: padding and
+fragments, NCCL's buffers and the CUDA context (the room leaves space for these), and the start of a run."""
 
 
 def _method(machines: Machines) -> str:

@@ -27,13 +27,17 @@ class Case:
 
 
 def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, **settings) -> Case:
-    """settings: keys of `parallel`, of `train` (seq_len) and of `model` (num_layers). One sample per microbatch."""
+    """Name a recipe's model in a layout of its own, one sample per microbatch.
+
+    settings: keys of `parallel`, of `train` (seq_len), of `model` (num_layers) and of `data`.
+    """
     sections = {"seq_len": "train", "num_layers": "model", "max_positions": "model",
                 "separate_documents": "data", "document_length": "data"}
-    layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1} | settings
+    layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1, "layers_per_stage": "null"} | settings
     keys = tuple(f"{sections.get(key, 'parallel')}.{key}={value}" for key, value in layout.items())
-    batch = ("train.micro_batch_size=1", f"train.global_batch_size={microbatches * dp}", "data.source=mock")
-    return Case(gpus, f"configs/{config}.yaml", keys + batch)
+    rest = ("train.recompute=none", "train.micro_batch_size=1", f"train.global_batch_size={microbatches * dp}",
+            "data.source=mock")
+    return Case(gpus, f"configs/{config}.yaml", keys + rest)
 
 
 ONE_DOCUMENT = {"separate_documents": "false", "document_length": "null"}

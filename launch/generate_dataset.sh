@@ -8,12 +8,18 @@
 #   WORKERS           processes for a shard (default: all cores)
 #   SLURM_PARTITION   submit a job for each shard there (SLURM_ACCOUNT: whose); unset: here, one after another
 # Logs go to $STAGE_PATH/results.data_preparation. Finished pairs are kept, so the same command goes on after a failure.
+# Before the first pair, or job, the tokenizer and the beginning of each shard are tried (for a container: looked for).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." # shards are named from where the user stands
+this=${BASH_SOURCE[0]}
+# Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
+[ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
+cd "$(dirname "${this%" $*"}")/.." # shards are named from where the user stands
 source launch/stage.sh
 [ $# -ge 2 ] || fail "give a dataset and its text: bash launch/generate_dataset.sh gpt3|llama3.1 FOLDER|SHARD..."
 use_dataset "$1"
 need_python
+need_tokenizer
+[[ ${WORKERS:-1} =~ ^[1-9][0-9]*$ ]] || fail "WORKERS=$WORKERS is no number of processes; use 1 or more, or unset it"
 cd "$OLDPWD"
 shift
 
@@ -31,7 +37,7 @@ fi
 [ ${#shards[@]} -ge "$files" ] ||
     fail "${#shards[@]} shard(s) make no $files pairs of files; give more, or set FILES=${#shards[@]}"
 for i in $(seq 0 $((files - 1))); do
-    [ -f "${shards[i]}" ] || fail "${shards[i]}: no such shard; correct its name"
+    [ -s "${shards[i]}" ] || fail "${shards[i]}: no such shard, or an empty one; correct its name, or leave it out"
     shards[i]=$(realpath "${shards[i]}")
 done
 [ ${#shards[@]} = "$files" ] || echo "Taking the first $files of ${#shards[@]} shards; FILES=${#shards[@]} would take all"
@@ -39,24 +45,40 @@ cd - >/dev/null
 
 logs=$STAGE_PATH/results.data_preparation
 mkdir -p "$logs" "$folder"
+
+# encode I ...: sets `command`, which makes pair I.
+encode() {
+    command=("$python" tools/preprocess_data.py --input "${shards[$1]}" --output-prefix "$(prefix_of "$1" "")"
+        --tokenizer "$tokenizer" --append-eod ${WORKERS:+--workers "$WORKERS"} "${@:2}")
+}
+
+todo=()
 for i in $(seq 0 $((files - 1))); do
-    prefix=$(prefix_of "$i")
-    log=$logs/$(basename "$prefix").out
-    if [ -e "$prefix.idx" ]; then
-        echo "$prefix is there already"
+    if [ -e "$(prefix_of "$i").idx" ]; then
+        echo "$(prefix_of "$i") is there already"
         continue
     fi
-    command=("$python" tools/preprocess_data.py --input "${shards[i]}" --output-prefix "${prefix%_text_document}"
-        --tokenizer "$tokenizer" --append-eod ${WORKERS:+--workers "$WORKERS"})
+    todo+=("$i")
+    encode "$i" --check
+    [ ${#container[@]} != 0 ] || "${command[@]}" || exit 1
+done
+
+for i in "${todo[@]}"; do
+    prefix=$(prefix_of "$i") from=$(dirname "${shards[i]}")
+    log=$logs/$(basename "$prefix").out
+    encode "$i"
+    inside=("${container[@]}")
+    [ ${#container[@]} = 0 ] || inside[-1]+=",$from:$from" # of the mounts
     if [ -n "${SLURM_PARTITION:-}" ]; then
-        [ ${#container[@]} = 0 ] || command=(srun "${container[@]}" "${command[@]}")
+        [ ${#container[@]} = 0 ] || command=(srun "${inside[@]}" "${command[@]}")
         job=$(sbatch --parsable --job-name="data-$i" --nodes=1 --exclusive --output="$log" --chdir="$PWD" \
             --partition="$SLURM_PARTITION" ${SLURM_ACCOUNT:+--account="$SLURM_ACCOUNT"} \
-            --wrap "$(printf '%q ' "${command[@]}")")
+            --wrap "$(printf '%q ' "${command[@]}")") ||
+            fail "Slurm does not take the job, see above; correct SLURM_PARTITION=$SLURM_PARTITION or SLURM_ACCOUNT"
         echo "$prefix: job $job, $log"
     else
         echo "$prefix from ${shards[i]} ..."
-        [ ${#container[@]} = 0 ] || command=(srun --nodes=1 --ntasks=1 "${container[@]}" "${command[@]}")
+        [ ${#container[@]} = 0 ] || command=(srun --nodes=1 --ntasks=1 "${inside[@]}" "${command[@]}")
         "${command[@]}" 2>&1 | tee "$log" || fail "$prefix: see above or $log"
     fi
 done

@@ -11,6 +11,7 @@
 # Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
 # goes back to the queue, which holds it for two minutes; under the same id it goes on from there. A job that Slurm
 # itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime).
+[ $# = 0 ] || fail "'$*' would not be read; give overrides as EXTRA_ARGS='train.steps=500' sbatch ..."
 unset HF_TOKEN # for launch/setup.sh alone: what a job does not know, it cannot log
 
 # check_job NAME MIN_NODES: sets `precision`, the overrides of DTYPE, `nodes`, `gpus` of each, and `JOB_TOTAL_GPUS`.
@@ -42,7 +43,7 @@ check_job() {
 # run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
 # It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
 run_job() {
-    local name=$1 module=$2 run=$3 output=$4 extra srun status last
+    local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
     mkdir -p "$run"
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
@@ -60,6 +61,7 @@ run_job() {
     local gres=(${SLURM_GPUS_PER_NODE:+--gres=gpu:$SLURM_GPUS_PER_NODE})
     unset SLURM_GPUS_PER_NODE
     echo "$name in $DTYPE on $nodes x $gpus GPUs, start number $((${SLURM_RESTART_COUNT:-0} + 1)); output: $output"
+    before=$(stat -c %s "$output" 2>/dev/null || echo 0) # bytes that an earlier start wrote
     # The whole node for one task, which is torchrun: no binding to a core.
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
         --output="$output" --open-mode=append "${gres[@]}" "${container[@]}" \
@@ -78,8 +80,15 @@ run_job() {
     if [ -n "$ended_by_slurm" ]; then
         fail "Slurm ended the job; $last"
     elif [ "$status" != 0 ]; then
+        # The line that says why comes last: torchrun adds a page of its own.
+        line=$(tail -c +$((before + 1)) "$output" 2>/dev/null | grep -oE '(^|:)error: .*' | tail -n 1) || true
+        ended="the training ended with status $status; the whole output: $output"
+        if [ -n "$line" ]; then
+            echo "$ended" >&2
+            fail "${line#*error: }"
+        fi
         [ ! -e "$output" ] || tail -n 20 "$output" >&2
-        fail "the training ended with status $status; the whole output: $output"
+        fail "$ended"
     elif [[ $last == *"stopped after iteration"*"which was saved" ]]; then
         echo "$last; back to the queue"
         scontrol requeue "$SLURM_JOB_ID"

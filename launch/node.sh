@@ -27,5 +27,13 @@ for argument; do # the last one of a key counts
 done
 [ "$kind" != nsys ] || profiler=(nsys profile -s none -t "nvtx,cuda" --capture-range=cudaProfilerApi
     --capture-range-end=stop -o "$folder/noderank-$SLURM_PROCID")
-exec "${profiler[@]}" "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
-    --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_backend c10d --max_restarts 0 --tee 3 "$@"
+# torchrun adds a page of its own to the line of the rank that failed: the line is said again, last. SIGTERM is torchrun's
+# to obey, and this shell waits for it.
+logs=$(mktemp -d) status=0
+trap : TERM
+PET_LOG_DIR=$logs "${profiler[@]}" "$python" -m torch.distributed.run --nproc_per_node "$ranks" --nnodes "$SLURM_JOB_NUM_NODES" \
+    --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_backend c10d --max_restarts 0 --tee 3 \
+    "$@" || status=$?
+[ "$status" = 0 ] || grep -rh '^error: ' "$logs" | tail -n 1 >&2 || true
+rm -rf "$logs"
+exit "$status"

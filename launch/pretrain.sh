@@ -10,7 +10,7 @@
 # Everything goes to $STAGE_PATH/results/$GSW_VERSION/$DTYPE/$size/$JOB_TOTAL_GPUS: the job's output to JOBID.out, logs,
 # metrics and checkpoint to JOBID/.
 set -euo pipefail
-cd "$(dirname "$this")/.."
+cd "$(dirname "${this%" $*"}")/.."
 source launch/stage.sh
 source launch/job.sh
 

@@ -6,7 +6,10 @@
 #   RANKS    processes to train with (default: one a GPU, or 2 on a machine without)
 # launch/venv.sh says where the environment lives and how it comes about.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+this=${BASH_SOURCE[0]}
+# Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
+[ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
+cd "$(dirname "${this%" $*"}")/.."
 source launch/venv.sh
 
 run_dir=runs/quickstart
@@ -39,6 +42,13 @@ with cli.user_errors():
 echo "Training on $ranks $kind rank(s); logs, configuration and curve go to $run_dir"
 export OMP_NUM_THREADS=1 # one core a rank; more threads than cores would fight
 export TORCH_CPP_LOG_LEVEL=ERROR
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m minitron.pretrain \
-    configs/quickstart.yaml log.every=10 log.dir="$run_dir" "$@" || fail "the training failed, see above and $run_dir"
+errors=$(mktemp)
+trap 'rm -f "$errors"' EXIT
+{ "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m minitron.pretrain \
+    configs/quickstart.yaml log.every=10 log.dir="$run_dir" "$@" 2>&1 >&3 | tee -i "$errors" >&2; } 3>&1 || {
+    line=$(grep '^error: ' "$errors" | tail -n 1) || true # said again, last: torchrun adds a page of its own
+    [ -n "$line" ] || fail "the training failed, see above and $run_dir"
+    echo "the training failed, see above and $run_dir" >&2
+    fail "${line#error: }"
+}
 "$python" tools/plot_run.py "$run_dir"

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Prepare $STAGE_PATH for the Slurm jobs: the environment or the container image, and the tokenizers.
-#   export STAGE_PATH=/lustre/me/minitron; bash launch/setup.sh
+#   export STAGE_PATH=/lustre/me/minitron; bash launch/setup.sh          or sbatch -A ... -p ... -N 1 launch/setup.sh
 #
 #   IMAGE     container image to import as $STAGE_PATH/minitron.sqsh, as in docker://registry#name:tag (needs enroot); then
 #             export CONTAINER=$STAGE_PATH/minitron.sqsh. Unset: an environment in $STAGE_PATH/venv, see launch/venv.sh
 #   HF_TOKEN  of a Hugging Face account that may read meta-llama/Meta-Llama-3-8B; unset: no Llama tokenizer, no weights
 #   FINETUNE  8b: also the weights of Meta-Llama-3-8B (16 GB) and SQuAD, for launch/finetune.sbatch
-# With SLURM_PARTITION (and SLURM_ACCOUNT) set, the image is imported in a job. What is there already is left alone.
-# Without a network, copy the files yourself; the last lines say which are missing.
+# With SLURM_PARTITION (and SLURM_ACCOUNT) set, the image is imported in a job, unless this is one. What is there is left
+# alone. Without a network, copy the files yourself; the last lines say which are missing.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+this=${BASH_SOURCE[0]}
+# Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
+[ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
+cd "$(dirname "${this%" $*"}")/.."
 source launch/stage.sh
 
 # fetch URL FILE SHA256 [HEADER]: complete and as published, or not there. No SHA256: as the server sends it.
@@ -31,8 +34,9 @@ image=$STAGE_PATH/minitron.sqsh
 if [ -n "${IMAGE:-}" ]; then
     if [ ! -e "$image" ]; then
         import=(enroot import --output "$image" "$IMAGE")
-        [ -z "${SLURM_PARTITION:-}" ] || import=(srun --nodes=1 --ntasks=1 --partition="$SLURM_PARTITION"
-            ${SLURM_ACCOUNT:+--account="$SLURM_ACCOUNT"} "${import[@]}")
+        [ -z "${SLURM_PARTITION:-}" ] || [ -n "${SLURM_JOB_ID:-}" ] ||
+            import=(srun --nodes=1 --ntasks=1 --partition="$SLURM_PARTITION"
+                ${SLURM_ACCOUNT:+--account="$SLURM_ACCOUNT"} "${import[@]}")
         "${import[@]}" || fail "IMAGE=$IMAGE could not be imported, see above"
     fi
     echo "Image: export CONTAINER=$image"
@@ -61,7 +65,7 @@ fi
 case ${FINETUNE:-} in
 '') ;;
 8b)
-    for file in config.json model.safetensors.index.json model-0000{1..4}-of-00004.safetensors; do
+    for file in "${llama_files[@]}"; do
         fetch "$hub/$file" "$llama_weights/$file" "" "$token" || missing=1
     done
     fetch https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v1.1.json "$squad.source" "" || missing=1

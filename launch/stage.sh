@@ -28,9 +28,13 @@ fi
 
 # Of fine-tuning: what launch/setup.sh fetches with FINETUNE=8b.
 llama_weights=$STAGE_PATH/HF_ckpt/models/meta-llama/Meta-Llama-3-8B
+llama_files=(config.json model.safetensors.index.json model-0000{1..4}-of-00004.safetensors)
 squad=$STAGE_PATH/squad/train.jsonl
 
 need_python() {
+    if [[ ${CONTAINER:-} == /* && ! -e $CONTAINER ]]; then
+        fail "there is no CONTAINER=$CONTAINER; run IMAGE=docker://... launch/setup.sh, or correct it"
+    fi
     [ -n "${CONTAINER:-}" ] || [ -x "$python" ] ||
         fail "there is no $python; run launch/setup.sh, or set VENV or CONTAINER"
 }
@@ -53,7 +57,19 @@ use_dataset() {
     [[ $files =~ ^[1-9][0-9]?$ ]] || fail "FILES=$files is no number of files; use 1 to 99"
 }
 
+need_tokenizer() {
+    local file=${tokenizer#*:}
+    file=${file/#"~/"/"$HOME/"}
+    case $tokenizer in
+    bytes) return ;;
+    gpt2:?*) [ -e "$file/vocab.json" ] && file+=/vocab.json || file+=/encoder.json ;; # either will do
+    llama[23]:?*) ;;
+    *) fail "TOKENIZER=$tokenizer is none of bytes, gpt2:DIR, llama3:FILE and llama2:FILE" ;;
+    esac
+    [ -e "$file" ] || fail "there is no $file; run launch/setup.sh (for Llama's with HF_TOKEN), or set TOKENIZER"
+}
+
 # The prefix of the dataset's file pair number $1.
 prefix_of() {
-    printf '%s/%s_%02d_text_document' "$folder" "$name" "$1"
+    printf '%s/%s_%02d%s' "$folder" "$name" "$1" "${2-_text_document}"
 }

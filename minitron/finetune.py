@@ -6,12 +6,19 @@ layouts, checkpoints, logs.
 
 from __future__ import annotations
 
+import os
+
+from minitron.runtime.signals import Listener
+
+if __name__ == "__main__":  # before torch is loaded, which takes seconds
+    listener = Listener(os.environ).open()
+
 from minitron import pretrain
 
 
-def main(argv: list[str] | None = None) -> None:
-    pretrain.main(argv, __doc__, finetune=True)
+def main(argv: list[str] | None = None, listener: Listener | None = None) -> None:
+    pretrain.main(argv, __doc__, finetune=True, listener=listener)
 
 
 if __name__ == "__main__":
-    main()
+    main(listener=listener)

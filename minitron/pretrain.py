@@ -6,8 +6,15 @@ Without torchrun this is a world of one process; without a configuration it trai
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
+
+from minitron.runtime.signals import Listener
+
+if __name__ == "__main__":  # before torch is loaded, which takes seconds
+    listener = Listener(os.environ).open()
 
 import torch
 import torch.distributed as dist
@@ -21,17 +28,29 @@ from minitron.config.schema import Config
 from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.kernels import kernels
+from minitron.optim.replicas import ReplicasDiffer
 from minitron.planning import dryrun
+from minitron.planning.fits import check_room
 from minitron.runtime import profiling
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import meet
+from minitron.runtime.room import OutOfMemory
 from minitron.runtime.stop import Diverged, Stop
 from minitron.runtime.watch import watched
 from minitron.train import build, train
 
 
-def main(argv: list[str] | None = None, description: str = __doc__, finetune: bool = False) -> None:
-    """A run. description: for --help. finetune: what finetune.kind has to be set for."""
+def main(argv: list[str] | None = None, description: str = __doc__, finetune: bool = False,
+         listener: Listener | None = None) -> None:
+    """A run. description: for --help. finetune: what finetune.kind has to be set for. listener: that is open."""
+    with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
+        stopped = run(argv, description, finetune, listener)
+    if stopped == signal.SIGINT and not listener.torchrun:  # which would take a status for a failure
+        raise SystemExit(128 + stopped)
+
+
+def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
+    """Train until the last step, or until a signal, whose number it returns."""
     rank, world, local_rank, ranks_here = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
@@ -42,7 +61,8 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
                              f"{'pretrain' if finetune else 'finetune'}; start that, or set finetune.kind="
                              f"{'sft or lora' if finetune else 'null'}")
         if options is not None:
-            return dryrun.command(cfg, options)
+            dryrun.command(cfg, options)
+            return 0
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if world > 1 and missing:
             raise ValueError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
@@ -53,15 +73,18 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         chosen = kernels.choose(cfg, device)
+        check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
         start = find(cfg)
         data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
-    # What all ranks find alike is said once; DataError is an id in this rank's own samples.
-    with log, cli.user_errors(DataError), cli.user_errors((CheckpointError, Diverged), quiet=rank > 0):
+        listener.alarm = log.alarm
+    # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
+    alike = CheckpointError, Diverged, ReplicasDiffer
+    with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
-        stop = Stop(mesh, log, cfg.train.max_skipped)
-        with watched(mesh, log, cfg.train.hang_seconds), stop:
+        stop = Stop(mesh, log, cfg.train.max_skipped, listener)
+        with watched(mesh, log, cfg.train.hang_seconds):
             trainer = build(cfg, mesh, chosen)
             trainer.base = start.mark
             mesh.activity.begin("load")
@@ -76,14 +99,16 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
             for reader, resumed in (start.frozen, False), (start.reader, start.resume):
                 if reader is not None:
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
-            train(trainer, data, log, stop, start.step, start.consumed_samples)
-            if finetune:
-                log.summary()
-            mesh.activity.begin("end")
-            all_reduce_(through := torch.zeros(1, device=device), mesh.world)
-            through.item()  # rank 0, which may serve the store, leaves when nobody will ask there any more
+            with stop:
+                train(trainer, data, log, stop, start.step, start.consumed_samples)
+                if finetune:
+                    log.summary()
+                mesh.activity.begin("end")
+                all_reduce_(through := torch.zeros(1, device=device), mesh.world)
+                through.item()  # rank 0, which may serve the store, leaves when nobody will ask there any more
     if dist.is_initialized():
         dist.destroy_process_group()
+    return stop.agreed
 
 
 def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, tuple[int, int] | None]:
@@ -129,4 +154,4 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
 
 
 if __name__ == "__main__":
-    main()
+    main(listener=listener)

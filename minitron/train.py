@@ -31,6 +31,7 @@ from minitron.model.gpt import GPT
 from minitron.model.init import initialise
 from minitron.optim.buckets import Gradients
 from minitron.optim.lr import learning_rate
+from minitron.optim.replicas import Replicas
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.layout import make_layout
@@ -39,6 +40,7 @@ from minitron.pipeline.schedule import Forward, stage_layers
 from minitron.runtime.log import Log
 from minitron.runtime.meter import Meter, Samples
 from minitron.runtime.profiling import profiled
+from minitron.runtime.room import room_for
 from minitron.runtime.stop import Stop
 
 
@@ -148,8 +150,10 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         for chunk in chunks:
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
-    gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads)
-    optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
+    with room_for("the gradients"):
+        gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads)
+    with room_for("the optimizer's masters and moments"):
+        optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
                         on_last_backward=gradients.begin_last_backward)
@@ -160,11 +164,13 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
 def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:
     """The steps of the run after the `done` ones, which took `consumed` samples, or until `stop`.
 
-    Collective over the world. Raises CheckpointError if its last step could not be saved.
+    Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
+    different copies of a parameter.
     """
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
+    replicas = Replicas(trainer.chunks, trainer.gradients, t)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     step = done
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
@@ -181,6 +187,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
                               [n for b in batches for n in b.padding])
         meter.step(torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step,
                    consumed_samples=consumed, lr=lr)
+        replicas.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
@@ -189,13 +196,16 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         if stop.agreed:
             break
         if saves is not None and saves.due(step):
+            replicas.require_equal(step)
             activity.begin("checkpoint")
             saves.save(step, consumed)
     meter.flush()
     loader.close()
+    replicas.flush()
     activity.begin("checkpoint")
     if saves is not None:
         if stop.agreed:
+            replicas.require_equal(step)
             saves.save(step, consumed)
         saves.wait()
     if stop.agreed:

@@ -1,5 +1,6 @@
 """Fixtures and settings that every test shares."""
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +12,10 @@ from minitron.testing import RankPool
 # How long an example takes says more about the machine's other work than about the code.
 hypothesis.settings.register_profile("minitron", deadline=None)
 hypothesis.settings.load_profile("minitron")
+
+# In the background of a script SIGINT is ignored, which every process would inherit that a test interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Eight ranks keep both cores of a small machine busy, and some of these files bound the time that a run takes.
 ONE_AFTER_ANOTHER = {f"test_{name}" for name in ("faults", "invariance", "kill", "lora", "optim", "overlap", "testing")}

@@ -1,8 +1,11 @@
-"""Runs of minitron.pretrain with a planted fault; `Run` starts this file under torchrun: `fault_run.py FAULT CONFIG...`
+"""Runs of minitron.pretrain with a planted fault; `Run` starts this file, mostly under torchrun:
+
+    fault_run.py FAULT CONFIG...
 
     none
     sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
     nan       a weight becomes NaN before step 3
+    drift@R   from step 3 on rank R updates a norm's weight differently
     late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -30,13 +33,21 @@ TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"
         "train.micro_batch_size=2", "data.source=mock", "precision.dtype=fp32", "train.steps=1000000"]
 
 
-class Run:
-    """A run in the background. `wait_for` and `end` fail after a minute, and at the end no process is left."""
+PATIENCE = 180.0  # seconds that a test waits for what must come, on a machine with other work, too
 
-    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int, on_gpus: bool = False, restarts: int = 0):
-        self.folder, self.output = folder / "log", folder / "output"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-                  "--max-restarts", str(restarts), "tests/fault_run.py", fault]
+
+class Run:
+    """A run in the background: so many ranks under torchrun, or one plain process (None).
+
+    `wait_for` and `end` fail when their patience ends, and at the end no process is left.
+    """
+
+    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int | None, on_gpus: bool = False,
+                 restarts: int = 0):
+        self.folder, self.output, self.ranks = folder / "log", folder / "output", ranks
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+                    "--max-restarts", str(restarts)]
+        launch = [sys.executable, *(torchrun if ranks else []), "tests/fault_run.py", fault]
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
@@ -60,7 +71,7 @@ class Run:
         return sorted(int(pid) for pid in listed.stdout.split())
 
     def wait_for(self, text: str, file: Path | None = None) -> str:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             seen = (file or self.output).read_text() if (file or self.output).exists() else ""
             if text in seen:
@@ -73,9 +84,9 @@ class Run:
         return self
 
     def end(self) -> tuple[int, float, str]:
-        """torchrun's exit status, the seconds until then, and what everybody printed."""
+        """The exit status, torchrun's if there is one, the seconds until then, and what everybody printed."""
         begin = time.monotonic()
-        status = self.process.wait(60)
+        status = self.process.wait(PATIENCE)
         return status, time.monotonic() - begin, self.output.read_text()
 
     def last_step(self) -> int:
@@ -105,6 +116,19 @@ def nan():
     Trainer.step = poisoned
 
 
+def drift(rank):
+    step = Trainer.step
+
+    def drifting(trainer, batches, lr):
+        stats = step(trainer, batches, lr)
+        if os.environ["RANK"] == rank and trainer.mesh.activity.step >= 3:
+            with torch.no_grad():
+                trainer.chunks[0].blocks["0"].norm1.weight.add_(0.01)
+        return stats
+
+    Trainer.step = drifting
+
+
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     now = stop.Stop.now
@@ -119,5 +143,5 @@ def late(port):
 
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1].split("@")
-    {"none": lambda: None, "sleep": sleep, "nan": nan, "late": late}[fault](*arguments)
+    {"none": lambda: None, "sleep": sleep, "nan": nan, "drift": drift, "late": late}[fault](*arguments)
     pretrain.main(sys.argv[2:])

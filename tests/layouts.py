@@ -18,6 +18,8 @@ from minitron.model.lora import Adapter
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.train import Trainer, build
 
+DATA_PARALLEL = ["parallel.tp=1", "parallel.pp=1", "parallel.vp=1", "parallel.cp=1", "parallel.layers_per_stage=null",
+                 "train.recompute=none"]  # in the place of a recipe's layout
 LLAMA = dict(
     model=dict(
         num_layers=8,

@@ -4,7 +4,10 @@
 # launch/venv.sh says where the environment lives and how it comes about. The tests of launch/*.sbatch need a Slurm, which
 # you install: apt install slurm-wlm munge.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+this=${BASH_SOURCE[0]}
+# Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
+[ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
+cd "$(dirname "${this%" $*"}")/.."
 source launch/venv.sh
 use_venv plot,test
 [ -x "$VENV/bin/helm" ] || PYTHON=$(find_python) bash tests/get_helm.sh "$VENV/bin" ||

@@ -77,7 +77,7 @@ class Cluster:
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess:
         """A command of Slurm's, with these environment variables."""
-        return subprocess.run(command, env=self.environment | variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=self.environment | variables, capture_output=True, text=True, timeout=300)
 
     def submit(self, *arguments: str, **variables: str) -> int:
         """The id of a new batch job."""

@@ -29,7 +29,8 @@ DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}
 # Tools read configurations, datasets and schedules, and plan a job, without torch, whose import takes seconds.
 NO_TORCH = {"config", "data", "pipeline", "planning"}
-BUT = {"data.batch", "data.loader", "pipeline.executor", "planning.dryrun", "planning.memory_walk"}
+BUT = {"data.batch", "data.loader", "pipeline.executor", "planning.dryrun", "planning.fits",
+       "planning.memory_walk"}
 
 
 def layer_of(module):

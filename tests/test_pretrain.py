@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,31 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "299" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# ---- a model without room -------------------------------------------------------------------------------------------
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_it_is_built():
+    done = pretrain("model.hidden_size=1048576")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert re.match(r"error: a rank's part of the model needs [\d,.]+ GiB \(parameters [\d,.]+, gradients [\d,.]+, optimizer "
+                    r"[\d,.]+\), and this cpu has [\d.]+; use more ranks .*tools/plan.py", done.stderr)
+
+
+@pytest.mark.parametrize("options, part", [
+    (["model.vocab_size=4000000"], "the embedding"), (["model.ffn_hidden_size=4000000"], r"block 0 of 2"),
+    (["model.num_layers=60", "model.ffn_hidden_size=20000"], r"block \d+ of 60|the first values of blocks\.\d+\..*")])
+def test_out_of_memory_names_the_part(options, part):
+    """Under a limit of address space, as the kernel has none for memory that is touched later."""
+    code = ("import resource, sys\nfrom minitron import pretrain\n"
+            "import minitron.train\nfrom minitron.train import build as build_\n"
+            "def build(*args):\n"
+            "    here = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "    resource.setrlimit(resource.RLIMIT_AS, (here + (200 << 20),) * 2)\n"
+            "    return build_(*args)\n"
+            "pretrain.build = build\npretrain.main(sys.argv[1:])\n")
+    done = subprocess.run([sys.executable, "-c", code, *TINY, *options], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(rf"error: out of memory at ({part}); use more ranks .*tools/plan.py", done.stderr), done.stderr

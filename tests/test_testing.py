@@ -79,10 +79,10 @@ def test_results_keep_dtype_shape_and_values(ranks):
     (return_what_cannot_be_pickled, (), r"rank 0 of 3 running (.|\n)*Can't pickle"),
 ])
 def test_a_failing_rank_is_reported_at_once_and_the_pool_lives_on(ranks, fn, args, message):
-    start = time.monotonic()
+    patience, start = 600.0, time.monotonic()
     with pytest.raises(RuntimeError, match=message):
-        ranks(3, fn, *args)
-    assert time.monotonic() - start < 20  # the others wait in a barrier that nobody else will enter
+        ranks(3, fn, *args, timeout=patience)
+    assert time.monotonic() - start < patience / 2  # the others wait in a barrier that nobody else will enter
     assert [r["rank"] for r in ranks(3, sum_over_ranks, torch.ones(1))] == [0, 1, 2]
 
 

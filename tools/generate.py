@@ -20,6 +20,7 @@ Left out: several prompts at once, beams, more than one GPU.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,7 +161,7 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
     dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
     does not match.
     """
-    reader, folder, data = open_weights(path, base), Path(path).expanduser(), {}
+    reader, folder, data = open_weights(path, base), Path(os.path.expanduser(path)), {}
     if isinstance(reader, hf.Reader):
         cfg = Config(model=reader.model, precision=PrecisionConfig(reader.precision))
     else:

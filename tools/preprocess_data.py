@@ -71,14 +71,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (all cores)")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to encode (text)")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument("--check", action="store_true", help="try the tokenizer and the first megabyte of each input, "
+                        "and write nothing")
     options = parser.parse_args(argv)
     job = Job(options.tokenizer, tuple(options.json_keys), options.append_eod)
-    preprocess(options.input, options.output_prefix, job, options.workers)
+    preprocess(options.input, options.output_prefix, job, options.workers, options.check)
 
 
-def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) -> None:
+def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, check: bool = False) -> None:
     """Encode all inputs, in order, into OUTPUT_PREFIX_KEY_document.
 
+    check: only try the tokenizer and the first batch of each input.
     Raises ValueError for any defect of them, and when one of the datasets would be without tokens.
     """
     prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
@@ -89,6 +92,10 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int) ->
         if job.keys.count(key) > 1:
             raise ValueError(f"--json-keys {' '.join(job.keys)}: {key!r} is there twice; name each key once")
     tokenizer = load_tokenizer(job.tokenizer, "--tokenizer")
+    if check:
+        for path in inputs:
+            encode_batch(job, next(read_batches([path])))
+        return
     sidecar = {"tokenizer": job.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
                "append_eod": job.append_eod}
     total_bytes, num_tokens = sum(os.path.getsize(path) for path in inputs), dict.fromkeys(job.keys, 0)

@@ -21,6 +21,7 @@ Left out: starting from an adapter of PEFT's; have PEFT merge it.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def open_weights(path: str, base: str | None = None, vocab_multiple: int = Model
     base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
     vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     with disk_errors(folder):
         foreign, own = ((folder / name).exists() for name in ("config.json", "index.json"))
     if not foreign and not own and newest(folder) is None:

@@ -14,9 +14,11 @@ From there on nobody knows of layouts: a wanted box is put together from the sav
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from minitron.kernels.param import Shard
@@ -89,14 +91,18 @@ def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes hold every element of a tensor of this shape exactly once."""
-    whole = Box((0,) * len(shape), shape)
-    if sum(prod(box.shape) for box in boxes) != prod(shape) or any(box.meet(whole) != box for box in boxes):
-        return False
-    reaching: list[Box] = []  # the row at which a sweep along dim 0 stands
-    for box in sorted(boxes):
-        reaching = [other for other in reaching if other.start[0] + other.shape[0] > box.start[0]]
-        if any(box.meet(other) for other in reaching):
-            return False
-        reaching.append(box)
-    return True
+    """Whether the boxes hold every element of a tensor of this shape exactly once.
+
+    How often each element is held follows from corners alone: +1 from a box's first corner on, -1 from the next one
+    along each dim, and so on. The corners of all boxes must leave those of the whole; no pair of boxes is looked at.
+    """
+    if not shape:
+        return len(boxes) == 1
+    starts, sizes = (np.array(numbers, np.int64) for numbers in zip(((0,) * len(shape), shape), *boxes, strict=True))
+    signs = np.array([-1] + [1] * len(boxes))
+    ends = list(product((0, 1), repeat=len(shape)))
+    corners = np.concatenate([starts + sizes * end for end in ends])
+    held = np.concatenate([signs * (-1) ** sum(end) for end in ends])
+    order = np.lexsort(corners.T)
+    new = np.diff(corners[order], axis=0, prepend=-1).any(axis=1)
+    return not np.add.reduceat(held[order], np.flatnonzero(new)).any()

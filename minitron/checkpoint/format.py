@@ -17,6 +17,8 @@ layout; and a checkpoint may come from anywhere, so opening one must not run cod
      6 GB/s a core. It is no protection against forgery.
   4. No lock, which a killed run could not give back: whoever starts takes the directory over, and the run before, if
      it lives, finds that out before it deletes or renames anything.
+  5. A directory may hold other things. Deleted, renamed and replaced is only what both its name and what lies in it
+     show to be a save's. So a checkpoint into which somebody has put a file of his own stays.
 
 2. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
 others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it; without a `latest`, in a
@@ -34,6 +36,7 @@ where only weights were, `fp8_history`. The boxes of a kind hold each element on
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -45,7 +48,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -53,14 +58,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, Piece, covers
+from minitron.config.files import parse_json, read_bytes, size_of
 from minitron.kernels.gemm import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
-STEP, STEP_NAME = re.compile(r"step_(\d{8,})"), "step_{:08d}".format
-OWNER = re.compile(r"owner\.((\d+)-\w{8})")
+STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
+OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
+TEMPORARY = re.compile(r"(step_\d{8,}|probe)(\.tmp-[0-9a-f]{8})+")
+POINTER = re.compile(r"step_\d{8,} [0-9a-f]{8}\n")
+INDEX_BEGIN, OWNER_BEGIN = b'{"checksum": "', b"process "
+# What lies in a folder that a save wrote; .nfs* are deleted files that somebody has open.
+SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+")
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
+INDEX_BYTES = 2 << 30
+MAX_COUNT, MAX_DIMS = 1 << 48, 8
+COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
 SHARD_BYTES = 2 << 30   # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
@@ -86,9 +100,52 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by iteration, ascending."""
+    """The checkpoints in a directory by iteration, ascending; a folder in which no file is a save's is none."""
+    return {step: path for step, path in _named(directory).items() if any(map(SAVED.fullmatch, _names(path)))}
+
+
+def in_the_way(directory: Path, after: int, until: int) -> Path | None:
+    """What has the name of a checkpoint of these steps, and no save wrote: it would keep that step from being saved."""
+    return next((path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)),
+                None)
+
+
+def _named(directory: Path) -> dict[int, Path]:
+    """All that has the name of a checkpoint, by iteration, ascending."""
     return dict(sorted((int(match[1]), path) for path in directory.glob("step_*")
                        if (match := STEP.fullmatch(path.name))))
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies in a folder; nothing in what is none."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a save wrote all that lies in a folder. Nobody knows who made an empty one."""
+    names = _names(folder)
+    return (bool(names) and not folder.is_symlink()
+            and all(SAVED.fullmatch(name) and _begins(folder / name, b"") for name in names)
+            and ("index.json" not in names or _begins(folder / "index.json", INDEX_BEGIN)))
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether it is a folder, no link, with nothing in it."""
+    with suppress(OSError):
+        return not folder.is_symlink() and not os.listdir(folder)
+    return False
+
+
+def _begins(path: Path, text: bytes) -> bool:
+    """Whether a regular file begins with text. One that is shorter may have been killed while it was written."""
+    with suppress(OSError):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            with open(path, "rb") as file:
+                return text.startswith(file.read(len(text)))
+    return False
 
 
 def newest(directory: Path) -> Path | None:
@@ -115,13 +172,23 @@ def make_writable(directory: Path) -> None:
     """Make the directory if it is not there, and try what a save does. Raises CheckpointError."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
+        _check_pointer(directory / "latest")
         (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
-        (probe / "file").touch()
+        (probe / "index.json").touch()
         try:
             _remove(probe)
         except OSError as error:
             raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
                                   "save has to; use a disk, or a bucket with a hierarchical namespace") from error
+
+
+def _check_pointer(pointer: Path) -> None:
+    """Raises CheckpointError if `latest`, which a save would replace, is somebody else's."""
+    if os.path.lexists(pointer):
+        with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
+            if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
+                raise CheckpointError(f"{pointer} is damaged, or not minitron's, and a save would replace it; move it "
+                                      "away, or use another checkpoint.dir")
 
 
 def claim(directory: Path) -> str:
@@ -145,7 +212,7 @@ def claim(directory: Path) -> str:
 def _owners(directory: Path) -> list[tuple[int, str]]:
     """(number, owner), the one that counts last."""
     return sorted((int(match[2]), match[1]) for path in directory.glob("owner.*")
-                  if (match := OWNER.fullmatch(path.name)))
+                  if (match := OWNER.fullmatch(path.name)) and _begins(path, OWNER_BEGIN))
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
@@ -164,7 +231,8 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
     with disk_errors(directory):
         check_owner(directory, owner)
         for stale in directory.glob("*.tmp-*"):
-            _remove(stale)
+            if TEMPORARY.fullmatch(stale.name) and (_is_saved(stale) or _is_empty(stale)):
+                _remove(stale)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
@@ -191,21 +259,24 @@ def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], ke
             kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
     body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
     with disk_errors(directory):
-        _write(temporary / "index.json", [f'{{"checksum": "{_crc(body)}",\n'.encode(), body])
+        _write(temporary / "index.json", [INDEX_BEGIN + f'{_crc(body)}",\n'.encode(), body])
+        _write(temporary / "latest", [_pointer(folder.name).encode()])
         _sync(temporary)
         check_owner(directory, owner)
+        if os.path.lexists(folder) and not _is_saved(folder):
+            raise CheckpointError(f"{folder} is in the way: it holds what no save wrote; move it away")
         replaced = _hide(folder)  # if it is there, of a run that went back to before it
         os.rename(temporary, folder)
         _sync(directory)
-        _write(directory / "latest.tmp", [_pointer(folder.name).encode()])
-        os.replace(directory / "latest.tmp", directory / "latest")
+        os.replace(folder / "latest", directory / "latest")
         _sync(directory)
         shutil.rmtree(replaced, ignore_errors=True)
         if keep:
             passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
             ours = [step for step in passed if step <= after or step == about["iteration"]]
             for step in passed.keys() - set(ours[-keep:]):
-                _remove(passed[step])
+                if _is_saved(passed[step]):
+                    _remove(passed[step])
 
 
 def _remove(folder: Path) -> None:
@@ -214,7 +285,7 @@ def _remove(folder: Path) -> None:
 
 def _hide(folder: Path) -> Path:
     """Rename what is to be removed, so that no half of it is ever taken for a checkpoint, nor committed as one."""
-    hidden = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    hidden = folder.with_name(f"{folder.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
         os.rename(folder, hidden)
     return hidden
@@ -270,7 +341,7 @@ class Writer(AbstractContextManager):
     def __init__(self, directory: str | os.PathLike, iteration: int, config: dict):
         self.about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {},
                       "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)}
-        self.temporary = begin(Path(directory).expanduser(), iteration, 0)
+        self.temporary = begin(Path(os.path.expanduser(directory)), iteration, 0)
         self.waiting: list[Piece] = []
         self.shards: list[tuple] = []
 
@@ -331,28 +402,62 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))
         if not STEP.fullmatch(self.path.name):
             self.path = newest(self.path) or self.path
         self.index = self.path / "index.json"
         try:
             index = _read_index(self.index)
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
-            self.config, self.layout, self.state = (dict(index[part]) for part in ("config", "layout", "state"))
+            self.config, self.layout, self.state = (
+                _mapping(index[part], part) for part in ("config", "layout", "state"))
             self.files, self._tensors = index["files"], index["tensors"]
-            for file, record in self.files.items():
-                _counts(record["bytes"])
-                if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
-                    raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
-            for name, kind in ((name, kind) for name in self._tensors for kind in self.kinds(name)):
-                files, _, boxes = zip(*self._boxes(name, kind))
-                _counts(*self.shape(name), *(number for box in boxes for number in (*box.start, *box.shape)))
-                if not (covers(self.shape(name), boxes) and self.files.keys() >= set(files)):
-                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+            self._check_head()
+            self._check_tensors()
         except CheckpointError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.index} is not as version 1 has it: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
+
+    def _check_head(self) -> None:
+        """All but the tensors. Raises ValueError and what wrong types do."""
+        folder = STEP.fullmatch(self.path.name)
+        if folder and int(folder[1]) != self.iteration:
+            raise CheckpointError(f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
+                                  "give it its old name back, or the index.json of its safetensors")
+        for section in self.config:
+            _mapping(self.config[section], f"config.{section}")
+        _counts(*self.layout.values())
+        data = _mapping(self.state.get("data", {}), "state.data")
+        _counts(*(data[name] for name in ("train_samples", "valid_samples") if name in data))
+        for name in COUNTERS:
+            if not -1 << 31 < self.state.get(name, 0) < 1 << 31:
+                raise ValueError(f"{name}={self.state[name]} is no counter")
+        if not 1 <= (scale := self.state.get("loss_scale", 1)) < math.inf:
+            raise ValueError(f"loss_scale={scale} is no loss scale")
+        for file, record in self.files.items():
+            _counts(record["bytes"])
+            if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
+                raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+
+    def _check_tensors(self) -> None:
+        """Every box. Raises ValueError and what wrong types do."""
+        used: set[tuple[str, str]] = set()
+        for name in self._tensors:
+            for kind in self.kinds(name):
+                if not (self.dtype(name, kind) and self._tensors[name]["kinds"][kind]["boxes"]):
+                    raise ValueError(f"{kind} of {name} has no boxes")
+                found, whole = list(self._boxes(name, kind)), self.shape(name)
+                _counts(*whole, *(number for _, _, box in found for part in box for number in part))
+                if len(whole) > MAX_DIMS or not covers(whole, [box for *_, box in found]) or not all(
+                        file in self.files for file, _, _ in found):
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+                for file, key, _ in found:
+                    if not isinstance(key, str):
+                        raise ValueError(f"the key {key!r} is no text")
+                    if (file, key) in used:
+                        raise CheckpointError(f"{self.index}: two boxes are {key!r} of {file}")
+                    used.add((file, key))
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -381,18 +486,23 @@ class Reader:
         wanted = Box(tuple(start), tuple(shape))
         assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
-        for file, key, stored in self._boxes(name, kind):
-            if common := stored.meet(wanted):
-                try:
-                    with safe_open(self.path / file, framework="pt") as opened:
-                        part = opened.get_slice(key)
-                        if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
-                            raise CheckpointError(f"{self.path / file}: {key} is not of the dtype and shape that "
-                                                  "index.json says")
-                        result[common.within(wanted)] = part[common.within(stored)]
-                except (SafetensorError, OSError) as error:
-                    raise CheckpointError(f"{self.path / file} cannot be read: {error}") from error
+        for file, group in groupby(self._boxes(name, kind), itemgetter(0)):
+            if found := [(key, stored, common) for _, key, stored in group if (common := stored.meet(wanted))]:
+                self._read_boxes(self.path / file, found, wanted, result)
         return result
+
+    def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
+        """Copy what `wanted` has in common with each (key, box) of a file."""
+        _size(path)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for key, stored, common in found:
+                    part = opened.get_slice(key)
+                    if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
+                        raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
+                    result[common.within(wanted)] = part[common.within(stored)]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Size and checksum of these files, by default of all. Raises CheckpointError naming the first bad one."""
@@ -416,28 +526,30 @@ class Reader:
 def _counts(*values: object) -> tuple[int, ...]:
     """Raises ValueError for what is no count: JSON knows floats, truth values, and numbers of any size."""
     for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ValueError(f"{value!r} is no count")
+        if type(value) is not int or not 0 <= value < MAX_COUNT:
+            raise ValueError(f"{str(value)[:40]} is no count")
     return values
+
+
+def _mapping(value: object, what: str) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no object")
+    return value
 
 
 def _size(path: Path) -> int:
     """Bytes of a regular file: a device or a pipe might never end. Raises CheckpointError."""
     with disk_errors(path):
-        found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no regular file")
-    return found.st_size
+        return size_of(path)
 
 
 def _read_index(path: Path) -> dict:
     """The index, once its checksum, format and version are as they should be. Raises CheckpointError."""
-    _size(path)
     with disk_errors(path):
-        first, _, body = path.read_bytes().partition(b"\n")
+        first, _, body = read_bytes(path, INDEX_BYTES).partition(b"\n")
     if first.decode(errors="replace") != f'{{"checksum": "{_crc(body)}",':
         raise CheckpointError(f"{path} is damaged, or no index of minitron: its first line is no checksum of the rest")
-    index = json.loads(b"{" + body)
+    index = _mapping(parse_json(b"{" + body), "it")
     if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:
         raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
     return index

@@ -10,9 +10,9 @@ which Hugging Face tensors each of minitron's is a stack, row upon row. Reading 
 
 Rows of q and k keep their order: minitron's rotary positions too pair channel i of a head with channel i + d/2.
 
-The vocabulary is padded. All logits of GPT-2 lie far below zero, so rows of zeros would take nearly the whole softmax.
-A padding row is the mean row instead, whose logit is the mean logit. By Jensen's inequality exp(mean) is at most the
-mean exp, so p padding rows beside v real ones raise a loss by less than p/v. Export drops them.
+The vocabulary is padded. No loss sees the padding rows, and export drops them. They are the mean row: a run that raises
+model.vocab_size turns some into tokens. All logits of GPT-2 lie far below zero, so a row of zeros would take nearly the
+whole softmax; the logit of the mean row is the mean logit.
 
 `Reader` has the read interface of checkpoint/format.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.
@@ -23,7 +23,6 @@ standard deviation, which belong to a run and not to weights; tokenizers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import cli, rules
+from minitron.config.files import read_json, size_of
 from minitron.config.schema import ModelConfig
 from minitron.kernels.gemm import DTYPES
 
@@ -359,6 +359,7 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
 
 def _headers(path: Path) -> dict[str, Place]:
     try:
+        size_of(path)
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: Place(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
@@ -368,7 +369,7 @@ def _headers(path: Path) -> dict[str, Place]:
 
 def _json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); name the folder of a model") from error
     except ValueError as error:

@@ -23,9 +23,11 @@ from typing import NamedTuple
 import torch
 
 from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import Merged, Weights, base_of, best_kind, check_base, fingerprint, open_weights
+from minitron.checkpoint.adapter import (
+    Merged, Weights, base_of, best_kind, check_base, config_of, fingerprint, open_weights)
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
-from minitron.checkpoint.format import STEP_NAME, CheckpointError, Reader, checkpoints, make_writable, newest
+from minitron.checkpoint.format import (STEP_NAME, CheckpointError, Reader, checkpoints, in_the_way, make_writable,
+                                        newest)
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -68,9 +70,12 @@ def find(cfg: Config) -> Start:
             if c.resume:
                 folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
                 reader = None if folder is None else Reader(folder)
+        if stranger := in_the_way(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
+            raise CheckpointError(f"{stranger} is in the way of a save of this run: it holds what no save wrote; move "
+                                  "it away, or use another checkpoint.dir")
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
-            _check_keys(reader, "run", _trained(reader.config), _trained(asdict(cfg)), "checkpoint.dir")
+            _check_keys(reader, "run", _trained(asdict(config_of(reader))), _trained(asdict(cfg)), "checkpoint.dir")
             if not {"data", "optimizer_steps"} <= reader.state.keys():
                 raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
                                       f"{reader.path} and another checkpoint.dir")
@@ -238,7 +243,7 @@ def _trained(config: Mapping) -> dict:
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
     saved, ours = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
-                   for m in (reader.config["model"], asdict(cfg.model)))
+                   for m in (asdict(config_of(reader).model), asdict(cfg.model)))
     saved, ours = ({f"model.{name}": m[name] for name in names} for m in (saved, ours))
     _check_keys(reader, "model", saved, ours, "checkpoint")
 

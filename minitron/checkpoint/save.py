@@ -178,13 +178,13 @@ class Checkpointer:
         try:
             self._to_disk(about, mine, size)
         except TakenOver as error:
-            self.log.info(f"{error}; here this run saves aside, and ends")
+            self.log.warn(f"{error}; here this run saves aside, and ends")
             self.directory /= f"aside.{self.owner}"
             self._write(step, consumed_samples, mine, scalars, None)
             aside = f"; this run's step {step} is in {self.directory}" if self.saved == step else ""
             raise TakenOver(f"{error}{aside}") from error
         except CheckpointError as error:
-            return self.log.info(f"checkpoint of step {step} failed, training goes on: {error}")
+            return self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
         self.saved = step
         self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
                       f"{time.perf_counter() - started:.2f} s")

@@ -11,11 +11,16 @@ Nothing here looks at files, devices or process groups; what only a file or a ke
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
 from minitron.config.schema import Config, ModelConfig
 from minitron.pipeline.schedule import stage_layers
+
+
+MAX_LAYERS = 10_000
+LARGEST = {int: 10**12, float: 1e38}  # of what has no bound of its own; float32 ends at 3.4e38
 
 
 def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) -> None:
@@ -34,22 +39,39 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
 
 
 def _check_ranges(section, prefix: str) -> None:
-    """Every number lies in the interval beside its key."""
+    """Every number lies in the interval beside its key, and every home is that of somebody."""
     for f in fields(section):
         value, within = getattr(section, f.name), f.metadata["within"]
         if is_dataclass(value):
             _check_ranges(value, f"{prefix}{f.name}.")
-        elif within is not None and value is not None:
-            low, high = map(float, within[1:-1].split(","))
-            for x in value if isinstance(value, tuple) else (value,):
-                above = x >= low if within[0] == "[" else x > low
-                below = x <= high if within[-1] == "]" else x < high
-                if not (above and below):  # a NaN is neither
-                    fix = _inside(within) if math.isfinite(x) else "a finite number"
-                    raise ValueError(f"{prefix}{f.name}={x} lies outside {within}; use {fix}")
+        for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, str):
+                _check_home(f"{prefix}{f.name}={x}", x)
+            elif within is not None and x is not None:
+                _check_range(f"{prefix}{f.name}={x}", x, within)
+
+
+def _check_range(what: str, x: int | float, within: str) -> None:
+    low, high = map(float, within[1:-1].split(","))
+    above = x >= low if within[0] == "[" else x > low
+    below = x <= high if within[-1] == "]" else x < high
+    if not (above and below):  # a NaN is neither
+        fix = _inside(within) if math.isfinite(x) else "a finite number"
+        raise ValueError(f"{what} lies outside {within}; use {fix}")
+    if high == math.inf and x > LARGEST[type(x)]:
+        raise ValueError(f"{what} is more than any run can use; use at most {LARGEST[type(x)]}")
+
+
+def _check_home(what: str, path: str) -> None:
+    path = path.split(":", 1)[-1]  # of a tokenizer
+    if path.startswith("~") and os.path.expanduser(path).startswith("~"):
+        raise ValueError(f"{what}: {path.split('/')[0]} is nobody's home; write the whole path")
 
 
 def _check_model(m: ModelConfig) -> None:
+    if m.num_layers > MAX_LAYERS:
+        raise ValueError(f"model.num_layers={m.num_layers} is more than a model of this kind can have; use at most "
+                         f"{MAX_LAYERS}")
     _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
     _check_divides("model.num_kv_heads", m.kv_heads, {"model.num_heads": m.num_heads})
     if m.positions == "rope" and m.head_dim % 2:
@@ -120,6 +142,14 @@ def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
     if dtype == "bf16" and capability is not None and capability < (8, 0):
         raise ValueError(f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
                          "use precision.dtype=fp16 or fp32")
+    for f in fields(cfg.precision):
+        value = getattr(cfg.precision, f.name)
+        if f.name.startswith("loss_scale") and dtype != "fp16" and value != f.default:
+            raise ValueError(f"precision.{f.name}={value} has no effect with precision.dtype={dtype}; drop it, or set "
+                             "precision.dtype=fp16")
+    if cfg.precision.loss_scale < 1:
+        raise ValueError(f"precision.loss_scale={cfg.precision.loss_scale} is below 1, where no scale of fp16's ever "
+                         "falls; use 1 or more, 65536 for example")
     if cfg.precision.fp8 != "none":
         return _check_fp8(cfg, capability)
     for key, default in (("fp8_backend", "te"), ("fp8_bf16_layers", 0)):
@@ -256,6 +286,8 @@ def _check_log(cfg: Config, world: int) -> None:
     if not p.start_step <= p.end_step <= steps:
         raise ValueError(f"profile.start_step={p.start_step} and profile.end_step={p.end_step} are no steps, in order, "
                          f"of train.steps={steps}; use 1 to {steps}")
+    if len(set(p.ranks)) < len(p.ranks):
+        raise ValueError(f"profile.ranks={list(p.ranks)} names a rank twice; use {sorted(set(p.ranks))}")
     strangers = [rank for rank in p.ranks if rank >= world]
     if strangers or not p.ranks:
         raise ValueError(f"profile.ranks={list(p.ranks)} must name ranks of the world of {world}; use 0 to {world - 1}")
@@ -269,8 +301,9 @@ def _check_divides(name: str, value: int, wholes: dict[str, int]) -> None:
     for whole, size in wholes.items():
         if size % value:
             common = math.gcd(*wholes.values())
-            valid = [d for d in range(1, common + 1) if common % d == 0]
-            nearest = sorted(sorted(valid, key=lambda d: abs(d - value))[:6])
+            small = [d for d in range(1, math.isqrt(common) + 1) if common % d == 0]
+            valid = {*small, *(common // d for d in small)}
+            nearest = sorted(sorted(valid, key=lambda d: (abs(d - value), d))[:6])
             raise ValueError(f"{name}={value} does not divide {whole}={size}; use {_either(nearest)}")
 
 

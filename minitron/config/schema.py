@@ -51,7 +51,8 @@ class ModelConfig:
     num_heads: int = key(8, "query heads", COUNT)
     num_kv_heads: int | None = key(4, "key and value heads (grouped queries); null: as many as num_heads", COUNT)
     vocab_size: int = key(4096, "token ids; the corpus tokenizer is trained to this size", COUNT)
-    vocab_multiple: int = key(128, "the embedding is padded to a multiple of this, never dependent on tp", COUNT)
+    vocab_multiple: int = key(
+        128, "the embedding is padded to a multiple of this, never dependent on tp; no loss sees the padding", COUNT)
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
     max_positions: int = key(4096, "rows of the learned position table; the longest sequence allowed", COUNT)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", POSITIVE)
@@ -107,11 +108,15 @@ class TrainConfig:
         "none", "what the backward pass computes again: nothing, norms and activations, or whole blocks")
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
+    check_replicas_every: int = key(
+        200, "steps between comparisons of the parameters that several ranks hold, which are also compared before each "
+        "save; if copies differ the run ends; 0: never", NOT_NEGATIVE)
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)")
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
-    hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", COUNT)
+    hang_seconds: int = key(
+        600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
     max_skipped: int = key(
         10, "so many updates in a row, skipped for gradients that are not finite, end the run; fp16's do not count "
         "while the loss scale can fall", COUNT)

@@ -39,6 +39,7 @@ from minitron.data.tokenizers import Tokenizer, load_tokenizer
 
 SCAN_BYTES = 1 << 30            # of .bin: what is read in full before training
 PEEK_TOKENS = 1 << 20           # read of a larger one
+MAX_SAMPLES = 1 << 32           # 20 bytes of memory each
 TRAIN, VALID = 0, 1             # positions in a split
 
 Dataset = GPTDataset | BlendedDataset | SFTDataset | MockDataset
@@ -70,6 +71,9 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
     """
     if train_samples < 1:
         raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
+    if max(train_samples, valid_samples) > MAX_SAMPLES:
+        raise ValueError(f"{max(train_samples, valid_samples)} samples are more than the {MAX_SAMPLES} of which an "
+                         "order can be laid out; lower train.steps, train.eval_steps or train.global_batch_size")
     if data.source == "mock":
         return _mock(data.document_length, vocab_size, seq_len, seed, train_samples, valid_samples)
     cache_dir = Path(os.path.expanduser(data.cache_dir))

@@ -32,6 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
+from minitron.config.files import read_json
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
@@ -212,7 +214,7 @@ def read_sidecar(prefix: str | os.PathLike) -> dict | None:
         return None
     fix = "delete it or preprocess the data again"
     try:
-        sidecar = json.loads(path.read_text(encoding="utf-8"))
+        sidecar = read_json(path)
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}); {fix}") from error
     kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minitron.config.files import parse_json, size_of
 from minitron.data.cache import build_once, reading
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
@@ -53,6 +54,7 @@ class Documents:
         digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint}".encode())
         for path in self.paths:
             try:
+                size_of(path)
                 with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
             except OSError as error:
@@ -202,8 +204,8 @@ def _rows(path: str) -> Iterator[tuple[int, object]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line.rstrip())
-                except (ValueError, RecursionError) as error:
+                    yield number, parse_json(line.rstrip())
+                except ValueError as error:
                     parsed = isinstance(error, json.JSONDecodeError)    # else too deep, or not UTF-8
                     why = f"{error.msg} at character {error.pos + 1}" if parsed else error
                     raise ValueError(f"{path}: line {number} is not JSON ({why}); correct it") from error

@@ -3,6 +3,7 @@
     spec                file                                                            vocabulary, end of document
     bytes               none: UTF-8 bytes                                               257, the last id
     gpt2:DIR            DIR/encoder.json and DIR/vocab.bpe, as OpenAI published them    50257, <|endoftext|>
+                        (or, the same files under transformers' names, vocab.json and merges.txt)
     llama3:FILE         tokenizer.model: lines of "base64 rank" (tiktoken's format)     128256, <|end_of_text|>
     llama2:FILE         tokenizer.model: a SentencePiece model                          32000, </s>
 
@@ -22,7 +23,6 @@ Left out: downloads, a beginning-of-text token in pretraining data; chats are sf
 import base64
 import binascii
 import hashlib
-import json
 import os
 import re
 from pathlib import Path
@@ -31,10 +31,13 @@ from typing import Protocol
 import sentencepiece
 import tiktoken
 
+from minitron.config.files import parse_json, size_of
+
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3_SPECIAL = 256
+TOKENIZER_BYTES = 256 << 20
 # Position of each named special token of Llama 3.1 after the ordinary ones; the rest are reserved.
 LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
                 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
@@ -129,19 +132,22 @@ class SentencePieceTokenizer:
 
 def load_gpt2(folder: Path) -> TiktokenTokenizer:
     """DIR/encoder.json: {token: id}; DIR/vocab.bpe: a comment line, then one merge "left right" a line, by priority.
+    Without an encoder.json, vocab.json and merges.txt, which are the same under transformers' names.
 
     Both write a byte as a printable character.  The ids must follow the merges, as in the published files, because
     tiktoken joins the pair of the lowest id first.
     """
-    encoder_path, merges_path = folder / "encoder.json", folder / "vocab.bpe"
+    own, other = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
+    names = other if os.path.exists(folder / other[0]) and not os.path.exists(folder / own[0]) else own
+    encoder_path, merges_path = (folder / name for name in names)
     text = _read(encoder_path)
     try:
-        encoder = json.loads(text)
+        encoder = parse_json(text)
         end = encoder.pop("<|endoftext|>")
         byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
         ranks = {bytes(byte_of[c] for c in token): int(i) for token, i in encoder.items()}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published encoder.json") from error
+        raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published {names[0]}") from error
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
     joined = {"".join(pair): 256 + rank for rank, pair in enumerate(merges)}
     if any(len(pair) != 2 for pair in merges) or joined != {token: i for token, i in encoder.items() if len(token) > 1}:
@@ -197,6 +203,8 @@ def _read(path: Path) -> bytes:
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
     try:
+        if size_of(path) > TOKENIZER_BYTES:
+            raise OSError(f"it has more than {TOKENIZER_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error}); correct its permissions or the path") from error

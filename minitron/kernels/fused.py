@@ -406,10 +406,10 @@ def _add_rows(table, ids, rows, first, size, h, BLOCK: tl.constexpr):
         tl.atomic_add(table + local * h + columns, value, inside, sem="relaxed")
 
 
-def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
     """See minitron/kernels/plain.py. Tokens that share a row add in any order, so a deterministic run takes the plain one."""
-    if torch.are_deterministic_algorithms_enabled():
-        return plain.add_rows_(table, ids, first, rows)
+    if in_order or torch.are_deterministic_algorithms_enabled():
+        return plain.add_rows_(table, ids, first, rows, in_order=True)
     h = table.shape[1]
     _add_rows[(ids.numel(), triton.cdiv(h, 2048))](table, ids.contiguous(), rows.contiguous(), first, table.shape[0], h,
                                                    BLOCK=2048, num_warps=8)
@@ -420,50 +420,58 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
 
 
 @triton.jit
-def _softmax_sums(logits, labels, top, total, picked, vocab, first, BLOCK: tl.constexpr):
+def _softmax_sums(logits, labels, top, total, picked, vocab, num_ids, first, BLOCK: tl.constexpr):
+    # Loads are masked by the row's end, not by num_ids: a bound that is no multiple of 16 would keep them from being
+    # vectorized.
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row) - first
     best, summed = float("-inf"), 0.0
-    for start in range(0, vocab, BLOCK):
+    for start in range(0, num_ids, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocab + columns, columns < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.where(columns < num_ids, x, float("-inf"))
         higher = tl.maximum(best, tl.max(x))
         summed = summed * tl.exp(best - higher) + tl.sum(tl.exp(x - higher))
         best = higher
-    inside = (label >= 0) & (label < vocab)
+    inside = (label >= 0) & (label < num_ids)
     tl.store(top + row, best)
     tl.store(total + row, summed)
     tl.store(picked + row, tl.load(logits + row * vocab + label, inside, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def _softmax_gradient(logits, labels, lse, dloss, vocab, first, BLOCK: tl.constexpr):
+def _softmax_gradient(logits, labels, lse, dloss, vocab, num_ids, first, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab
     label = tl.load(labels + row) - first
     x = tl.load(logits + row * vocab + columns, inside).to(tl.float32)
     p = tl.exp(x - tl.load(lse + row)) - tl.where(columns == label, 1.0, 0.0)
-    tl.store(logits + row * vocab + columns, p * tl.load(dloss + row), inside)
+    grad = tl.where(columns < num_ids, p * tl.load(dloss + row), 0.0)
+    tl.store(logits + row * vocab + columns, grad, inside)
 
 
-def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of logits [..., v]: its maximum, the sum of exp(x - maximum), and the label's logit (0 if elsewhere).
+def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
+                 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
-    labels are global ids, `first` is the id of column 0. Three float32 tensors [...].
+    See minitron/kernels/plain.py.
     """
     assert logits.is_contiguous() and labels.is_contiguous()
     vocab = logits.shape[-1]
     top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, first, BLOCK=8192, num_warps=4)
+    _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, vocab if num_ids is None else num_ids,
+                                     first, BLOCK=8192, num_warps=4)
     return top, total, picked
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
-    """The logits become their gradient, (softmax - onehot(label)) * dloss, in place."""
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor,
+                      num_ids: int | None = None) -> Tensor:
+    """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; see minitron/kernels/plain.py."""
     assert logits.is_contiguous() and labels.is_contiguous() and lse.is_contiguous()
     vocab = logits.shape[-1]
     grid = labels.numel(), triton.cdiv(vocab, 4096)
-    _softmax_gradient[grid](logits, labels, lse, dloss.contiguous(), vocab, first, BLOCK=4096, num_warps=8)
+    _softmax_gradient[grid](logits, labels, lse, dloss.contiguous(), vocab, vocab if num_ids is None else num_ids,
+                            first, BLOCK=4096, num_warps=8)
     return logits
 
 

@@ -181,34 +181,48 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
-def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor) -> Tensor:
-    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h]."""
+def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
+    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h].
+
+    in_order: the sums are the same, bit by bit, whenever and wherever they are made.
+    """
     local = ids.flatten() - first
     elsewhere = (local < 0) | (local >= table.shape[0])
-    rows = rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
-    return table.index_add_(0, local.masked_fill(elsewhere, 0), rows.to(table.dtype))
+    local, rows = local.masked_fill(elsewhere, 0), rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
+    if in_order and table.is_cuda:  # there index_add_ adds in any order, and index_put_ sorts; on a CPU index_add_ does
+        return table.index_put_((local,), rows.to(table.dtype), accumulate=True)
+    return table.index_add_(0, local, rows.to(table.dtype))
 
 
 # ---- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
-def softmax_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of logits [..., v]: its maximum, the sum of exp(x - maximum), and the label's logit (0 if elsewhere).
+def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
+                 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
-    labels are global ids, `first` is the id of column 0. Three float32 tensors [...].
+    labels are global ids, `first` is the id of column 0; the logit of a label elsewhere counts as 0. Columns from
+    num_ids on (None: no column) pad the vocabulary and count for nothing: a row of nothing else has the maximum -inf
+    and the sum 0. Three float32 tensors [...].
     """
-    x, (local, inside) = logits.float(), _local(labels, first, logits.shape[-1])
-    top = x.amax(-1)
+    x = logits[..., :num_ids].float()
+    local, inside = _local(labels, first, x.shape[-1])
+    top = x.amax(-1) if x.shape[-1] else x.new_full(labels.shape, float("-inf"))
     total = (x - top.unsqueeze(-1)).exp_().sum(-1)
-    return top, total, x.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).float()
+    return top, total, picked.masked_fill_(~inside, 0)
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor) -> Tensor:
-    """The logits become their gradient, (softmax - onehot(label)) * dloss."""
-    local, inside = _local(labels, first, logits.shape[-1])
+def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor,
+                      num_ids: int | None = None) -> Tensor:
+    """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; that of padding columns is exactly 0."""
+    num_ids = logits.shape[-1] if num_ids is None else num_ids
+    local, inside = _local(labels, first, num_ids)
     grad = (logits.float() - lse.unsqueeze(-1)).exp_()
     grad.scatter_add_(-1, local.unsqueeze(-1), -inside.unsqueeze(-1).float())
-    return logits.copy_(grad.mul_(dloss.unsqueeze(-1)))
+    grad.mul_(dloss.unsqueeze(-1))
+    grad[..., num_ids:] = 0
+    return logits.copy_(grad)
 
 
 def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:

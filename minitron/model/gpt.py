@@ -37,6 +37,7 @@ from minitron.parallel.layout import Layout, make_layout
 from minitron.parallel.linear import (ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear,
                                       column_linear)
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
+from minitron.runtime.room import room_for
 
 
 @dataclass
@@ -149,15 +150,21 @@ class Embedding(nn.Module):
     def forward(self, batch: Batch, mb: Microbatch) -> Tensor:
         x = self.words(batch.tokens)
         if self.positions is not None:
-            rows = slice_along(batch.positions, self.layout.axis) if self.layout.sequence_parallel else batch.positions
-            x = x + lookup(rows, self.positions, 0, self.layout.kernels.ops)
+            layout, rows = self.layout, batch.positions
+            if layout.sequence_parallel:
+                rows = slice_along(rows, layout.axis)
+            replicated = layout.axis.size > 1 and not layout.sequence_parallel  # gradients that nobody sums over tp
+            x = x + lookup(rows, self.positions, 0, layout.kernels.ops, in_order=replicated)
         if not self.training:
             return x
         return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.kernels.ops.drop_elements)
 
 
 class Head(nn.Module):
-    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp]."""
+    """Final norm and vocabulary projection: stream [s/cp/tp, b, h] -> logits [s/cp, b, v/tp].
+
+    The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
+    """
 
     def __init__(self, cfg: Config, layout: Layout, tied: nn.Parameter | None):
         super().__init__()
@@ -166,6 +173,8 @@ class Head(nn.Module):
         shape = m.padded_vocab_size, m.hidden_size
         self.weight = tied if tied is not None else layout.parameter(
             shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
+        columns = len(self.weight)
+        self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
         self.linear = Linear(self.weight, None, layout.gemm, layout.comm)
 
     def forward(self, stream: Residual) -> Tensor:
@@ -184,11 +193,16 @@ class GPT(nn.Module):
         super().__init__()
         m = cfg.model
         self.mesh, self.layout = mesh, layout
-        self.embedding = Embedding(cfg, self.layout) if first else None
+        with room_for("the embedding"):
+            self.embedding = Embedding(cfg, layout) if first else None
         self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, layout, i, self.formats) for i in layers})
+        self.blocks = nn.ModuleDict()
+        for i in layers:
+            with room_for(f"block {i} of {m.num_layers}"):
+                self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.formats)
         shared = self.embedding.words.weight if first and m.tie_embeddings else None
-        self.head = Head(cfg, self.layout, shared) if last else None
+        with room_for("the head"):
+            self.head = Head(cfg, self.layout, shared) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
@@ -209,7 +223,8 @@ class GPT(nn.Module):
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()
-        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.kernels.ops)
+        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.kernels.ops,
+                                              self.head.num_ids)
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:

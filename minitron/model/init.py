@@ -11,6 +11,8 @@ import hashlib
 import torch
 from torch import nn
 
+from minitron.runtime.room import room_for
+
 
 @torch.no_grad()
 def initialise(chunks: list[nn.Module], seed: int) -> None:
@@ -27,6 +29,7 @@ def initialise(chunks: list[nn.Module], seed: int) -> None:
             shape = list(param.shape)
             if spec.shard is not None:
                 shape[spec.shard.dim] = sum(spec.shard.chunks)
-            full = torch.empty(shape, dtype=torch.float32, device=param.device)
-            full.normal_(0.0, spec.std, generator=generator)
-            param.copy_(full if spec.shard is None else spec.shard.cut(full))
+            with room_for(f"the first values of {spec.name}"):
+                full = torch.empty(shape, dtype=torch.float32, device=param.device)
+                full.normal_(0.0, spec.std, generator=generator)
+                param.copy_(full if spec.shard is None else spec.shard.cut(full))

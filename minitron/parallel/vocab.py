@@ -26,10 +26,10 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table that holds `first <= id < first + len(table)`; zeros for other ids."""
 
     @staticmethod
-    def forward(ctx, ids, table, first, ops):
+    def forward(ctx, ids, table, first, ops, in_order):
         local = ids - first
         elsewhere = (local < 0) | (local >= table.shape[0])
-        ctx.table, ctx.first, ctx.ops = table, first, ops
+        ctx.table, ctx.first, ctx.ops, ctx.in_order = table, first, ops, in_order
         ctx.save_for_backward(ids)
         return F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
@@ -38,17 +38,20 @@ class _Lookup(torch.autograd.Function):
         (ids,), table = ctx.saved_tensors, ctx.table
         slot = table.slot
         if slot is None:
-            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy), None, None
+            return None, ctx.ops.add_rows_(torch.zeros_like(table), ids, ctx.first, dy, ctx.in_order), None, None, None
         if not slot.begin():
             slot.main_grad.zero_()
-        ctx.ops.add_rows_(slot.main_grad, ids, ctx.first, dy)
+        ctx.ops.add_rows_(slot.main_grad, ids, ctx.first, dy, ctx.in_order)
         slot.ready()
-        return None, None, None, None
+        return None, None, None, None, None
 
 
-def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType) -> Tensor:
-    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h]."""
-    return _Lookup.apply(ids, table, first, ops)
+def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType, in_order: bool = False) -> Tensor:
+    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h].
+
+    in_order: ranks with the same ids and the same dy get the same gradient, bit by bit.
+    """
+    return _Lookup.apply(ids, table, first, ops, in_order)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -70,28 +73,30 @@ class VocabParallelEmbedding(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, axis, ops):
+    def forward(ctx, logits, labels, axis, ops, num_ids):
         first = axis.rank * logits.shape[-1]
-        top, total, picked = ops.softmax_sums(logits, labels, first)
+        top, total, picked = ops.softmax_sums(logits, labels, first, num_ids)
         highest = top.clone()
         all_reduce_(highest, axis, op=torch.distributed.ReduceOp.MAX)
         sums = torch.stack([total * (top - highest).exp(), picked])
         all_reduce_(sums, axis)
         lse = sums[0].log() + highest
         ctx.save_for_backward(logits, labels, lse)
-        ctx.first, ctx.ops = first, ops
+        ctx.first, ctx.ops, ctx.num_ids = first, ops, num_ids
         return lse - sums[1]
 
     @staticmethod
     def backward(ctx, dloss):
         logits, labels, lse = ctx.saved_tensors
-        return ctx.ops.softmax_gradient_(logits, labels, ctx.first, lse, dloss), None, None, None
+        return ctx.ops.softmax_gradient_(logits, labels, ctx.first, lse, dloss, ctx.num_ids), None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType = plain) -> Tensor:
-    """Per-token loss from logits split over the vocabulary, in float32 and without gathering them.
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType = plain,
+                                 num_ids: int | None = None) -> Tensor:
+    """Compute the loss of each token from logits split over the vocabulary, in float32 and without gathering them.
 
-    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. The
-    backward pass uses the logits up: their memory becomes their gradient.
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. Of this
+    rank's columns the first num_ids (None: all; 0: none) are token ids; the others pad the vocabulary and are left
+    out. The backward pass uses the logits up: their memory becomes their gradient.
     """
-    return _CrossEntropy.apply(logits, labels, axis, ops)
+    return _CrossEntropy.apply(logits, labels, axis, ops, num_ids)

@@ -20,10 +20,11 @@ Where ranks of a ring share a node, each brings its own network card: k ranks a 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from math import ceil, inf
 from pathlib import Path
+
+from minitron.config.files import read_json
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ MAY_BE_ZERO = ("reserved_gib", "unhidden", "half_keys", "gap_seconds", "nvlink_s
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
     """Devices and fabrics by name. Raises ValueError if the file has other keys than these, or what is no number."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         devices, fabrics = ({name: kind(**values) for name, values in content[section].items()}
                             for kind, section in ((Device, "devices"), (Fabric, "fabrics")))
         for one in (*devices.values(), *fabrics.values()):

@@ -92,15 +92,15 @@ class Memory:
 
     def of(self, rank: int) -> Counter:
         """Bytes of a pipeline rank by part."""
-        return Counter(dict(zip(PARTS, (*self._lasting(rank), *self._walk(rank), self._messages(rank)))))
+        return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
 
     def lasting(self) -> int:
         """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
-        return max(sum(self._lasting(rank)) for rank in range(self.cfg.parallel.pp))
+        return max(sum(self.lasting_parts(rank)) for rank in range(self.cfg.parallel.pp))
 
     # ---- what lasts
 
-    def _lasting(self, rank: int) -> tuple[int, int, int, int]:
+    def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
         """Of parameters, gradients, optimizer and FP8 weights."""
         count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
         return ITEM * count, 4 * trained, 12 * trained // self.shards, 2 * self.cast(rank)

@@ -1,13 +1,17 @@
 """What a run writes: an iteration line for people and parsers, files for tools, one log per rank.
 
-    stdout           the iteration line in the form of log.format, and Megatron's validation line, from the last rank;
-                     messages, from rank 0
+    stdout           the iteration line in the form of log.format, from the last rank; after an evaluation Megatron's
+                     validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
       metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
+      errors.log     warnings and errors of all ranks, if there were any (errors.py)
+
+A disk that fills up or fails under a run costs records and one warning, not the run. Each file takes whole records or
+none: what was written of one that did not fit is cut off again, and the files go on once there is room.
 
 Every number arrives reduced over the ranks, as a host float, so that all ranks could print it and none communicates or
 waits here. Which FLOPs a rate counts is part of its name, see `minitron.config.flops`: the line of `megatron` prints hardware
@@ -20,11 +24,16 @@ was skipped it has no gradient norm, and if all were, no loss: these fields are 
 
 from __future__ import annotations
 
+import io
 import json
-import logging
 import math
+import os
+import socket
 import sys
+import threading
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +41,7 @@ from pathlib import Path
 from minitron.config import cli, flops
 from minitron.config.schema import Config
 from minitron.runtime import log_formats
+from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
 
 
@@ -55,13 +65,16 @@ class Log:
         self._recent: deque[Iteration] = deque(maxlen=RECENT)
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
-        self._metrics = self._dllogger = self._board = None
-        self._rank_log = logging.Logger(f"rank {rank}")  # not of logging's global tree: it ends with this object
+        self._errors: ErrorLog | None = None
+        self._rank_log: _File | None = None
+        self._metrics: _File | None = None
+        self._dllogger: _File | None = None
+        self._board: _Board | None = None
+        self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
         if cfg.log.tensorboard and rank == 0:
-            self._board = self._open_board(f"{cfg.log.dir}/tensorboard" if cfg.log.tensorboard is True
-                                           else cfg.log.tensorboard)
+            self._open_board(f"{cfg.log.dir}/tensorboard" if cfg.log.tensorboard is True else cfg.log.tensorboard)
 
     def start(self, **facts: float | str | None) -> None:
         """The `run` record of metrics.jsonl: what is known before the first step, as the corpus' unigram entropy."""
@@ -84,8 +97,8 @@ class Log:
         self._val_loss = loss
         self._record("eval", step=step, loss=loss)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
-        self._print_from(self.world - 1, f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
-                                         f"lm loss PPL: {perplexity:.6E} |")
+        self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else (
+            f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"))
 
     def summary(self) -> None:
         """The mean of the last steps, by which NVIDIA's fine-tuning recipes are judged: the first ones are slower."""
@@ -100,36 +113,44 @@ class Log:
         """To every rank's log, and to stdout from rank 0."""
         self._print_from(0, text)
 
+    def warn(self, text: str) -> None:
+        """As `info`, and from rank 0 to errors.log: all ranks say the same."""
+        self.info(text)
+        if self._errors is not None and self.rank == 0:
+            self._errors.write(f"warning: {text}")
+
     def alarm(self, text: str, traceback: str = "") -> None:
-        """To this rank's log and to stderr, from any rank. The traceback goes to stderr only if there is no log."""
+        """To this rank's log, to errors.log and to stderr, from any rank. The traceback goes to stderr only if there is
+        no log."""
         logged = "\n".join(filter(None, (text, traceback)))
-        self._rank_log.error(logged)
-        sys.stderr.write((text if self._rank_log.handlers else logged) + "\n")  # at once: other ranks write there, too
-        sys.stderr.flush()
+        self._note(logged)
+        if self._errors is not None:
+            self._errors.write(logged)
+        self._say(text if self._rank_log else logged)
 
     def close(self) -> None:
-        for handler in list(self._rank_log.handlers):
-            handler.close()
-            self._rank_log.removeHandler(handler)
-        for file in filter(None, (self._metrics, self._dllogger, self._board)):
+        for file in filter(None, (self._rank_log, self._metrics, self._dllogger, self._board, self._errors)):
             file.close()
-        self._metrics = self._dllogger = self._board = None
+        self._rank_log = self._metrics = self._dllogger = self._board = self._errors = None
 
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        if self._errors is not None and error is not None:
+            self._errors.ended(error)
         self.close()
 
     # ---- figures ------------------------------------------------------------------------------------------------
 
     def _line(self) -> Line:
-        t, its, rates = self.cfg.train, tuple(self._since_line), self._rates(self._since_line)
+        its = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
+        t, rates = self.cfg.train, self._rates(its)
         mfu = None if self.peak is None else rates["full"] / self.peak
         return Line(its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu,
                     self._val_loss)
 
-    def _rates(self, its: list[Iteration]) -> dict[str, float]:
+    def _rates(self, its: Sequence[Iteration]) -> dict[str, float]:
         """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
         t, shape, frozen = self.cfg.train, self.cfg.model.shape, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
@@ -148,24 +169,21 @@ class Log:
     def _open(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            handler = logging.FileHandler(folder / f"rank-{self.rank}.log", encoding="utf-8")
-            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-            self._rank_log.addHandler(handler)
+            self._rank_log = _File(folder / f"rank-{self.rank}.log")
             if self.rank == 0:
                 (folder / "config.yaml").write_text(cli.to_yaml(self.cfg), encoding="utf-8")
-                self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
-                self._dllogger = open(folder / "dllogger.json", "a", encoding="utf-8", buffering=1)
-                self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg"))
+                self._metrics = _File(folder / "metrics.jsonl")
+                self._dllogger = _File(folder / "dllogger.json")
+                self._dllogger.write(self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
+            self._errors = ErrorLog(folder, self.rank)
         except OSError as error:
             self.close()
             raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
                              "or null for none") from None
 
-    def _open_board(self, folder: str):
+    def _open_board(self, folder: str) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            return SummaryWriter(str(Path(folder).expanduser()))
+            self._board = _Board(Path(folder).expanduser())
         except (ImportError, OSError) as error:
             self.close()
             why = (f"cannot be written: {error.strerror}; name another directory" if isinstance(error, OSError) else
@@ -173,15 +191,48 @@ class Log:
             raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
 
     def _print_from(self, rank: int, text: str) -> None:
-        self._rank_log.info(text)
+        self._note(text)
         if self.rank == rank:
             encoding = sys.stdout.encoding or "utf-8"  # which may not have a bar's blocks
-            print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
+            try:
+                print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
+            except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
+                raise
+            except OSError as error:
+                self._warn("stdout", error)
+
+    def _say(self, text: str) -> None:
+        """To stderr, at once: other ranks write there, too. It may be gone, with the torchrun that read it."""
+        with suppress(OSError):
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def _note(self, text: str) -> None:
+        """To this rank's log."""
+        if self._rank_log is not None:
+            now, lost = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"[:-3], self._rank_log.lost
+            missing = f"{now} rank {self.rank}: {lost} messages before this one are lost: the disk was full or failed\n"
+            self._append(self._rank_log, f"{missing if lost else ''}{now} rank {self.rank}: {text}\n")
+
+    def _append(self, file: _File, record: str | bytes) -> None:
+        try:
+            file.write(record)
+        except OSError as error:
+            self._warn(file.path, error)
+
+    def _warn(self, where: Path | str, error: OSError) -> None:
+        """Once, from rank 0: the others write to the same disk, or say it in their logs."""
+        if not self._warned and self.rank == 0:
+            self._warned = True
+            reason = (error.strerror or str(error)).lower()
+            self._say(f"warning: {where} cannot be written: {reason}; training goes on, and records are missing in the "
+                      "logs until there is room")
 
     def _record_step(self, it: Iteration) -> None:
         if self._metrics is None and self._board is None:
             return
-        self._dllog(it.step - 1, log_formats.dllogger_step(it))
+        if self._dllogger is not None:
+            self._append(self._dllogger, self._dllog(it.step - 1, log_formats.dllogger_step(it)))
         t, rates = self.cfg.train, self._rates([it])
         self._record("step", step=it.step, consumed_samples=it.consumed_samples, loss=it.loss, grad_norm=it.grad_norm,
                      learning_rate=it.lr, loss_scale=it.loss_scale, step_seconds=it.seconds,
@@ -193,16 +244,90 @@ class Log:
     def _record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, written whole, and its numbers for TensorBoard."""
         if self._metrics is not None:
-            self._metrics.write(json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
+            self._append(self._metrics, json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
         if self._board is not None and kind != "run":
             step = values.pop("step")
-            for name, value in log_formats.flattened(_finite(values), kind).items():
-                if value is not None:
-                    self._board.add_scalar(name, value, step)
+            scalars = log_formats.flattened(_finite(values), kind)
+            self._append(self._board, self._board.event(step, {k: v for k, v in scalars.items() if v is not None}))
 
-    def _dllog(self, step: int | str, data: dict) -> None:
-        if self._dllogger is not None:
-            self._dllogger.write(log_formats.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n")
+    def _dllog(self, step: int | str, data: dict) -> str:
+        return log_formats.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n"
+
+
+class _File:
+    """A file that whole records are appended to, from any thread. lost: records since the last that was written.
+
+    After a failure each record opens it anew: a mount that comes back knows nothing of what was open.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.lost, self._lock = path, 0, threading.Lock()
+        self._torn: int | None = None  # where half of a record begins, which could not be cut off yet
+        self._file: io.FileIO | None = open(path, "ab", buffering=0)
+
+    def write(self, record: str | bytes) -> None:
+        """Append a record, wholly or not at all. Raises OSError."""
+        record, written = record.encode() if isinstance(record, str) else record, 0
+        with self._lock:
+            try:
+                if self._file is None:
+                    self._file = open(self.path, "ab", buffering=0)
+                self._cut(self._file)
+                while written < len(record):
+                    written += self._file.write(record[written:])
+                self.lost = 0
+            except OSError:
+                self.lost += 1
+                with suppress(OSError):
+                    if written and self._file is not None:
+                        self._torn = self._file.tell() - written
+                        self._cut(self._file)
+                self._close()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _cut(self, file: io.FileIO) -> None:
+        """Take back half of a record."""
+        if self._torn is not None:
+            if self._torn < file.seek(0, os.SEEK_END):
+                file.truncate(self._torn)
+            self._torn = None
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+
+
+class _Board(_File):
+    """An event file of TensorBoard's. Its own writer dies, with a traceback, in a thread when the disk is full.
+
+    Raises ImportError if TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._frame = event_pb2.Event, summary_pb2.Summary, RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        now = datetime.now().timestamp()
+        super().__init__(folder / f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}")
+        self.write(self._record(self._event(wall_time=now, file_version="brain.Event:2")))
+
+    def event(self, step: int, scalars: dict[str, float]) -> bytes:
+        """The record of a step's scalars."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        return self._record(self._event(wall_time=datetime.now().timestamp(), step=step,
+                                        summary=self._summary(value=values)))
+
+    def _record(self, event) -> bytes:
+        self._frame(framed := io.BytesIO()).write(event.SerializeToString())
+        return framed.getvalue()
 
 
 def _finite(values: dict) -> dict:

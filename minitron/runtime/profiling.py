@@ -14,13 +14,16 @@ stops it after profile.end_step, on profile.ranks alone:
 
 The host runs ahead of a GPU, so the device is waited for at both ends, there and nowhere else: what lies between is
 these steps' work, all of it. A loop that ends early, be it by an error as of memory that ran out, leaves what there is.
+A disk without room costs the profile, not the run.
 Left out: NVTX ranges of single operations, which would slow the steps that are measured.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -60,7 +63,11 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
     finally:
         mesh.activity.begin("profile")
         _wait(mesh.device)
-        log.info(f"profiled iterations {inside.start} to {step}: {stop()}")
+        try:
+            where = stop()
+        except OSError as error:
+            where = f"{stem}.* cannot be written: {(error.strerror or str(error)).lower()}; training goes on"
+        log.info(f"profiled iterations {inside.start} to {step}: {where}")
     yield from range(inside.stop, steps.stop)
 
 
@@ -76,10 +83,17 @@ def _nsys(*_) -> Started:
 def _torch(stem: Path, device: torch.device) -> Started:
     def stop() -> str:
         profiler.stop()
-        profiler.export_chrome_trace(f"{stem}.json")
         by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=TABLE_ROWS)
-        stem.with_suffix(".txt").write_text(table, encoding="utf-8")
+        with _whole(f"{stem}.txt") as path:
+            path.write_text(table, encoding="utf-8")
+        with _whole(f"{stem}.json") as path:
+            path.write_bytes(b"")
+            profiler.export_chrome_trace(str(path))
+            with open(path, "rb") as trace:  # the library in which it is written says nothing of a disk that is full
+                trace.seek(-min(16, os.fstat(trace.fileno()).st_size), os.SEEK_END)
+                if not trace.read().rstrip().endswith(b"}"):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return f"{stem}.json for ui.perfetto.dev, {stem}.txt"
 
     kinds = torch.profiler.ProfilerActivity
@@ -90,12 +104,26 @@ def _torch(stem: Path, device: torch.device) -> Started:
 
 def _memory(stem: Path, _) -> Started:
     def stop() -> str:
-        torch.cuda.memory._dump_snapshot(f"{stem}.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            with _whole(f"{stem}.pickle") as path:
+                torch.cuda.memory._dump_snapshot(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
         return f"{stem}.pickle for pytorch.org/memory_viz"
 
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
     return nullcontext, stop
+
+
+@contextmanager
+def _whole(path: str) -> Iterator[Path]:
+    """Around the writing of a file: a half one goes."""
+    try:
+        yield Path(path)
+    except OSError:
+        with suppress(OSError):
+            Path(path).unlink()
+        raise
 
 
 def _wait(device: torch.device) -> None:

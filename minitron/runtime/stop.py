@@ -1,13 +1,14 @@
 """Ends a run before its last step: when it is told to, and when it learns nothing any more.
 
 **Signals.** A scheduler that wants its machines back sends SIGTERM (SIGUSR1: Slurm's `--signal=USR1@120`), and then a
-minute is left. Saving is a collective: all ranks must do it, after the same step. The idea:
+minute is left; a user presses Ctrl+C (SIGINT). Saving is a collective: all ranks must do it, after the same step. The
+idea:
 
-1. The number of the signal goes to a thread: the main one may stand in C and would not see it.
+1. The number of the signal goes to a thread (`signals.Listener`).
 2. After each step a rank passes a gate. How many have been passed stands in the store in which the ranks met, and the
    thread closes the first that nobody has passed. No rank waits for another, and the GPU, on which figures of a step
    are known only at its end, has no part in it.
-3. At the closed gate all ranks save and exit 0.
+3. At the closed gate all ranks save and exit 0, after Ctrl+C 130.
 
     the store     "6"      "7"                          "8 15"
     rank 0           passes 7                                          at 8: stop, because of 15
@@ -17,8 +18,9 @@ A GPU's host is ahead of it. It comes to the gate only when the GPU is through w
 (`Trainer.near_end`): a signal before that makes the step on the GPU the last one, a later one the next.
 
 The same signal again ends a rank at once, but not within five seconds: there it is an echo, since Slurm signals every
-process and torchrun hands on what it gets. And torchrun sends SIGTERM when a rank has died, for which a GPU would wait
-forever: whoever has been told to end and does not move gives up.
+process and torchrun hands on what it gets. Of a SIGINT there is one echo, under torchrun: the terminal sends it to all
+processes and torchrun hands it on. So Ctrl+C pressed twice ends at once. And torchrun sends SIGTERM when a rank has
+died, for which a GPU would wait forever: whoever has been told to end and does not move gives up.
 
 **Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 this is how the loss scale finds its
 height: each such step halves it. Only at a scale of 1, where it cannot fall and where other formats always are, does
@@ -27,10 +29,8 @@ it say that something is broken; train.max_skipped of these in a row end the run
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import threading
+from collections import Counter
 from contextlib import suppress
 from time import monotonic
 
@@ -39,9 +39,9 @@ import torch.distributed as dist
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.rendezvous import connect
+from minitron.runtime.signals import Listener
 from minitron.runtime.watch import OWN_PACE
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REPEAT_SECONDS = 5.0
 # After SIGTERM a rank may stand still for this long, or for two steps if these take longer.
 PATIENCE_SECONDS = 10.0
@@ -84,19 +84,21 @@ class Gate:
 
 
 class Stop:
-    """Listens to signals while it is used as a context manager, and counts skipped updates.
+    """Takes signals while it is used as a context manager, and counts skipped updates.
 
     asked: the number of the first signal that this rank got, 0: none. agreed: of the one for which all ranks stop.
     """
 
-    def __init__(self, mesh: Mesh, log: Log, max_skipped: int):
-        self.mesh, self.log, self.max_skipped = mesh, log, max_skipped
+    def __init__(self, mesh: Mesh, log: Log, max_skipped: int, listener: Listener):
+        self.mesh, self.log, self.max_skipped, self.listener = mesh, log, max_skipped, listener
         self.asked = self.agreed = self.skips = 0
         self.step_seconds = 0.0
+        self.first: dict[signal.Signals, float] = {}  # when each came, and how often
+        self.times: Counter[signal.Signals] = Counter()
 
     def now(self) -> bool:
         """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
-        _take_signals()
+        self.listener.take()
         self.mesh.activity.enter("agreement", self.mesh.world, 0)
         self.agreed = self.gate.next()
         self.mesh.activity.leave()
@@ -125,53 +127,29 @@ class Stop:
 
     def __enter__(self) -> Stop:
         self.gate = Gate(connect())
-        heard, self.wire = socket.socketpair()
-        self.wire.setblocking(False)
-        self.before = _take_signals()
-        signal.set_wakeup_fd(self.wire.fileno())
-        threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
+        self.listener.hear, self.listener.look = self._hear, self._give_up
+        if self.listener.kept:
+            self._hear(signal.Signals(self.listener.kept))
         return self
 
     def __exit__(self, *_) -> None:
-        signal.set_wakeup_fd(-1)
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
-        self.wire.close()
+        self.listener.finish()
 
-    def _listen(self, heard: socket.socket) -> None:
-        """Reads the numbers of signals from the wire until it is closed."""
-        heard.settimeout(1.0)
-        first = {}
-        while True:
-            try:
-                number = heard.recv(1)
-            except TimeoutError:
-                self._give_up()
-                continue
-            if not number:
-                return heard.close()
-            number = signal.Signals(number[0])
-            if number in SIGNALS:
-                if monotonic() - first.setdefault(number, monotonic()) > REPEAT_SECONDS:
-                    self._end(number, "a second time")
-                self.asked = self.asked or number
-                with suppress(RuntimeError):  # a store that is gone: the main thread meets it, too, and says so
-                    self.gate.close(self.asked)
+    def _hear(self, number: signal.Signals) -> None:
+        self.times[number] += 1
+        passed = monotonic() - self.first.setdefault(number, monotonic())
+        pressed_again = number == signal.SIGINT and self.times[number] > 1 + self.listener.torchrun
+        if pressed_again or passed > REPEAT_SECONDS:
+            self._end(number, "a second time")
+        self.asked = self.asked or number
+        with suppress(RuntimeError):  # a store that is gone: the main thread meets it, too, and says so
+            self.gate.close(self.asked)
 
     def _give_up(self) -> None:
         activity, patience = self.mesh.activity, max(PATIENCE_SECONDS, 2 * self.step_seconds)
         if self.asked == signal.SIGTERM and activity.idle() > patience and activity.action not in OWN_PACE:
-            self._end(self.asked, f"and has not moved for {activity.idle():.0f} s")
+            self._end(signal.SIGTERM, f"and has not moved for {activity.idle():.0f} s")
 
-    def _end(self, number: int, why: str) -> None:
-        name = signal.Signals(number).name
-        self.log.alarm(f"{self.mesh.cell()} got {name} {why}: ends without saving in {self.mesh.activity}")
-        os._exit(128 + number)
-
-
-def _take_signals() -> dict:
-    """Handlers of ours, so that the wire gets the numbers; returns those before.
-
-    Once is not enough: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
-    """
-    return {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    def _end(self, number: signal.Signals, why: str) -> None:
+        self.listener.end(f"{self.mesh.cell()} got {number.name} {why}: ends without saving in {self.mesh.activity}",
+                          128 + number)

@@ -23,7 +23,7 @@ from minitron.checkpoint.format import CheckpointError, Reader, TakenOver, Write
 from minitron.checkpoint.load import Start, find, restore
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.config import rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.pretrain import build_data
@@ -144,6 +144,28 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, c
     if change is FP16:
         scales = [f["loss_scale"] for f in expected[0]]
         assert len(set(scales)) > 2 and expected[0][1]["skipped"]
+
+
+def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
+    """Two clean steps and a forgiven overflow before the save: the next doubling and halving come as without it."""
+    precision = {"precision": {"dtype": "fp16", "loss_scale": 1024.0, "loss_scale_window": 5,
+                               "loss_scale_hysteresis": 2}}
+    cfg = saving(config(LLAMA, LONG, precision), tmp_path)
+    trainer, _ = start_trainer(cfg)
+    for overflow in (1.0, 0.0, 0.0):
+        trainer.scaler.update(torch.tensor(overflow))
+    save(trainer, cfg, 3)
+    resumed, fresh = start_trainer(cfg)[0].scaler, start_trainer(saving(cfg, tmp_path / "none"))[0].scaler
+
+    def scales(scaler, steps):
+        return [(scaler.update(torch.tensor(overflow)), float(scaler.scale))[1] for overflow in steps]
+
+    steps = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert scales(resumed, steps[:4]) == scales(trainer.scaler, steps[:4]) != scales(fresh, steps[:4])
+    assert scales(resumed, steps) == scales(trainer.scaler, steps)
+    save(start_trainer(cfg)[0], cfg, 4, 3)
+    other = start_trainer(cfg)[0].scaler  # nothing but the save and the resume in between: the forgiven one counts
+    assert scales(other, [1.0]) == [512.0] != scales(start_trainer(saving(cfg, tmp_path / "none"))[0].scaler, [1.0])
 
 
 def test_fp8_histories_follow_their_layers(ranks, tmp_path):
@@ -462,6 +484,11 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
     ({"num_layers": 4}, "index.json is of another model: model.num_layers was 5 and is 4; set it to that, or"),
     ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
     ({"rope_theta": 500.0}, "model.rope_theta was 100.0 and is 500.0"),
+    ({"rope_scaling": RopeScaling()}, "model.rope_scaling was None and is "),
+    ({"norm_eps": 1e-6}, "model.norm_eps was 1e-05 and is 1e-06"),
+    ({"vocab_size": 91}, "model.vocab_size was 90 and is 91"),
+    ({"family": "gpt"}, "model.family was llama and is gpt"),
+    ({"tie_embeddings": True}, "model.tie_embeddings was False and is True"),
     ({"vocab_multiple": 128}, r"head.weight has shape \[96, 32\] there and \[128, 32\] here"),
 ])
 def test_another_model(tmp_path, change, message):
@@ -471,7 +498,8 @@ def test_another_model(tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message):
         start_trainer(other)
     loading = dataclasses.replace(other, checkpoint=dataclasses.replace(Config().checkpoint, load=str(tmp_path)))
-    if "rope_theta" in change:  # a longer context is a reason to take weights into another model
+    # A longer context, say, is a reason to take weights into another model.
+    if change.keys() & {"rope_theta", "rope_scaling", "norm_eps", "vocab_size"}:
         start_trainer(loading)
     else:
         with pytest.raises(CheckpointError, match=message):
@@ -529,6 +557,46 @@ def test_a_run_that_saves_only_if_it_is_stopped(tmp_path, capsys):
     pretrain.main([*COMMAND, "train.steps=3", "checkpoint.every=null", f"checkpoint.dir={tmp_path / 'saves'}"])
     assert "iteration        3/       3" in capsys.readouterr().out
     assert not list(tmp_path.glob("saves/step_*"))
+
+
+def test_a_directory_with_other_things_in_it(tmp_path, capsys):
+    """Temporary names are recognised by their whole form; a step that is not ours ends the start, not the last save."""
+    (tmp_path / "thesis.tmp-final").mkdir()
+    (tmp_path / "notes.tmp-1").write_text("notes")
+    command = [*COMMAND, f"checkpoint.dir={tmp_path}"]
+    pretrain.main([*command, "train.steps=2"])
+    assert names_in(tmp_path) == ["latest", "notes.tmp-1", "owner.1", "step_00000002", "thesis.tmp-final"]
+    (tmp_path / "step_00000004").mkdir()
+    (tmp_path / "step_00000004" / "photo.jpg").write_text("photo")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        pretrain.main([*command, "train.steps=4"])
+    assert capsys.readouterr().err == (f"error: {tmp_path}/step_00000004 is in the way of a save of this run: it holds "
+                                       "what no save wrote; move it away, or use another checkpoint.dir\n")
+    pretrain.main([*command, "train.steps=3"])
+    assert names_in(tmp_path / "step_00000004") == ["photo.jpg"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_under_log_dir_does_not_end_a_run(tmp_path, capsys):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for name in "metrics.jsonl", "rank-0.log", "profile-rank-0.txt":
+        (folder / name).symlink_to("/dev/full")
+    pretrain.main([*COMMAND, "train.steps=3", f"checkpoint.dir={tmp_path / 'saves'}", f"log.dir={folder}",
+                   "profile.kind=torch", "profile.start_step=2", "profile.end_step=2"])
+    output = capsys.readouterr()
+    assert output.err.startswith(f"warning: {folder}/metrics.jsonl cannot be written: no space left on device; ")
+    assert output.err.count("warning: ") == 1
+    assert "profiled iterations 2 to 2: " in output.out and "profile-rank-0.* cannot be written: no space" in output.out
+    assert not (folder / "profile-rank-0.txt").exists()
+    assert "iteration        3/       3" in output.out and Reader(tmp_path / "saves").iteration == 3
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(SystemExit):
+        pretrain.main([*COMMAND, "train.steps=4", f"log.dir={folder}"])
+    assert capsys.readouterr().err == (f"error: log.dir={folder} cannot be written: No space left on device; name "
+                                       "another directory, or null for none\n")
 
 
 # ---- the order of samples -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -33,7 +34,7 @@ from minitron.checkpoint.format import (
     write_shard,
 )
 from minitron.comm.mesh import Axis
-from minitron.parallel.tensor import Shard
+from minitron.kernels.param import Shard
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
@@ -235,6 +236,22 @@ def tensors_with(**box) -> dict:
     (dict(files=3), "not as version 1 has it: AttributeError"),
     (dict(tensors=3), "not as version 1 has it: TypeError"),
     (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
+    (dict(iteration=4), "is of iteration 4, and its folder says 00000003; give it its old name back"),
+    (dict(iteration=1 << 60), "1152921504606846976 is no count"),
+    (dict(consumed_samples=True), "True is no count"),
+    (dict(config=[]), "config is no object"),
+    (dict(config={"model": 3}), "config.model is no object"),
+    (dict(layout={"tp": 1.5}), "1.5 is no count"),
+    (dict(state={"data": []}), "state.data is no object"),
+    (dict(state={"data": {"train_samples": -1}}), "-1 is no count"),
+    (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is no counter"),
+    (dict(state={"optimizer_steps": float("nan")}), "NaN is no number of JSON"),
+    (dict(state={"loss_scale": 0.5}), "loss_scale=0.5 is no loss scale"),
+    (dict(tensors=tensors_with(key=3)), "the key 3 is no text"),
+    (dict(tensors=tensors_with(file=[])), "not as version 1 has it: TypeError"),
+    (dict(tensors=tensors_with(start=[0.0])), "0.0 is no count"),
+    (dict(tensors=tensors_with(shape="7")), "'7' is no count|7 is no count"),
+    (dict(tensors={name: tensors_with()["b.bias"] for name in "ab"}), "two boxes are 'k' of part_00000.safetensors"),
 ])
 def test_a_foreign_index_is_refused(tmp_path, changes, message):
     write(tmp_path)
@@ -242,6 +259,21 @@ def test_a_foreign_index_is_refused(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         Reader(tmp_path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [lambda n: (4, n), lambda n: (n, 4), lambda n: (n,)])
+def test_boxes_are_checked_in_linear_time(shape):
+    """Columns of a matrix all reach over its first row: a sweep over rows compared each with all others."""
+    def seconds(n: int) -> float:
+        whole = shape(n)
+        dim = whole.index(n)
+        size = (*whole[:dim], 1, *whole[dim + 1:])
+        boxes = [Box(tuple(i * (d == dim) for d in range(len(whole))), size) for i in range(n)]
+        begin = time.process_time()
+        assert covers(whole, boxes) and not covers(whole, [*boxes[1:], boxes[-1]])
+        return time.process_time() - begin
+
+    assert seconds(40_000) < 40 * max(seconds(4_000), 0.005)
 
 
 def test_a_box_that_is_not_what_the_index_says(tmp_path):
@@ -290,7 +322,7 @@ def save_until(directory: Path, moment: int) -> list[int]:
             patch.setattr(os, name, deadly(getattr(os, name)))
         try:
             for step in 1, 2, 2, 3:
-                shard = write_shard((folder := begin(directory, step, 8)) / "a.safetensors", [piece(step)])
+                shard = write_shard((folder := begin(directory, step, 8)) / "rank_00000.safetensors", [piece(step)])
                 commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1)
                 done.append(step)
         except Killed:
@@ -322,6 +354,42 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
         if len(done) == 4:
             break
     assert moment > 40 and len(replaced) <= 4
+
+
+def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
+    """After a power cut a name must not stand for contents that never left the host's memory.
+
+    Each file and its folder are synced before the rename that shows them, and the directory after it. Nothing is ever
+    written under a final name, where a reader could find the first half of it.
+    """
+    events, fsync = [], os.fsync
+
+    def synced(descriptor):
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def recorded(rename):
+        def record(source, target):
+            files = [path for path in Path(source).rglob("*")] if Path(source).is_dir() else []
+            events.append(("rename", Path(source), Path(target), files))
+            rename(source, target)
+        return record
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for name in "rename", "replace":
+        monkeypatch.setattr(os, name, recorded(getattr(os, name)))
+    monkeypatch.setattr(files, "SHARD_BYTES", 200)
+    write(tmp_path)
+    step, latest = (tmp_path / "step_00000003", tmp_path / "latest")
+    shown = [(i, *event[1:]) for i, event in enumerate(events) if event[0] == "rename" and event[2] in (step, latest)]
+    assert [target for _, _, target, _ in shown] == [step, latest] and len(shown[0][3]) > 2
+    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()}
+    for i, source, target, contents in shown:
+        for path in (source, *contents):
+            assert ("sync", path) in events[:i], f"{path.name} shown as {target.name} before the disk has it"
+        assert ("sync", tmp_path) in events[i:], f"{target.name} is not on the disk"
+    assert ("sync", tmp_path) in events[shown[0][0]:shown[1][0]], "latest may reach the disk before what it names"
+    assert not [path for _, path in (event[:2] for event in events) if path == latest or step in path.parents]
 
 
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
@@ -382,13 +450,13 @@ def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_p
 def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
     """Between a look at the owner and a rename another run may start, save, and clear up: then the rename fails."""
     under_way, rmtree = begin(tmp_path, 1, 0), shutil.rmtree
-    (under_way / "a").touch()
+    (under_way / "rank_00000.safetensors").touch()
 
     def deletes(path, **options):
         if path.name.startswith("step_"):
             with pytest.raises(CheckpointError, match="step_00000001.tmp-.*: no such file"):
                 commit(under_way, {"iteration": 1, **ABOUT}, [])
-            assert path.name.startswith(under_way.name)
+            assert path.name.startswith("step_00000001.tmp-")
         rmtree(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", deletes)
@@ -427,3 +495,112 @@ def test_a_disk_without_room_or_rights(tmp_path):
         begin(tmp_path / "file", 1, 0)
     with pytest.raises(CheckpointError, match="/proc/nothing: no such file or directory"):
         begin(Path("/proc/nothing"), 1, 0)
+
+
+# ---- what others have put there -----------------------------------------------------------------------------------
+
+
+def everything_in(folder: Path) -> dict[str, object]:
+    """What a folder holds, at any depth: bytes of files, targets of links, None for folders."""
+    return {str(path.relative_to(folder)):
+            os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+            for path in folder.rglob("*")}
+
+
+NAMES = st.one_of(
+    st.sampled_from(["thesis.tmp-final", "notes.tmp-1", "latest.tmp", "latest.txt", "owner.txt", "step_1", "index.json",
+                     "step_00000009", "step_00000009.tmp-8d21f06b", "probe.tmp-8d21f06b", "owner.1-5e0c91d2",
+                     "owner.99-5e0c91d2", "rank_00000.safetensors", "aside.1-5e0c91d2"]),
+    st.from_regex(r"(step_\d{7,9}|probe|thesis|latest|owner)(\.\d\d?)?(-|\.tmp-)([0-9a-g]{7,9}|\w{3})(\.tmp-\w{8})?",
+                  fullmatch=True, alphabet=st.characters(codec="ascii")))
+CONTENTS = st.one_of(st.binary(min_size=1, max_size=20),
+                     st.sampled_from([b"latest", b"step_00000009 and more", b"the process owner", b'{"a": 1}']))
+PARTS = st.sampled_from(["index.json", "notes.txt", "file", "rank_00000.safetensors.bak", "rank_00000.safetensors"])
+
+
+@st.composite
+def foreign(draw) -> object:
+    """What a name stands for that no save wrote: a file, a link, or a folder with something of somebody's in it."""
+    kind = draw(st.sampled_from(["file", "link", "folder"]))
+    if kind == "file":
+        return draw(CONTENTS)
+    if kind == "link":
+        return draw(st.sampled_from(["../elsewhere", "../elsewhere/thesis.txt", "nowhere", "."]))
+    names = draw(st.sets(PARTS, min_size=1)) | {draw(st.sampled_from(["notes.txt", "index.json"]))}
+    return {name: draw(CONTENTS) for name in names}
+
+
+def put(path: Path, what: object) -> None:
+    if isinstance(what, bytes):
+        path.write_bytes(what)
+    elif isinstance(what, str):
+        path.symlink_to(what)
+    else:
+        path.mkdir()
+        for name, content in what.items():
+            (path / name).write_bytes(content)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(NAMES, foreign(), max_size=6))
+def test_whatever_others_put_there_survives(tmp_path_factory, strangers):
+    """Start, save, a save killed, deletions by keep, and another run that takes over: of theirs not a byte changes."""
+    top = tmp_path_factory.mktemp("shared")
+    directory, elsewhere = top / "here", top / "elsewhere"
+    for folder in directory, elsewhere:
+        folder.mkdir()
+    (elsewhere / "thesis.txt").write_text("years of work")
+    for name, what in strangers.items():
+        put(directory / name, what)
+    before, beside = everything_in(directory), everything_in(elsewhere)
+
+    def save(step: int, owner: str) -> None:
+        shard = write_shard((folder := begin(directory, step, 8, owner)) / "rank_00000.safetensors", [piece(step)])
+        commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1, owner=owner)
+
+    make_writable(directory)
+    first = claim(directory)
+    for step in 1, 2:
+        save(step, first)
+    killed = begin(directory, 3, 0, first)
+    write_shard(killed / "rank_00000.safetensors", [piece(3)])
+    second = claim(directory)
+    with pytest.raises(TakenOver):
+        save(3, first)
+    save(3, second)
+    save(3, second)                                      # as a run that went back
+    assert not killed.exists() and newest(directory).name == "step_00000003"
+    Reader(directory).verify()
+    after = everything_in(directory)
+    assert everything_in(elsewhere) == beside
+    ours = {"latest", f"owner.{second}", *(name for name in after if name.startswith("step_00000003"))}
+    assert {name: content for name, content in after.items() if name not in ours} == before
+
+
+def test_a_checkpoint_with_a_file_of_somebody_s_stays(tmp_path):
+    """Deleted by keep, or replaced by a run that went back, it would take the file along."""
+    write(tmp_path, 1)
+    (tmp_path / "step_00000001" / "notes.txt").write_text("the best one")
+    before = everything_in(tmp_path / "step_00000001")
+    for step in 2, 3:
+        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep=1, after=step - 1)
+    assert list(files.checkpoints(tmp_path)) == [1, 3]
+    with pytest.raises(CheckpointError, match="step_00000001 is in the way: it holds what no save wrote; move it away"):
+        write(tmp_path, 1)
+    assert everything_in(tmp_path / "step_00000001") == before and newest(tmp_path).name == "step_00000003"
+    (tmp_path / "step_00000004").mkdir()                 # a rename would replace an empty one
+    with pytest.raises(CheckpointError, match="step_00000004 is in the way"):
+        write(tmp_path, 4)
+    assert (tmp_path / "step_00000004").is_dir() and not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("what", [b"the latest news\n", b"", "step_00000002", {"a": b"b"}, b"step_00000002 is best\n"])
+def test_a_latest_that_is_not_ours_is_not_replaced(tmp_path, what):
+    write(tmp_path, 2)
+    (tmp_path / "latest").unlink()
+    put(tmp_path / "latest", what)
+    before = everything_in(tmp_path)
+    for call in lambda: make_writable(tmp_path), lambda: claim(tmp_path), lambda: begin(tmp_path, 3, 0):
+        with pytest.raises(CheckpointError, match="latest is damaged, or not minitron's, and a save would replace it"):
+            call()
+    assert everything_in(tmp_path) == before

@@ -2,9 +2,12 @@
 
 import ast
 import dataclasses
+import json
 import re
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.config import cli, rules
-from minitron.config.schema import Config, RopeScaling
+from minitron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling
 
 PACKAGE = Path(cli.__file__).parent
 
@@ -112,7 +115,7 @@ def test_help_lists_every_key(capsys):
     ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
     ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
     ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
-    ("model.num_layers=", ["model.num_layers=null is not an integer"]),
+    ("model.num_layers=", ["model.num_layers= is empty, as a shell variable that is not set; give a value"]),
     ("model.num_layers.x=3", ["model.num_layers={x: 3} is not an integer"]),
     ("optimizer.lr=inf", ["optimizer.lr=inf is not a finite number; write for example optimizer.lr=0.003"]),
     ("optimizer.lr=-NaN", ["optimizer.lr=-NaN is not a finite number"]),
@@ -202,6 +205,112 @@ def test_mistakes_are_one_line_and_status_1():
         assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
+# ---- values arrive as typed ---------------------------------------------------------------------------------------
+
+TYPED = ["2026_11_22", "8e12345", "010", "12:30", "/a #b", "1_000", "0x10", "2026-11-22", "1e400", "a: b", "- a",
+         "*a", "&a",
+         "!b", "%c", "@d", "`e", "| f", "a, b", "#", "?", "a=b", "Ünïcode 中", "~/x", "inf", ".nan", "1.", "nUll", "a'b"]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_text_arrives_as_typed(tmp_path, text):
+    for key in ("log.dir", "checkpoint.dir", "data.cache_dir"):
+        section, name = key.split(".")
+        assert getattr(getattr(cli.load([f"{key}={text}"]), section), name) == text
+    cfg = cli.load([f"log.dir={text}"])
+    (tmp_path / "printed.yaml").write_text(cli.to_yaml(cfg))
+    assert cli.load([str(tmp_path / "printed.yaml")]) == cfg
+    (tmp_path / "quoted.yaml").write_text(f"log: {{dir: {json.dumps(text)}}}")
+    assert cli.load([str(tmp_path / "quoted.yaml")]) == cfg
+
+
+@pytest.mark.parametrize("text", ["2026_11_22", "8e12345", "010", "12:30", "2026-11-22", "0x10", "1_000"])
+def test_text_in_files_needs_no_quotes(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(f"log: {{dir: {text}}}\ndata: {{paths: [0.70, {text}]}}\n")
+    cfg = cli.load([str(tmp_path / "a.yaml")])
+    assert cfg.log.dir == text and cfg.data.paths == ("0.70", text)
+    assert cli.load([f"data.paths=[0.70,{text}]"]).data.paths == ("0.70", text)
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("model.num_layers=1:30", "model.num_layers=1:30 is not an integer"),
+    ("model.num_layers=010", "model.num_layers=010 is not an integer"),
+    ("checkpoint.dir=", "checkpoint.dir= is empty, as a shell variable that is not set; give a value, or null"),
+    ("checkpoint.load=", "checkpoint.load= is empty"),
+    ("data.split=''", "data.split='' is empty, as a shell variable that is not set; give a value, or drop the key"),
+    ("data.paths=['']", "data.paths=[''] is empty"),
+    ("log.dir=a\x1b", "holds a character that cannot be printed; rename it"),
+    ("optimizer.lr=1e400", "optimizer.lr=1e400 is not a finite number; use a smaller one"),
+    ("train.steps=" + "9" * 20, "has more than 18 digits; use a smaller number"),
+    ("model" + ".x" * 3000 + "=1", "unknown key model.x.x"),
+    ("data.paths=" + "[" * 3000, "is not valid YAML"),
+])
+def test_what_a_value_is_not(argument, message):
+    told = error_of([argument])
+    assert message in told and len(told) < 1000
+
+
+def test_nothing_is_said_by_null(tmp_path):
+    (tmp_path / "a.yaml").write_text("checkpoint: {dir: ~, load: }\nmodel: {num_kv_heads: Null}\n")
+    cfg = cli.load(["log.dir=x", "checkpoint.every=3", str(tmp_path / "a.yaml"), "log.dir=null",
+    "checkpoint.every=null"])
+    assert (cfg.checkpoint.dir, cfg.checkpoint.load, cfg.model.num_kv_heads, cfg.log.dir, cfg.checkpoint.every) == (None,) * 5
+
+
+@pytest.mark.parametrize("text, parts", [
+    ("train: &a {steps: 1}\n", ["anchors, aliases and tags are not read"]),
+    ("train: {steps: !!int 3}\n", ["anchors, aliases and tags are not read"]),
+    ("train: " + "[" * 2000, ["it is nested too deeply"]),
+    ("train: {steps: 1}\n---\ntrain: {steps: 2}\n", ["more than one document"]),
+    ("? [a]\n: b\n", ["a key is no text"]),
+    ("#" * (2 << 20), ["cannot be read: its 2097152 bytes are more than 1048576"]),
+    ("train: {steps: 2026-11-22}\n", ["train.steps=2026-11-22 is not an integer"]),
+])
+def test_what_a_file_may_not_hold(tmp_path, text, parts):
+    (tmp_path / "a.yaml").write_text(text)
+    message = error_of([str(tmp_path / "a.yaml")])
+    assert all(part in message for part in parts) and len(message) < 1000
+
+
+def values_of(hint) -> st.SearchStrategy:
+    """What a key of this type may hold."""
+    args = typing.get_args(hint)
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return st.one_of(*map(values_of, args))
+    if typing.get_origin(hint) is typing.Literal:
+        return st.sampled_from(args)
+    if typing.get_origin(hint) is tuple:
+        if Ellipsis in args:
+            return st.lists(values_of(args[0]), max_size=4).map(tuple)
+        return st.tuples(*map(values_of, args))
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return st.builds(hint, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(hint)})
+    texts = st.one_of(st.sampled_from([*TYPED, "null", "true", "~", "no", "3", "[a]", "'", "???"]), st.text(
+        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")),
+        min_size=1).filter(lambda text: "${" not in text))
+    return {int: st.integers(-10**17, 10**17), float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+            str: texts, type(None): st.none()}[hint]
+
+
+@settings(max_examples=60, deadline=None)
+@given(values_of(Config))
+def test_every_printed_config_loads_again(tmp_path_factory, cfg):
+    path = tmp_path_factory.getbasetemp() / "every.yaml"
+    path.write_text(cli.to_yaml(cfg), encoding="utf-8")
+    assert cli.load([str(path)]) == cfg
+    assert cli.from_tree(json.loads(json.dumps(dataclasses.asdict(cfg))), "index.json") == cfg
+
+
+def test_an_override_of_the_format_drops_the_loss_scale_of_a_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("precision: {dtype: fp16, loss_scale: 4096.0, loss_scale_window: 500}")
+    path = str(tmp_path / "a.yaml")
+    assert cli.load([path]).precision.loss_scale == 4096.0
+    assert cli.load([path, "precision.dtype=bf16"]) == Config()
+    assert "precision.loss_scale=8.0 has no effect" in error_of([path, "precision.loss_scale=8", "precision.dtype=bf16"], 1)
+
+
 # ---- the rules ----------------------------------------------------------------------------------------------------
 
 FP8 = ["precision.fp8=current"]
@@ -213,7 +322,22 @@ FP8 = ["precision.fp8=current"]
     (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
     (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
     (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
-    (["precision.loss_scale=0"], 1, ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"]),
+    (["precision.loss_scale=0"], 1,
+     ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"]),
+    (["precision.loss_scale=0.5", "precision.dtype=fp16"], 1, ["precision.loss_scale=0.5 is below 1", "use 1 or more"]),
+    (["precision.loss_scale=4096"], 1,
+     ["precision.loss_scale=4096.0 has no effect with precision.dtype=bf16; drop it, or set precision.dtype=fp16"]),
+    (["precision.loss_scale_window=7"], 1, ["precision.loss_scale_window=7 has no effect with precision.dtype=bf16"]),
+    (["precision.loss_scale_hysteresis=7"], 1, ["precision.loss_scale_hysteresis=7 has no effect"]),
+    (["lora.alpha=1e300"], 1, ["lora.alpha=1e+300 is more than any run can use; use at most 1e+38"]),
+    (["train.max_skipped=1000000000001"], 1, ["is more than any run can use; use at most 1000000000000"]),
+    (["model.num_layers=2000000"], 1,
+     ["model.num_layers=2000000 is more than a model of this kind can have; use at most 10000"]),
+    (["model.hidden_size=10000000001"], 1,
+     ["model.num_heads=8 does not divide model.hidden_size=10000000001; use 1, 101, 3541"]),
+    (["log.dir=~nobody-here/x"], 1, ["log.dir=~nobody-here/x: ~nobody-here is nobody's home; write the whole path"]),
+    (["data.tokenizer=llama3:~nobody-here/x"], 1, ["~nobody-here is nobody's home"]),
+    (["profile.kind=nsys", "profile.ranks=[0,0]"], 1, ["profile.ranks=[0, 0] names a rank twice; use [0]"]),
     (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
     (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, inf)"]),
     (["model.hidden_size=130"], 1,
@@ -465,3 +589,13 @@ class A:
     keys = {("ModelConfig", k) for k in ("num_layers", "num_heads", "num_kv_heads")}
     keys |= {("LogConfig", "dir"), ("TrainConfig", "seq_len"), ("OptimizerConfig", "lr")}
     assert read == keys | {("Config", "model"), ("Config", "log"), ("Config", "train")}
+
+
+def test_defaults_that_recipes_leave_as_they_are():
+    """GPT-3's (Brown et al. 2020, appendix B), the norms' and the start of GPT-2, Megatron-LM's rule of the scale."""
+    from transformers import GPT2Config
+
+    o, m, p, gpt2 = OptimizerConfig(), ModelConfig(), PrecisionConfig(), GPT2Config()
+    assert (o.betas, o.eps, o.weight_decay, o.clip_grad) == ((0.9, 0.95), 1e-8, 0.1, 1.0)
+    assert (m.norm_eps, m.init_std) == (gpt2.layer_norm_epsilon, gpt2.initializer_range)
+    assert (p.loss_scale_window, p.loss_scale_hysteresis) == (1000, 2)

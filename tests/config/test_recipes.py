@@ -1,11 +1,21 @@
-"""Every recipe in configs/ loads, passes its checks and builds, rank by rank, at its real size, without its GPUs."""
+"""Every recipe in configs/ loads, passes its checks and builds, rank by rank, at its real size, without its GPUs.
 
+And every job of the documents, as launch/ starts it, fits into its GPUs by the planner and by a dry run.
+"""
+
+import os
+import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
 from io import StringIO
 from math import prod
 from pathlib import Path
 
 import pytest
+import yaml
 
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -14,17 +24,21 @@ from minitron.model.gpt import GPT
 from minitron.optim.lr import learning_rate
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import stage_layers
+from minitron.planning.dryrun import dry_run
+from minitron.planning.machine import Machine, read_machines
+from minitron.planning.plan import plan, room_gib
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 # Parameters without the padding of the vocabulary, in billions, as their papers and model cards give them.
 PUBLISHED = {"llama3_8b": 8.03, "llama31_70b": 70.6, "llama31_405b": 405.85, "gpt3_175b": 174.6, "gpt3_175b_gke": 174.6,
              "llama3_8b_sft": 8.03, "llama3_8b_lora": 8.03}
 # GPUs of the smallest published run of each, and its microbatches per step on every data-parallel rank.
 JOBS = {"gpt3_175b": (128, 64), "gpt3_175b_gke": (256, 256), "gpt3_175b_jube": (384, 16), "gpt3_13b": (32, 256),
-        "gpt3_13b_jube": (32, 256), "llama31_70b": (64, 64), "llama31_405b": (512, 64), "llama3_8b": (8, 16),
-        "llama3_8b_sft": (8, 4), "llama3_8b_lora": (8, 4)}
+        "gpt3_13b_jube": (32, 256), "llama31_70b": (64, 64), "llama31_405b": (512, 128), "llama3_8b": (8, 32),
+        "llama3_8b_sft": (8, 8), "llama3_8b_lora": (8, 4)}
 # What the JUBE benchmark's job scripts hand to Megatron: the argument, our key, its value.
 JUBE = """
     num-layers               model.num_layers               96 40
@@ -148,3 +162,133 @@ def test_nemo_s_learning_rate_is_that_of_its_document(name):
     cfg = cli.load([recipe(name), "train.global_batch_size=2048"])
     rate = learning_rate(cfg.optimizer, 47 * 2048, global_batch_size=2048, total_steps=cfg.train.steps)
     assert rate == pytest.approx(0.000036782606912311167, rel=1e-6)
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+H100, A3_MEGA, A100_40GB = (Machine(DEVICES[device], FABRICS[fabric]) for device, fabric in (
+    ("h100", "ndr400"), ("h100", "a3-mega"), ("a100-40gb", "juwels-booster")))
+# Nodes of 8 H100 in the documents, or else those of which the job's file speaks and two doublings.
+NODES = {"175b": [16 << i for i in range(5)], "70b": [8 << i for i in range(6)], "8b": [1, 2, 4], "13b": [1, 2, 4],
+         "sft": [1, 2, 4], "lora": [1, 2, 4]}
+
+
+def given(*arguments: str, folder: Path) -> list[str]:
+    """Return the arguments: these jobs need no folder to be made in."""
+    return list(arguments)
+
+
+def submitted(job: str, nodes: int, dtype: str, *, folder: Path) -> list[str]:
+    """Run a job of launch/ with stand-ins for Slurm's commands, and return the arguments that the trainer would get."""
+    file = "finetune" if job in ("sft", "lora") else job
+    for name, text in {"scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{file}.sbatch"',
+                       "srun": 'while [ "$1" != -m ]; do shift; done; shift 2; printf "argument %s\\n" "$@"'}.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    env = {"STAGE_PATH": str(folder), "VENV": sys.prefix, "DTYPE": dtype, "FT_TYPE": job, "BASE": "/",
+           "DATASET": "mock", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node1",
+           "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(ROOT / "launch" / f"{file}.sbatch")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config, *overrides = re.findall("^argument (.*)$", done.stdout, re.M)
+    return [str(ROOT / config), *overrides]
+
+
+def of_jube(tag: str, *, folder: Path) -> list[str]:
+    """Put JUBE's parameters into each other, and return the arguments that the trainer gets for a tag."""
+    parameters = {}
+    for group in yaml.safe_load((ROOT / "launch/jube/nlp_benchmark.yaml").read_text())["parameterset"]:
+        parameters |= {parameter["name"]: parameter for parameter in group["parameter"]
+                       if parameter.get("tag") in (None, tag, "!jwb", *(["!13"] if tag != "13" else []))}
+    parameters["minitron"] = {"_": ROOT}
+
+    def value(name: str) -> object:
+        text = re.sub(r"\$\{?(\w+)\}?", lambda match: str(value(match[1])), str(parameters[name]["_"]))
+        return eval(text) if parameters[name].get("mode") == "python" else text  # of our own file, as JUBE does
+
+    config, *overrides = value("arguments").split()
+    return [str(ROOT / config), *overrides]
+
+
+def documented_jobs():
+    """Yield (GPUs, machine, function that makes the arguments) of every job of the documents, and of every recipe.
+
+    Marked as slow to run dry: more GPUs than the fewest, what Slurm starts of a recipe, and bf16 where FP8 needs more.
+    """
+    a3_mega = yaml.safe_load((ROOT / "launch/helm/a3mega.yaml").read_text())["workload"]["gpus"]
+    assert a3_mega == JOBS["gpt3_175b_gke"][0]
+
+    def job(name, world, machine, arguments, *, slow=False):
+        return pytest.param(world, machine, arguments, id=f"{name} {world}", marks=[pytest.mark.slow] * slow)
+
+    for dtype, fp8 in ("bf16", "none"), ("fp8", "delayed"):
+        for name in [name for name in JOBS if not name.endswith("jube")]:
+            fewest, machine = JOBS[name][0], A3_MEGA if name.endswith("gke") else H100
+            for world in (512, 1024, 2048) if name == "llama31_405b" else (fewest,):
+                yield job(f"{name} {dtype}", world, machine, partial(given, recipe(name), f"precision.fp8={fp8}"),
+                          slow=world > fewest or dtype == "bf16")
+        for size, counts in NODES.items():
+            for nodes in counts:
+                yield job(f"{size}.sbatch {dtype}", 8 * nodes, H100, partial(submitted, size, nodes, dtype),
+                          slow=(size, nodes, dtype) != ("sft", 1, "bf16"))
+    for tag in "13", "175":
+        world = JOBS[f"gpt3_{tag}b_jube"][0]
+        yield job(f"gpt3_{tag}b_jube", world, A100_40GB, partial(given, recipe(f"gpt3_{tag}b_jube")))
+        yield job(f"jube --tag {tag}", world, A100_40GB, partial(of_jube, tag))
+
+
+DOCUMENTED = list(documented_jobs())
+
+
+@pytest.mark.parametrize("world, machine, arguments", [pytest.param(*job.values, id=job.id) for job in DOCUMENTED])
+def test_a_documented_job_fits_by_the_planner(tmp_path, world, machine, arguments):
+    cfg = cli.load(arguments(folder=tmp_path))
+    rules.check(cfg, world)
+    job = plan(cfg, world, machine)
+    assert job.fits, f"{job.memory_gib:.1f} GiB of {room_gib(machine):.1f}"
+
+
+@pytest.mark.parametrize("world, machine, arguments", DOCUMENTED)
+def test_a_documented_job_fits_by_a_dry_run(tmp_path, world, machine, arguments):
+    """Walk a step on the rank that the planner finds fullest, with microbatches that fill the pipeline twice.
+
+    Later ones add nothing. What GPUs of a node share is the planner's alone. Tolerance: that of test_planner.py.
+    """
+    cfg = cli.load(arguments(folder=tmp_path))
+    job, pp, dp = plan(cfg, world, machine), cfg.parallel.pp, cfg.dp(world)
+    microbatches = min(cfg.num_microbatches(dp), 2 * pp)
+    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=microbatches * dp * cfg.train.micro_batch_size))
+    shared = job.memory["messages"] / 2**30
+    peak = dry_run(cfg, world, job.fullest * (world // pp)).peak_bytes / 2**30
+    assert peak + shared <= room_gib(machine)
+    assert job.memory_gib - shared <= peak * 1.03 and peak <= job.memory_gib * 1.03
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if "   as it is\n" in Path(recipe(name)).read_text()])
+def test_a_recipe_says_what_its_layout_costs(name):
+    """Read its comment's lines: seconds and GiB in bf16 and in FP8, then overrides; "and" adds to the line before."""
+    table = re.findall(r"^# +([\d.]+) s +([\d.]+) +([\d.]+) s +([\d.]+)   (.*)$", Path(recipe(name)).read_text(), re.M)
+    overrides, fits = [], []
+    for *figures, text in table:
+        overrides = [*(overrides if text.startswith("and ") else []), *re.findall(r"[a-z_]+\.[a-z_]+=[^\s,]+", text)]
+        jobs = [plan(cli.load([recipe(name), f"precision.fp8={fp8}", *overrides]), JOBS[name][0], H100)
+                for fp8 in ("none", "delayed")]
+        assert figures == [text for job in jobs for text in (f"{job.step_seconds:.2f}", f"{job.memory_gib:.1f}")]
+        fits.append(all(job.fits for job in jobs))
+    assert fits == [True] + [False] * (len(table) - 1) and len(table) > 1
+    assert f"{JOBS[name][0]} H100, which leave {room_gib(H100):.1f} GiB, by" in Path(recipe(name)).read_text()
+
+
+def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
+    """Compare the default layout with the benchmark's own, and both with the comment beside them."""
+    own, default = (plan(cli.load(arguments), 384, A100_40GB) for arguments in (
+        [recipe("gpt3_175b_jube")], of_jube("175", folder=tmp_path)))
+    seconds = [20_000_000 / job.tokens_per_second for job in (own, default)]
+    assert seconds[1] < 560 < seconds[0]
+    assert own.cfg.model == default.cfg.model and own.cfg.precision == default.cfg.precision
+    assert own.cfg.train == default.cfg.train and own.cfg.optimizer == default.cfg.optimizer
+    text = (ROOT / "launch/jube/nlp_benchmark.yaml").read_text()
+    for job, report in zip((own, default), seconds):
+        for figure in (f" {report:.0f} s", f" {job.step_seconds:.2f} s", f" {job.memory_gib:.1f} GiB"):
+            assert figure in text

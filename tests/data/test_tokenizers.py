@@ -162,6 +162,18 @@ def test_gpt2_equals_transformers(gpt2_folder):
     assert ours.eod not in ours.encode("<|endoftext|>") and ours.decode([ours.eod]) == "<|endoftext|>"
 
 
+def test_gpt2_s_files_may_have_transformers_names(gpt2_folder, tmp_path):
+    (tmp_path / "vocab.json").write_bytes((gpt2_folder / "encoder.json").read_bytes())
+    with pytest.raises(ValueError, match=r"merges\.txt: no such tokenizer file"):
+        load_tokenizer(f"gpt2:{tmp_path}")
+    (tmp_path / "merges.txt").write_bytes((gpt2_folder / "vocab.bpe").read_bytes())
+    renamed, published = load_tokenizer(f"gpt2:{tmp_path}"), load_tokenizer(f"gpt2:{gpt2_folder}")
+    assert renamed.fingerprint == published.fingerprint and renamed.encode(TEXT) == published.encode(TEXT)
+    (tmp_path / "vocab.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"give the published vocab\.json"):
+        load_tokenizer(f"gpt2:{tmp_path}")
+
+
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
 def test_llama3_equals_the_plain_loop(llama3_file, text):

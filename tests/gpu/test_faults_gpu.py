@@ -30,8 +30,8 @@ def test_a_stuck_kernel_is_found(tmp_path):
 def test_whoever_waits_for_a_dead_rank_ends_before_torchrun_loses_patience(tmp_path):
     with Run(tmp_path, "none", "parallel.tp=2", ranks=2, on_gpus=True) as run:
         os.kill(run.training().workers()[1], signal.SIGKILL)
-        status, seconds, output = run.end()
-    assert status == 1 and seconds < 25, output  # stop.PATIENCE_SECONDS, and torchrun's own
+        status, _, output = run.end()
+    assert status == 1 and "forcefully" not in output, output  # torchrun kills whoever lives on for 30 s
 
 
 # 0.1 billion parameters and many microbatches of 8,192 tokens: seconds a step, and its last backward 1 % of that.

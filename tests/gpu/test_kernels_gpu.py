@@ -137,36 +137,59 @@ def test_rows_are_added(dtype, h):
     assert_close_rel(*tables, 2e-6)
 
 
+def test_rows_are_added_in_order():
+    """Replicas of learned positions drifted apart where documents restart them: each rank added in another order."""
+    from minitron.kernels import fused
+
+    ids, rows = torch.randint(0, 8, (2000, 4), device="cuda"), randn(2000, 4, 512)
+    sums = [fused.add_rows_(torch.zeros(8, 512, device="cuda"), ids, 0, rows, in_order=True) for _ in range(20)]
+    assert all(torch.equal(sums[0], other) for other in sums)
+    assert_close_rel(sums[0], fused.add_rows_(torch.zeros(8, 512, device="cuda"), ids, 0, rows), 1e-5)
+
+
 @dtypes
-@pytest.mark.parametrize("vocab", [96, 8192, 20000])
-def test_cross_entropy(dtype, vocab):
+@pytest.mark.parametrize("vocab, num_ids", [
+    (96, 96), (8192, 8192), (20000, 20000), (96, 90), (128, 1), (1024, 1003), (20000, 19999), (20000, 8193),
+    (20000, 8192), (20000, 4097)])
+def test_cross_entropy(dtype, vocab, num_ids):
+    """Columns from num_ids on pad the vocabulary: nothing sees what is there, and their gradient is exactly 0."""
     from minitron.kernels import fused
     from minitron.comm.mesh import Axis
-    from minitron.parallel.tensor import vocab_parallel_cross_entropy
+    from minitron.parallel.vocab import vocab_parallel_cross_entropy
 
-    leaf = (3 * randn(7, 2, vocab)).to(dtype).requires_grad_()
-    labels, dloss = torch.randint(0, vocab, (7, 2), device="cuda"), randn(7, 2)
-    loss = vocab_parallel_cross_entropy(leaf * 1, labels, Axis.single(), fused)
+    leaf = (3 * randn(7, 2, vocab)).to(dtype)
+    leaf[..., num_ids:] = float("inf")
+    leaf.requires_grad_()
+    labels, dloss = torch.randint(0, num_ids, (7, 2), device="cuda"), randn(7, 2)
+    labels[0] = num_ids - 1
+    loss = vocab_parallel_cross_entropy(leaf * 1, labels, Axis.single(), fused, num_ids)
     loss.backward(dloss)
-    plain = leaf.detach().float().requires_grad_()
+    plain = leaf.detach()[..., :num_ids].float().requires_grad_()
     expected = F.cross_entropy(plain.flatten(0, 1), labels.flatten(), reduction="none").view(7, 2)
     expected.backward(dloss)
     assert_close_rel(loss, expected, 2e-6, "loss")
-    assert_close_rel(leaf.grad.float(), plain.grad, TOLERANCE[dtype], "dlogits")
+    assert_close_rel(leaf.grad[..., :num_ids].float(), plain.grad, TOLERANCE[dtype], "dlogits")
+    assert not leaf.grad[..., num_ids:].any()
 
 
-def test_cross_entropy_of_labels_on_other_ranks():
+@pytest.mark.parametrize("num_ids", [None, 100, 99, 61, 1, 0])
+def test_cross_entropy_of_labels_on_other_ranks(num_ids):
+    """Also on ranks with some tokens, and with none: their maximum is -inf and their sum 0."""
     from minitron.kernels import fused
     from minitron.kernels import plain
 
     logits, labels = randn(40, 100), torch.arange(40, device="cuda") * 10
-    for mine, twin in zip(
-        fused.softmax_sums(logits, labels, 100), plain.softmax_sums(logits, labels, 100), strict=True
-    ):
-        assert_close_rel(mine, twin, 2e-6)
+    labels[0] = 100 + (100 if num_ids is None else num_ids)  # the first id that is not here
+    sums, twins = (ops.softmax_sums(logits, labels, 100, num_ids) for ops in (fused, plain))
+    for mine, twin in zip(sums, twins, strict=True):
+        if num_ids == 0:  # of infinities there is no distance
+            assert torch.equal(mine, twin)
+        else:
+            assert_close_rel(mine, twin, 2e-6)
     lse, dloss = randn(40, seed=1) + 5, randn(40, seed=2)
-    expected = plain.softmax_gradient_(logits.clone(), labels, 100, lse, dloss)
-    assert_close_rel(fused.softmax_gradient_(logits, labels, 100, lse, dloss), expected, 2e-6)
+    expected = plain.softmax_gradient_(logits.clone(), labels, 100, lse, dloss, num_ids)
+    assert_close_rel(fused.softmax_gradient_(logits, labels, 100, lse, dloss, num_ids), expected, 2e-6)
+    assert num_ids is None or not logits[:, num_ids:].any()
 
 
 @pytest.mark.parametrize("backend", ["fused", "apex"])

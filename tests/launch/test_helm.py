@@ -61,7 +61,7 @@ def environment(container: dict) -> dict[str, str]:
 A3MEGA = ("-f", str(CHART / "a3mega.yaml"))
 CASES = {
     "a3mega": (A3MEGA, {}),
-    "one GPU": ((), {"workload__gpus": 1}),
+    "one GPU": ((), {"workload__gpus": 1, "workload__serviceAccount": "trainer"}),
     "elsewhere": ((), {"workload__gcsBucketForDataCataPath": "", "queue": "research", "nodeSelector.pool": "h200",
                        "workload__volume.persistentVolumeClaim.claimName": "runs"}),
 }
@@ -100,6 +100,25 @@ def test_one_pod_a_node_found_by_name():
     assert documents["ConfigMap"]["data"]["config.yaml"] == (ROOT / "configs/gpt3_175b.yaml").read_text()
 
 
+def test_a_bucket_is_mounted_beside_host_networking():
+    """On the host's network gcsfuse's driver takes the service account of a pod that opts in; else it has no access."""
+    documents = rendered(*A3MEGA)
+    pod = pod_of(documents)
+    volume, = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
+    assert pod["hostNetwork"] and volume["driver"] == "gcsfuse.csi.storage.gke.io"
+    assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true"}
+    assert documents["Job"]["spec"]["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
+    assert "serviceAccountName" not in pod
+
+    provider = "https://container.googleapis.com/v1/projects/p/locations/l/clusters/c"
+    pod = pod_of(rendered(workload__serviceAccount="trainer", workload__gcsVolumeAttributes__identityProvider=provider,
+                          workload__gcsVolumeAttributes__mountOptions="implicit-dirs"))
+    volume, = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
+    assert pod["serviceAccountName"] == "trainer"
+    assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true",
+                                          "identityProvider": provider, "mountOptions": "implicit-dirs"}
+
+
 def test_nccl_settings_win_over_the_charts():
     first = {"network.ncclSettings[0].name": "NCCL_PROTO", "network.ncclSettings[0].value": "LL128"}
     env = environment(pod_of(rendered(*A3MEGA, **first))["containers"][0])
@@ -134,6 +153,10 @@ def test_the_command_of_the_readme_is_the_documents_job():
     ({"workload__gcsBucketForDataCataPath": ""}, "nowhere to keep the artifacts"),
     ({"workload__volume.emptyDir.medium": ""}, "workload.gcsBucketForDataCataPath and workload.volume are both set"),
     ({"workload__gcsBucketForDataCataPath": "gs://bucket"}, "/workload/gcsBucketForDataCataPath"),
+    ({"workload__gcsVolumeAttributes.hostNetworkPodKSA": "true"}, "/workload/gcsVolumeAttributes/hostNetworkPodKSA"),
+    ({"workload__gcsBucketForDataCataPath": "", "workload__volume.emptyDir.medium": "",
+      "workload__gcsVolumeAttributes.mountOptions": "x"}, "workload.gcsVolumeAttributes is set without a bucket"),
+    ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
     ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
     ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
     ({"network__stack": "tcpx"}, "/network/stack"),
@@ -220,7 +243,7 @@ def test_nsys_runs_on_every_node_if_the_configuration_asks_for_it(tmp_path, prog
     documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "nsys"})
     for index in (0, 1):
         pod = start_pod(documents, index, tmp_path, path=str(programs))
-        output = pod.communicate(timeout=30)[0]
+        output = pod.communicate(timeout=120)[0]
         assert pod.returncode == 0, output
         assert (tmp_path / "nsys.txt").read_text().split() == [
             "profile", "-s", "none", "-t", "nvtx,cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
@@ -234,12 +257,12 @@ def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, program
     documents = rendered(workload__gpus=8)
     documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "none"})
     pod = start_pod(documents, 0, tmp_path, path=str(programs))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "torchrun.txt").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)  # for its trap
     pod.send_signal(signal.SIGTERM)
-    output = pod.communicate(timeout=30)[0]
+    output = pod.communicate(timeout=120)[0]
     assert pod.returncode == 7 and "saved" in output, output
 
 
@@ -249,5 +272,5 @@ def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, program
 ])
 def test_a_wrong_configuration_ends_a_pod_with_one_line(tmp_path, argument, message):
     pod = start_pod(rendered(workload__gpus=8, workload__arguments=f"{{{argument}}}"), 0, tmp_path)
-    *_, last = pod.communicate(timeout=60)[0].splitlines()
+    *_, last = pod.communicate(timeout=120)[0].splitlines()
     assert pod.returncode == 1 and last.startswith(f"error: {message}"), last

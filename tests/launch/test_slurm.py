@@ -108,11 +108,35 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
     (["gpt3", "x.jsonl"], {"STAGE_PATH": ""}, "STAGE_PATH is not set"),
     (["gpt3", "x.jsonl"], {"STAGE_PATH": "/nowhere"}, "STAGE_PATH=/nowhere is no folder"),
     (["gpt3", "x.jsonl"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run launch/setup.sh"),
+    (["gpt3", "x.jsonl"], {"CONTAINER": "/nowhere.sqsh"}, "there is no CONTAINER=/nowhere.sqsh; run IMAGE=docker://"),
+    (["gpt3", "x.jsonl"], {"TOKENIZER": ""}, "/gpt3-dataset/bpe/encoder.json; run launch/setup.sh"),
+    (["gpt3", "x.jsonl"], {"TOKENIZER": "gpt2:~/no"}, f"there is no {os.environ['HOME']}/no/encoder.json"),
+    (["llama3.1", "x.jsonl"], {"TOKENIZER": "", "CONTAINER": "i"}, "llama3.1-dataset/llama/tokenizer.model; run launch"),
+    (["gpt3", "x.jsonl"], {"TOKENIZER": "bert:x"}, "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE and llama"),
+    (["gpt3", "x.jsonl"], {"WORKERS": "0"}, "WORKERS=0 is no number of processes; use 1 or more"),
 ])
 def test_dataset_mistakes_are_one_line(stage, arguments, variables, message):
     done = stage.script("generate_dataset.sh", *arguments, **variables)
     assert done.returncode == 1 and message in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text, variables, message", [
+    ('{"title": "no text"}\n', {}, "01.jsonl: line 1 has no text under the key 'text'"),
+    ("", {}, "01.jsonl: no such shard, or an empty one"),
+    ('{"text": "a"}\n', {"TOKENIZER": "llama3:{0}/01.jsonl"}, "01.jsonl: line 1 is not 'base64 rank'"),
+    ('{"text": "a"}\n', {"SLURM_PARTITION": "nowhere"}, "correct SLURM_PARTITION=nowhere or SLURM_ACCOUNT"),
+])
+def test_no_dataset_job_is_submitted_that_would_fail(cluster, stage, tmp_path, text, variables, message):
+    """The first of two shards is good; still its job does not begin."""
+    shards = write_shards(tmp_path / "shards", 2)
+    shards[1].write_text(text)
+    variables = {name: value.format(shards[0].parent) for name, value in variables.items()}
+    done = stage.script("generate_dataset.sh", "gpt3", *map(str, shards), **cluster.environment | stage.variables | {
+        "FILES": "2", "SLURM_PARTITION": "batch", **variables})
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1], done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and ": job " not in done.stdout
+    assert cluster.run("squeue", "--noheader").stdout == ""
 
 
 CONTAINER = """#!/usr/bin/env python3
@@ -130,7 +154,7 @@ def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
     shards = map(str, write_shards(tmp_path / "shards", 2))
     done = subprocess.run(["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards], text=True,
                           env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
-                          capture_output=True, timeout=60)
+                          capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for job in re.findall(r": job (\d+), ", done.stdout):
         assert cluster.wait(int(job))["JobState"] == "COMPLETED", next(
@@ -200,6 +224,48 @@ def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
     assert (stage.folder / "llama3.1-dataset" / "llama" / "tokenizer.model").read_text() == "not the published file"
 
 
+def test_dataset_jobs_in_a_container_see_the_shards(stage, tools, tmp_path):
+    (tools / "sbatch").write_text(f'#!/bin/bash\necho "$@" >>{tools}/submitted; echo 7\n')
+    (tools / "sbatch").chmod(0o755)
+    shard, = write_shards(tmp_path / "elsewhere", 1)
+    done = stage.script("generate_dataset.sh", "gpt3", str(shard), FILES="1", SLURM_PARTITION="batch",
+                        CONTAINER="image", CONTAINER_MOUNTS="/a:/b", PATH=f"{tools}:{os.environ['PATH']}")
+    assert done.returncode == 0 and ": job 7, " in done.stdout, done.stderr
+    wrapped = (tools / "submitted").read_text().replace("\\", "")
+    folders = f"{stage.folder}:{stage.folder},/a:/b,{shard.parent}:{shard.parent}"
+    assert f"--container-mounts={ROOT}:{ROOT},{folders} " in wrapped
+
+
+def test_setup_as_a_job(cluster, stage, tools):
+    """The document of fine-tuning submits it: Slurm runs a copy, whose folder holds nothing else."""
+    bpe = stage.folder / "gpt3-dataset" / "bpe"
+    bpe.mkdir(parents=True)
+    for name in ("encoder.json", "vocab.bpe"):
+        (bpe / name).touch()
+    variables = {"PATH": f"{tools}:{cluster.environment['PATH']}", "SLURM_PARTITION": "batch",
+                 "IMAGE": "docker://registry#image:1"}
+    job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", "--chdir=/", str(ROOT / "launch" / "setup.sh"),
+                         **stage.variables | variables)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    assert stage.output(job).endswith(f"Ready: {stage.folder}\n")
+    assert "import --output" in (tools / "arguments").read_text()
+
+
+def test_the_other_scripts_as_jobs(cluster, stage, tmp_path):
+    """With arguments, which Slurm writes behind the file's name."""
+    shard = write_shards(tmp_path / "my shards", 1)[0]
+    variables = stage.variables | {"FILES": "1", "WORKERS": "1"}
+    for script, *more in ("generate_dataset.sh", "gpt3", f"../my shards/{shard.name}"), ("check_dataset.sh", "gpt3"):
+        job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", f"--chdir={stage.folder}",
+                             str(ROOT / "launch" / script), *more, **variables)
+        assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
+    assert stage.output(job).endswith(f"Dataset generation completed successfully at: {stage.folder}/gpt3-dataset\n")
+    wrong = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / "quickstart.sh"), "a/wrong",
+                           **stage.variables)
+    assert cluster.wait(wrong)["JobState"] == "FAILED"
+    assert "'a/wrong' is no override; use section.key=value" in stage.output(wrong)
+
+
 def test_setup_fetches_what_fine_tuning_reads(stage, tools):
     answers = [{"text": "Paris", "answer_start": 0}, {"text": "Paris, France", "answer_start": 0}]
     question = {"question": "Capital of France?", "id": "1", "answers": answers}
@@ -241,6 +307,8 @@ def run_preempted(cluster, stage, preempt, **variables):
     assert [step["step"] for step in stage.metrics(job)] == list(range(1, 51))
     assert stage.metrics(job)[-1]["consumed_samples"] == 50 * 2 * 16
     assert "start number 2; output: " in stage.output(job)
+    bars = [line for line in out.read_text().splitlines() if "train_step_timing" in line]
+    assert re.search(r" 50/50 \[.*, global_step=49\.00, .*, val_loss=\d\.\d+\]$", bars[-1])  # as the document's
     assert [path.name for path in (out.with_suffix("") / "checkpoint").glob("step_*")] == [f"step_{reached:08d}"]
     return stage.output(job), out.read_text()
 
@@ -311,12 +379,31 @@ def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
            "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
-    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain",
+    *arguments],
                            env=env, capture_output=True, text=True, check=True).stdout
     nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
             "-o /r/noderank-1 ") * profiled
     assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
     assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
+
+
+@pytest.mark.parametrize("said, last", [("error: a rank's mistake", "error: a rank's mistake"),
+                                        ("Traceback", "a page of torchrun")])
+def test_a_node_says_the_error_last(tmp_path, said, last):
+    (tmp_path / "python").write_text(f'''#!/usr/bin/env bash
+mkdir "$PET_LOG_DIR/0"
+echo "{said}" | tee "$PET_LOG_DIR/0/stderr.log" >&2
+echo "a page of torchrun" >&2
+exit 3
+''')
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8"], env=env, capture_output=True,
+    text=True)
+    assert done.returncode == 3 and done.stderr.splitlines()[-1] == last
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]  # the ranks' logs went
 
 
 TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (
@@ -351,9 +438,12 @@ def test_fine_tuning_as_its_users_start_it(cluster, stage, tmp_path):
     (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 8b; leave it unset"),
     (dict(JOB_TOTAL_GPUS="16"), "JOB_TOTAL_GPUS=16, but 1 node(s) of 1 GPUs are 1; submit with another -N"),
     (dict(), "/HF_ckpt/models/meta-llama/Meta-Llama-3-8B; run FINETUNE=8b launch/setup.sh, or set BASE"),
+    (dict(), "/Meta-Llama-3-8B is not complete, config.json is missing; run FINETUNE=8b launch/setup.sh again"),
     (dict(BASE="/", DATASET=""), "/squad/train.jsonl; run FINETUNE=8b launch/setup.sh, or set DATASET to a .jsonl"),
 ])
 def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, variables, message):
+    if "config.json is missing" in message:  # what a fetch without a network leaves
+        (stage.folder / "HF_ckpt/models/meta-llama/Meta-Llama-3-8B").mkdir(parents=True)
     job = stage.submit(cluster, "-N1", size="finetune", **{"FT_TYPE": "lora"} | variables)
     assert cluster.wait(job)["JobState"] == "FAILED"
     [line] = stage.output(job).splitlines()
@@ -384,6 +474,15 @@ def test_mistakes_are_one_line_and_a_failed_job(cluster, stage, variables, messa
     lines = [line for line in stage.output(job).splitlines() if message in line]
     assert len(lines) == 1 and lines[0].startswith("error: "), stage.output(job)
     assert "Traceback" not in stage.output(job)
+
+
+@pytest.mark.parametrize("size", ["175b", "finetune"])
+def test_arguments_of_a_job_are_an_error_not_ignored(cluster, stage, size):
+    job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / f"{size}.sbatch"),
+                         "log.dir=/a/b", **stage.variables)
+    assert cluster.wait(job)["JobState"] == "FAILED"
+    assert stage.output(job) == ("error: 'log.dir=/a/b' would not be read; give overrides as "
+                                 "EXTRA_ARGS='train.steps=500' sbatch ...\n")
 
 
 def test_a_job_script_started_without_sbatch_says_so():

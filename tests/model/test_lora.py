@@ -11,6 +11,7 @@ import torch
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
 from test_invariance import DOCUMENTS, assert_equals_one_process, axes, mean_error
 
+from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
@@ -37,9 +38,9 @@ def lora(*targets: str, **keys) -> dict:
 @pytest.mark.parametrize("targets", [("qkv",), ("q", "v"), ("v", "k", "q"), ("o",)])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_the_formula(targets, p):
-    """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target, and its gradients by autograd."""
+    """y = x W^T + alpha/r dropout(x) A^T B^T for the rows of every target; its gradients by autograd, in float64."""
     cfg, generator = config(LLAMA, lora(*targets, dropout=p, alpha=6.0)), torch.Generator().manual_seed(0)
-    layout, m = Layout(), cfg.model
+    layout, m = Layout(dtype=torch.float64), cfg.model
     name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
     make = dict(std=1.0, bias=False, gemm=Gemm())
     linear = (ColumnParallelLinear(32, (32, 16, 16), layout, **make) if name == "attention.qkv" else
@@ -47,7 +48,7 @@ def test_the_formula(targets, p):
     linear.adapter = adapter = Adapter(linear, spans, cfg, layout, (2, FIRST_SITE))
     for param in linear.parameters():
         param.data.normal_(generator=generator)
-    x = torch.randn(8, 2, 32, generator=generator, requires_grad=True)
+    x = torch.randn(8, 2, 32, generator=generator, dtype=torch.float64, requires_grad=True)
     keys = token_keys(1, 2, torch.arange(2), torch.arange(8))
 
     twin = torch.nn.functional.linear(x, linear.weight)
@@ -56,12 +57,41 @@ def test_the_formula(targets, p):
         low = dropped @ adapter.a[4 * i:4 * i + 4].t()
         updates[..., span.start:span.start + span.size] = 6.0 / 4 * low @ adapter.b[target].t()
     twin = twin + updates
-    y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator)
+    y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator, dtype=torch.float64)
     params = [x, adapter.a, *adapter.b.values()]
-    assert_close_rel(y, twin, 1e-6)
+    assert_close_rel(y, twin, 1e-13)
     for ours, expected in zip(torch.autograd.grad(y, params, dy), torch.autograd.grad(twin, params, dy)):
-        assert_close_rel(ours, expected, 1e-5)
+        assert_close_rel(ours, expected, 1e-13)
     assert torch.equal(linear(x), linear(x)) and not linear.weight.requires_grad
+
+
+def adapters_of(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+
+
+@pytest.mark.parametrize("base, targets", [(LLAMA, ALL), (GPT3, ("qkv", "o", "up", "down"))], ids=["llama", "gpt"])
+def test_adapters_begin_as_pefts_do(base, targets):
+    """A with the deviation of a kaiming_uniform_ of sqrt(5), drawn here, B with zeros: W alone decides at the start."""
+    cfg = config(base, lora(*targets, rank=32))
+    for name, adapter in adapters_of(build(cfg, Mesh.offline()).chunks[0]).items():
+        drawn = torch.nn.init.kaiming_uniform_(torch.empty(4096, adapter.a.shape[1]), a=5**0.5)
+        a = adapter.a.detach()
+        # the deviation of n normal values varies by 1 / sqrt(2 n): four of those
+        assert float(torch.std(a)) == pytest.approx(float(drawn.std()), rel=4 / (2 * a.numel()) ** 0.5), name
+        assert not any(b.any() for b in adapter.b.values())
+
+
+def test_every_adapter_drops_by_itself():
+    """Masks of inputs of one width are another in each layer and place, and none is of the residual stream."""
+    cfg = config(LLAMA, lora(*ALL, dropout=0.5), {"model": {"ffn_hidden_size": 32}})
+    ones, keys = torch.ones(32, 4, 32), token_keys(1, 2, torch.arange(4), torch.arange(32))
+    adapters = adapters_of(build(cfg, Mesh.offline()).chunks[0])
+    masks = [adapter.drop(ones, keys).flatten() for adapter in adapters.values()]
+    masks += [dropout(ones, 0.5, keys, layer, site).flatten() for layer in range(4) for site in range(FIRST_SITE)]
+    assert len(adapters) == 4 * 4
+    signs = torch.stack(masks) - 1
+    alike = signs @ signs.T / ones.numel() - torch.eye(len(masks))
+    assert alike.abs().max() < 0.1  # 4,096 fair coins: 1 / 64 = 0.016
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------

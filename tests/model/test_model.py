@@ -1,5 +1,7 @@
 """Logits and losses equal Hugging Face transformers' Llama and GPT-2 on the same weights."""
 
+import dataclasses
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -19,6 +21,7 @@ from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import with_main_grad
+from minitron.kernels.rng import attention_mask, dropout, token_keys
 from minitron.model.gpt import GPT, Attention, whole_model
 from minitron.model.init import initialise
 from minitron.parallel.context import as_documents
@@ -90,6 +93,46 @@ def test_logits_and_loss_equal_transformers(base, change):
         assert float(model(batch)) == pytest.approx(float(loss), rel=TOLERANCE)
 
 
+class Masked(torch.nn.Module):
+    """In place of a dropout of transformers': the mask that minitron's random words give these names."""
+
+    def __init__(self, p, keys, layer, site):
+        super().__init__()
+        self.p, self.keys, self.place = p, keys, (layer, site)
+
+    def forward(self, x):  # [b, s, h]
+        return dropout(x.transpose(0, 1), self.p, self.keys, *self.place).transpose(0, 1)
+
+
+def test_dropout_is_where_transformers_has_it_with_a_mask_of_its_own_each(monkeypatch):
+    """After the embedding, of the probabilities, and of what attention and MLP add, their biases included."""
+    p = dict(hidden_dropout=0.3, attention_dropout=0.2)
+    change = {**p, "num_layers": 3, "vocab_multiple": 1, "attention": "reference"}
+    cfg = config(GPT3, {"model": change, "train": {"seed": 5}})
+    model, batch = model_of(cfg).train(), batch_of(cfg)
+    batch.step = 7
+    keys = token_keys(cfg.train.seed, batch.step, batch.samples, batch.order)
+    twin = twin_of(cfg, model).transformer
+    twin.drop = Masked(0.3, keys, 0, 0)
+    for i, block in enumerate(twin.h):
+        block.attn.resid_dropout, block.mlp.dropout = Masked(0.3, keys, i, 1), Masked(0.3, keys, i, 2)
+    layers, heads = itertools.count(), cfg.model.num_heads
+    with torch.no_grad(), monkeypatch.context() as patch:  # of the probabilities, the one that is no module
+        patch.setattr(F, "dropout", lambda x, **_: x * attention_mask(0.2, keys, next(layers), 0, heads))
+        expected = twin(batch.tokens.T).last_hidden_state @ twin.wte.weight.T
+        assert_close_rel(model.logits(batch), expected.transpose(0, 1), TOLERANCE, "logits")
+    assert next(layers) == cfg.model.num_layers
+
+
+def test_rope_scaling_defaults_are_metas():
+    """Llama 3.1's: `apply_scaling` in github.com/meta-llama/llama-models, models/llama3/model.py, is the one source.
+
+    Recipes of those models name the factor alone.
+    """
+    metas = dict(scale_factor=8, low_freq_factor=1, high_freq_factor=4, old_context_len=8192)
+    assert tuple(metas.values()) == dataclasses.astuple(RopeScaling())
+
+
 def test_rope_scaling_matters_here():
     """The scaled case above would prove nothing if its frequencies were those of the plain one."""
     cfg = config(LLAMA, SCALED)
@@ -126,6 +169,16 @@ def test_documents_apart_equal_documents_alone(base):
     (grad,) = torch.autograd.grad(logits[5:18].square().sum(), embedded)
     assert grad[5:18].abs().sum() > 0
     assert float(grad[:5].abs().max()) == float(grad[18:].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_every_matrix_begins_with_values_of_its_own(base):
+    """Of its name and of train.seed: equal ones, or one with multiples of another's, would train as one."""
+    model, other = (model_of(config(base, {"train": {"seed": seed}}), std=0.0) for seed in (1, 2))
+    starts = [p.detach().flatten()[:512] / p.detach().flatten()[:512].norm()
+              for chunk in (model, other) for p in chunk.parameters() if p.dim() > 1]
+    products = torch.stack(starts) @ torch.stack(starts).T - torch.eye(len(starts))
+    assert products.abs().max() < 0.25  # of 512 independent values they vary by 512^-0.5 = 0.044
 
 
 def test_initial_weights_do_not_depend_on_the_number_of_stages():

@@ -23,7 +23,7 @@ DOCUMENTS = as_documents([[0, 1, 17, 18, 36, 48], [0, 12, 45, 48]])
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call. With `lonely`, the loss sees document 1 of sample 0 alone."""
+    """One attention call. With `lonely`, the loss sees document 1 of sample 0 alone. `shift` is added to all scores."""
 
     style: str
     num_heads: int
@@ -32,6 +32,7 @@ class Case:
     backend: str = "flash"
     dtype: torch.dtype = torch.float32
     lonely: bool = False
+    shift: float = 0.0
 
     def inputs(self):
         """dout, q [s, b, n, d] and k, v [s, b, g, d], the same on every rank."""
@@ -40,6 +41,8 @@ class Case:
                          for heads in (self.num_heads, self.num_heads, self.num_groups, self.num_groups))
         if self.lonely:
             dout = dout * lonely_document().to(self.dtype)
+        if self.shift:  # a channel of its own
+            q[..., 0], k[..., 0] = self.shift * HEAD_DIM**0.5, 1.0
         return dout, q, k, v
 
 
@@ -110,6 +113,48 @@ def test_bf16_is_as_exact_as_one_kernel_call(ranks, world):
             error, error_of_one = ((x[name].double() - value).norm() / value.norm() for x in (actual, single))
             assert actual[name].dtype == torch.bfloat16
             assert error <= 1.5 * error_of_one, f"{case}: {name} is off by {error:.1e}, one call by {error_of_one:.1e}"
+
+
+def exact_forward(q, k, v, **options):
+    """What one kernel call would be that rounds nothing: float32 results of bf16 inputs."""
+    return REFERENCE.forward(q.float(), k.float(), v.float(), **options)
+
+
+def exact_backward(dout, q, k, v, out, lse, saved, **options):
+    return REFERENCE.backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, saved, **options)
+
+
+BACKENDS["exact"] = Backend("exact", exact_forward, exact_backward)
+
+
+def test_sums_over_ranks_are_rounded_to_bf16_once(ranks):
+    """With kernels that round nothing each element is off by at most half a step of bf16, 2^-8 of it, however many
+    parts are added: sums kept in bf16 would be rounded with every part."""
+    for case, actual in run_whole(ranks, 4, [Case(style, 8, 4, documents, "exact", torch.bfloat16)
+                                             for style in ("ring", "allgather") for documents in (False, True)]):
+        dout, q, k, v = (x.permute(1, 2, 0, 3).double() for x in case.inputs())
+        pairs = allowed(DOCUMENTS if case.documents else None)
+        expected = attend_with_grads(dout, q, k, v, pairs)
+        # the backward takes the rounded out: dq and dk with that, by the formula of minitron/kernels/attention.py
+        k2, v2 = (x.repeat_interleave(2, 1) for x in (k, v))
+        p = torch.where(pairs, (q @ k2.mT * HEAD_DIM ** -0.5 - expected["lse"].unsqueeze(-1)).exp(), 0.0)
+        out = actual["out"].permute(1, 2, 0, 3).double()
+        ds = p * (dout @ v2.mT - (dout * out).sum(-1, keepdim=True)) * HEAD_DIM ** -0.5
+        expected |= {"dq": ds @ k2, "dk": (ds.mT @ q).unflatten(1, (4, 2)).sum(2)}
+        for name in ("out", "dq", "dk", "dv"):
+            value, rounded = expected[name].permute(2, 0, 1, 3), actual[name].double()
+            assert actual[name].dtype == torch.bfloat16
+            assert ((rounded - value).abs() <= 2.0**-8 * value.abs() + 1e-5).all(), f"{case}: {name}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_scores_far_beyond_the_range_of_exp(ranks, world):
+    """exp(89) is infinite in float32; blocks' lse of +-200 are merged all the same."""
+    for far in (200.0, -200.0):
+        cases = [Case(style, 4, 4, documents, shift=far) for style in STYLES for documents in (False, True)]
+        for case, actual in run_whole(ranks, world, cases):
+            for name, value in expect(case).items():  # a score of 200 is rounded by 2^-17, and so is its exp
+                assert_close_rel(actual[name], value, 1e-4, f"{case}: {name}")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -68,6 +68,17 @@ def product(x, weight, out=None):
     return y if out is None else out.copy_(y)
 
 
+@pytest.mark.parametrize("onto", [False, True])
+def test_parts_are_rounded_once_however_many_there_are(onto):
+    """Half a step of bf16, 2^-8, off the float64 sum: added up in bf16 they would be rounded with every part."""
+    parts = torch.randn(16, 64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    base = torch.ones(64, 32)
+    exact = parts.double().sum(0) + onto
+    total = plain.sum_parts(parts.float(), base) if onto else plain.sum_parts(parts)
+    assert (total is base) == onto and total.dtype == (torch.float32 if onto else torch.bfloat16)
+    assert ((total.double() - exact).abs() <= (1e-5 if onto else 2.0**-8 * exact.abs() + 1e-5)).all()
+
+
 def methods(folder, size):
     """Call every method several times, with operands that grow: [(by symmetric memory, by the process group), ...].
 

@@ -13,6 +13,7 @@ from layouts import Pieces
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.param import GradSlot, Shard, with_main_grad
+from minitron.model.layers import Norm, Residual
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm
@@ -155,6 +156,70 @@ def test_vocabulary_split(ranks, tp, sequence_parallel, main_grad):
     for r in results:
         assert_close_rel(r[2], loss.detach(), 1e-6, "loss")
     assert_close_rel(torch.cat([r[3] for r in results], -1), logits.grad, 1e-6, "gradient of the logits")
+
+
+def loss_of_large_logits(tp):
+    mesh = Mesh.create(tp=tp)
+    logits, ids = large_logits()
+    logits = logits.chunk(tp, -1)[mesh.tp.rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, ids, mesh.tp)
+    loss.backward(_full("dloss", S, B))
+    return loss.detach(), logits.grad
+
+
+def large_logits():
+    """Rows of logits around 200, around -200, and around both, which one rank may have one of."""
+    logits = 3 * _full("logits", S, B, V) + torch.tensor([200.0, -200.0, 0.0]).unsqueeze(-1)
+    logits[:, 2, V // 2:] -= 400
+    return logits, torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_far_beyond_the_range_of_exp(ranks, tp):
+    """exp(89) is infinite in float32, exp(-104) is zero: without the maximum taken off there is no loss."""
+    logits, ids = large_logits()
+    exact = logits.double().requires_grad_()
+    loss = F.cross_entropy(exact.flatten(0, 1), ids.flatten(), reduction="none").view(S, B)
+    loss.backward(_full("dloss", S, B).double())
+    results = ranks(tp, loss_of_large_logits, tp)
+    for part, _ in results:  # a logit of 200 is rounded by 2^-17
+        assert_close_rel(part, loss.detach(), 1e-5, "loss")
+    assert_close_rel(torch.cat([part for _, part in results], -1), exact.grad, 1e-4, "gradient of the logits")
+
+
+def test_gradients_of_many_microbatches_add_up_in_float32():
+    """Of weights, biases, norms and tables, in bf16: the float64 sum over 64 microbatches, to float32's rounding.
+
+    Rounded to bf16 each, they would be off by 2^-9 of one, which is 2e-4 of a sum of 64.
+    """
+    layout = Layout(dtype=torch.bfloat16)
+    linear = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
+    words, norm = VocabParallelEmbedding(V, H, layout, std=0.1), Norm(H, 1e-5, layout, bias=True)
+    params = {"weight": linear.weight, "bias": linear.bias, "table": words.weight, "gain": norm.weight,
+              "shift": norm.bias}
+    generator = torch.Generator().manual_seed(0)
+    sums = {}
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(torch.randn(p.shape, generator=generator))
+            p.slot = GradSlot(torch.empty(p.shape), lambda: None)
+            sums[name] = torch.zeros(p.shape, dtype=torch.float64)
+    for _ in range(64):
+        x, dy, dx = (torch.randn(S, B, n, generator=generator).bfloat16() for n in (H, sum(CHUNKS), H))
+        ids = torch.randint(0, V, (S, B), generator=generator)
+        linear(x.clone().requires_grad_()).backward(dy)
+        words(ids).backward(dx)
+        norm(Residual(x.clone().requires_grad_()))[1].backward(dx)
+        (rows, of_rows, of_x), exact = (t.flatten(0, 1).double() for t in (x, dy, dx)), x.double()
+        normal = F.layer_norm(exact, (H,), eps=1e-5).flatten(0, 1)
+        sums["weight"] += of_rows.T @ rows
+        sums["bias"] += of_rows.sum(0)
+        sums["table"].index_add_(0, ids.flatten(), of_x)
+        sums["gain"] += (of_x * normal).sum(0)
+        sums["shift"] += of_x.sum(0)
+    for name, p in params.items():
+        assert p.slot.main_grad.dtype == torch.float32 and p.grad is None
+        assert_close_rel(p.slot.main_grad, sums[name], 2e-6, name)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 1))

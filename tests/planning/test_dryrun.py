@@ -293,10 +293,12 @@ def run(argv):
 
 
 def test_a_rank_of_2048_in_seconds_and_little_memory():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = pretrain(str(ROOT / "configs/gpt3_175b.yaml"), "--dry-run", "--world", "2048", "--rank", "2047", "--json")
     assert done.returncode == 0 and not done.stderr
     (report,) = json.loads(done.stdout)
-    assert report["cell"] == "rank 2047 (pp 7, dp 63, cp 0, tp 3)" and report["seconds"] < 60
+    assert report["cell"] == "rank 2047 (pp 7, dp 63, cp 0, tp 3)" and report["seconds"] > 0
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 60  # of one core, also on a busy machine
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 << 20  # KiB
     assert sum(report["memory"].values()) == report["peak_bytes"] == max(size for _, size in report["timeline"])
     total = sum(count for count, _ in report["traffic"].values())

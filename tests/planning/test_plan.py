@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from layouts import DATA_PARALLEL
 
 from benchmarks import calibration, ceilings
 from benchmarks.cases import CASES
@@ -19,8 +20,9 @@ from tools import plan as tool
 from tools import plan_pictures
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = str(ROOT / "configs" / "llama3_8b.yaml")
-DP8 = [CONFIG, "train.global_batch_size=32", "parallel.tp=2", "--world", "8", "--device", "h100"]
+LLAMA = [str(ROOT / "configs" / "llama3_8b.yaml"), *DATA_PARALLEL]
+KEYS = [*LLAMA, "train.global_batch_size=32", "parallel.tp=2"]
+DP8 = [*KEYS, "--world", "8", "--device", "h100"]
 
 
 def printed(capsys, *argv):
@@ -33,7 +35,7 @@ def printed(capsys, *argv):
 
 def test_json_and_table_say_the_same(capsys):
     record, table = json.loads(printed(capsys, *DP8, "--json", "--tokens", "2e12")), printed(capsys, *DP8)
-    job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
+    job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
     assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
@@ -72,7 +74,8 @@ def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
 
 def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     """From one that cannot be for this world, and from one that has no room."""
-    argv = [CONFIG, "train.global_batch_size=48", "parallel.tp=4", "--world", "6", "--device", "h100", "--search"]
+    given = [*LLAMA, "train.global_batch_size=48", "parallel.tp=4"]
+    argv = [*given, "--world", "6", "--device", "h100", "--search"]
     tool.main([*argv, "--count", "1"])
     out, err = capsys.readouterr()
     assert "the given layout cannot be: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
@@ -81,19 +84,19 @@ def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
     assert record["given"]["fits"] is False and record["best"][0]["fits"] is True
     # What it would change is of the configuration as it was given, not of the layout in its place.
-    followed = [*argv[:3], *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[3:7]]
+    followed = [*given, *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[len(given):-1]]
     assert json.loads(printed(capsys, *followed, "--json"))["layout"] == record["best"][0]["layout"]
 
 
 def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
     best = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "1"))["changes"][0]
     keys = [f"{key}={value}" for key, value in best.items()]
-    text = printed(capsys, *DP8[:3], *keys, *DP8[3:], "--search", "--count", "1")
+    text = printed(capsys, *KEYS, *keys, *DP8[len(KEYS):], "--search", "--count", "1")
     assert "the given layout is the fastest that fits" in text
 
 
 def test_a_job_that_does_not_fit_is_one_line_and_status_1():
-    command = [sys.executable, tool.__file__, CONFIG, "train.global_batch_size=16", "--world", "4", "--device", "h100"]
+    command = [sys.executable, tool.__file__, *LLAMA, "train.global_batch_size=16", "--world", "4", "--device", "h100"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "does not fit" in done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "; use " in done.stderr
@@ -115,7 +118,7 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
 ])
 def test_mistakes(argv, message):
     with pytest.raises(ValueError, match=message):
-        tool.main([CONFIG, "train.global_batch_size=48", *argv])
+        tool.main([*LLAMA, "train.global_batch_size=48", *argv])
 
 
 def test_a_search_that_finds_nothing_names_the_nearest_change(capsys):
@@ -131,12 +134,13 @@ def test_a_search_that_finds_nothing_names_the_nearest_change(capsys):
 
 
 def test_pictures(capsys, tmp_path):
-    argv = [*DP8[:2], "parallel.pp=2", "parallel.vp=2", "--world", "8", "--device", "h200"]
+    keys = [*LLAMA, "train.global_batch_size=32", "parallel.pp=2", "parallel.vp=2"]
+    argv = [*keys, "--world", "8", "--device", "h200"]
     tool.main([*argv, "--draw", str(tmp_path / "plan")])
     names = [Path(line).name for line in capsys.readouterr().err.split()]
     assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png"]
     assert all((tmp_path / "plan" / name).stat().st_size > 1000 for name in names)
-    job = plan(cli.load(argv[:4]), 8, tool.chosen(tool.parse(argv)))
+    job = plan(cli.load(keys), 8, tool.chosen(tool.parse(argv)))
     # A box for each forward and backward of 8 microbatches through 4 stages.
     assert (tmp_path / "plan" / "timeline.svg").read_text().count("<title>") == 2 * 8 * 4
     curve = plan_pictures.memory_curve(job)
@@ -154,7 +158,7 @@ def test_pictures(capsys, tmp_path):
 
 
 def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
-    job = plan(cli.load(DP8[:3]), 8, tool.chosen(tool.parse(DP8)))
+    job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     for in_proportion, worlds in ((True, [8 << i for i in range(10)]), (False, [8, 16, 32, 64])):
         assert [p.world for p in plan_pictures.scaling(job, in_proportion=in_proportion)] == worlds
 
@@ -179,7 +183,10 @@ def test_own_runs_are_met_within_10_percent_and_their_memory_within_5():
     assert rows
     for row in rows:
         job = calibration.predict(row, MACHINES)
-        assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
+        if row.host_bound:  # the plan says what the GPUs need
+            assert row.floor_share * row.seconds < job.step_seconds < row.seconds, row.name
+        else:
+            assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
         assert job.memory_gib == pytest.approx(row.gib, rel=0.05), row.name
         assert bool(row.fitted) == (row.gpus == 1)
 

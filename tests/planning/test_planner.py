@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import DATA_PARALLEL
 
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
@@ -42,7 +43,9 @@ GPT3 = ["model.family=gpt", "model.positions=learned", "model.tie_embeddings=tru
 
 
 def recipe(name, *overrides):
-    return cli.load([str(ROOT / "configs" / f"{name}.yaml"), *overrides])
+    """A recipe, of the smaller models without the layout that it has."""
+    plain = [] if name in ("gpt3_175b", "llama31_70b") else DATA_PARALLEL
+    return cli.load([str(ROOT / "configs" / f"{name}.yaml"), *plain, *overrides])
 
 
 # ---- what is counted -------------------------------------------------------------------------------------------------
@@ -78,6 +81,9 @@ def test_what_frozen_weights_documents_and_recomputation_change():
     h, f, size = cfg.model.hidden_size, cfg.model.ffn_hidden_size, 2 * cfg.train.seq_len
     assert (frozen_forward["pointwise"] - forward["pointwise"]) * 1e12 == pytest.approx(
         size * (h + 2 * (h + h // 2) + f + 2 * h))
+    # Its backward reads x for dA and for its dropout, and adds to dx; it reads dy for dB and for du.
+    assert (of_frozen["pointwise"] - backward["pointwise"]) * 1e12 == pytest.approx(
+        size * (3 * h + 2 * (h + h // 2) + 3 * f + 2 * h))
     assert not frozen.embedding()[1]["pointwise"] and frozen.head()[1]["gemm"] == frozen.head()[0]["gemm"]
     full = Work(replace(cfg, train=replace(cfg.train, recompute="full")), IDEAL).block(False)
     assert total(full[1]) == pytest.approx(total(forward) + total(backward))
@@ -205,6 +211,116 @@ def test_parts_add_up_to_the_step(overrides):
     rest = job.seconds["dp_exposed"] + job.seconds["optimizer"]
     assert job.timeline == timeline and job.step_seconds == pytest.approx(timeline.makespan + rest)
     assert all(seconds > -1e-9 for seconds in job.seconds.values())
+    t, peak = cfg.train, flops.peak_tflops("H100", cfg.precision.fp8 != "none")
+    operations = t.global_batch_size * flops.full(cfg.model.shape, t.seq_len)
+    assert job.mfu_percent == pytest.approx(100 * operations / job.step_seconds / 8 / (peak * 1e12))
+    assert job.tokens_per_second == pytest.approx(t.global_batch_size * t.seq_len / job.step_seconds)
+
+
+def counted_by_hand(cfg, world) -> dict:
+    """Seconds of a step on IDEAL by part, of a layout of one stage: operations and bytes / 1e12, messages / 1e9."""
+    m, p, t = cfg.model, cfg.parallel, cfg.train
+    llama, fp8 = m.family == "llama", cfg.precision.fp8 != "none"
+    dp = world // (p.tp * p.cp)
+    microbatches = t.global_batch_size // (t.micro_batch_size * dp)
+    tokens = t.seq_len * t.micro_batch_size // p.cp
+    rows = tokens // p.tp                                       # between products, under sequence parallelism
+    h, f, d, v = m.hidden_size, m.ffn_hidden_size // p.tp, m.head_dim, m.padded_vocab_size // p.tp
+    q, kv = m.num_heads * d // p.tp, m.kv_heads * d // p.tp
+    inner = (2 if llama else 1) * f                             # what the first product of the MLP makes
+    matrices = h * (q + 2 * kv) + h * q + h * inner + h * f     # elements
+
+    # bytes; read + written, in bf16 unless it says otherwise
+    norms, norms_back = 2 * (2 + 2) * 2 * h * rows, 2 * (3 + 1) * 2 * h * rows
+    turned = 2 * 2 * (q + kv) * tokens if llama else 0          # q and k
+    side_by_side = 2 * 2 * (q + 2 * kv) * tokens                # dq, dk, dv
+    activation, activation_back = 2 * (inner + f) * tokens, 2 * (f + inner + inner) * tokens
+    biases = 0 if llama else 2 * (q + 2 * kv + f) * tokens + 2 * 2 * h * rows
+    pieces = 2 * 2 * h * (tokens + rows) if p.tp > 1 else 0     # two scatters end in a sum
+    merges = (p.cp - 1) * 3 * 2 * q * tokens                    # of the ring: two outs read, one written
+    casts = casts_back = 0
+    if fp8:  # reads 2 bytes, writes 1 of rows and 1 of columns; SwiGLU is one pass with its cast
+        casts, casts_back = 4 * (2 * h * rows + q * tokens), 4 * (2 * h * rows + (q + 2 * kv) * tokens)
+        casts_back += 8 * h * tokens if p.tp > 1 else 0         # columns of what was gathered, in four products
+        if llama:
+            activation, activation_back = (2 * inner + 2 * f) * tokens, (2 * (f + inner) + 2 * inner) * tokens
+        else:
+            casts, casts_back = casts + 4 * f * tokens, casts_back + 4 * inner * tokens
+    dropped, dropped_back = (2 * 5 * 2 * h * rows, 2 * 2 * 2 * h * rows) if m.hidden_dropout else (0, 0)
+    blocks = (norms + norms_back + turned + side_by_side + activation + activation_back + biases + 2 * pieces
+              + 2 * merges + casts + casts_back + dropped + dropped_back)
+    if t.recompute == "selective":                              # both norms, read and written, and the activation
+        blocks += 2 * 2 * 2 * h * rows + 2 * (inner + f) * tokens
+    head = 2 * (4 * h * rows + v * tokens) + 2 * (4 * h * rows + 2 * v * tokens)
+    table = 3 * 2 * h * tokens + 5 * 4 * h * tokens
+
+    pairs = t.micro_batch_size * t.seq_len**2 / 2 / p.cp
+    products = 6 * matrices * m.num_layers * tokens + 6 * h * v * tokens
+    crossing = 2 * h * tokens * (p.tp - 1) / p.tp               # a message over tp
+    # a block's forward has 4 messages, its backward these and both inputs again; the head 1 and 2, the table 1 and 1
+    over_tp = crossing * (10 * m.num_layers + 5)
+    if fp8:  # gathered as casts: forward 2, backward 2 inputs and 2 dy
+        over_tp -= crossing / 2 * 6 * m.num_layers
+    hop = 2 * 2 * kv * tokens                                   # keys and values, to the next rank
+    sums = 2 * hop if p.cp > 2 else hop                         # float32 beyond two terms
+    kernels = 4 * q * pairs / 1e12                              # of the forward; the backward takes 2.5 of it
+    hidden = (p.cp - 1) * (min(hop / 1e9, kernels / p.cp) + min((hop + sums) / 1e9, 2.5 * kernels / p.cp))
+    over_cp = (p.cp - 1) * (2 * hop + sums) + sums if p.cp > 1 else 0
+    vectors = 2 * h if llama else 6 * h + q + 2 * kv + f
+    tables = v * h * (1 if m.tie_embeddings else 2) + (m.max_positions * h if m.positions == "learned" else 0)
+    trained = m.num_layers * (matrices + vectors) + tables + (1 if llama else 2) * h
+    shards = dp * p.cp
+    cast_weights = 4 * matrices * m.num_layers if fp8 else 0
+    return {
+        "gemm": microbatches * products / 1e12, "attention": microbatches * m.num_layers * 3.5 * kernels,
+        "pointwise": microbatches * (m.num_layers * blocks + head + table) / 1e12,
+        "tp_exposed": microbatches * over_tp / 1e9, "tp_hidden": 0.0,
+        "cp_exposed": microbatches * m.num_layers * (over_cp / 1e9 - hidden),
+        "cp_hidden": microbatches * m.num_layers * hidden, "pp_exposed": 0.0, "bubble": 0.0,
+        "dp_exposed": (4 + 2) * trained * (shards - 1) / shards / 1e9, "dp_hidden": 0.0,
+        "optimizer": (34 * trained / shards + cast_weights) / 1e12}
+
+
+@pytest.mark.parametrize("world, overrides", [
+    (1, []), (4, ["parallel.tp=2"]), (8, ["parallel.cp=4"]), (4, ["parallel.tp=2", "parallel.cp=2"]), (1, GPT3),
+    (2, [*GPT3, "model.hidden_dropout=0.1"]), (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed"]),
+    (2, ["precision.fp8=delayed"]), (2, ["parallel.tp=2", "precision.fp8=delayed"]),
+    (2, ["train.recompute=selective"])],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))
+def test_every_part_of_a_step_is_what_a_count_by_hand_gives(world, overrides):
+    """A term counted twice in one part would show in no sum of the parts, and in no search."""
+    cfg = cli.load([*SMALL, *overrides])
+    seconds, counted = plan(cfg, world, IDEAL).seconds, counted_by_hand(cfg, world)
+    assert seconds.keys() <= counted.keys()
+    for part, value in counted.items():
+        assert seconds[part] == pytest.approx(value, rel=1e-9, abs=1e-12), part
+
+
+def test_which_messages_hide_behind_products():
+    """In a node all but the table's two. Between nodes, of a block, the forward's four and the two gathers of dy stand
+    alone, and the head's gather."""
+    slow = replace(IDEAL, device=replace(IDEAL.device, gemm_tflops={"bf16": 0.01}),
+                   fabric=replace(IDEAL.fabric, tp_exposed=0, network_gb_s=1))
+    far = replace(slow, fabric=replace(slow.fabric, gpus_per_node=1))
+    cfg = cli.load([*SMALL, "parallel.tp=2"])
+    m, t = cfg.model, cfg.train
+    message = 2 * m.hidden_size * t.seq_len / 2 / 1e9 * t.global_batch_size
+    for machine, exposed in ((slow, 2), (far, 6 * m.num_layers + 3)):
+        seconds = plan(cfg, 2, machine).seconds
+        assert seconds["tp_exposed"] == pytest.approx(exposed * message)
+        assert seconds["tp_hidden"] == pytest.approx((10 * m.num_layers + 5 - exposed) * message)
+
+
+def test_what_stages_wait_for_is_the_bubble_and_their_messages():
+    cfg = cli.load([*SMALL, "parallel.pp=2", "parallel.layers_per_stage=[3,5]"])
+    step, seconds = Step(cfg, 2, IDEAL), plan(cfg, 2, IDEAL).seconds
+    work = [step.work.stage(range(3), True, False), step.work.stage(range(3, 8), False, True)]
+    times = [[total(pair[i]) for pair in work] for i in (0, 1)]
+    schedule = make(2, 1, cfg.train.global_batch_size)
+    message = 2 * cfg.model.hidden_size * cfg.train.seq_len / 1e9
+    alone, together = (simulate(schedule, *times, x).makespan for x in (0.0, message))
+    assert seconds["pp_exposed"] == pytest.approx(together - alone) and together > alone
+    assert seconds["bubble"] == pytest.approx(alone - cfg.train.global_batch_size * (times[0][1] + times[1][1]))
 
 
 def test_the_bubble_of_equal_stages_is_the_one_of_the_theory():

@@ -3,9 +3,12 @@
 import io
 import json
 import math
+import os
 import re
+import resource
 import sys
-from contextlib import redirect_stdout
+import warnings
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 
@@ -13,7 +16,7 @@ import pytest
 
 from minitron.config import cli, flops
 from minitron.runtime import log_formats as forms
-from minitron.runtime.log import Log
+from minitron.runtime.log import Log, _File
 from minitron.runtime.log_formats import Iteration, Line
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
@@ -177,6 +180,32 @@ def test_who_prints_what():
                           f"lm loss PPL: {math.exp(3.124512):.6E} |")
 
 
+def test_nemo_s_bar_ends_with_the_loss_of_the_evaluation():
+    """Of the step before it, whose bar is there already, and of several that have none yet."""
+    for every, bars in (1, 4), (2, 3):
+        out = io.StringIO()
+        cfg = cli.load(["log.format=nemo", "train.steps=3", f"log.every={every}"])
+        with redirect_stdout(out), Log(cfg, 0, 1) as log:
+            for step in (1, 2, 3):
+                log.iteration(replace(STEP, step=step, seconds=float(step)))
+            log.evaluation(3, 6.25)
+        *before, last = out.getvalue().splitlines()
+        assert len(before) + 1 == bars and not any("val_loss" in bar for bar in before)
+        assert last.startswith("Epoch 0: : 100%") and last.endswith(", train_step_timing in s=3.000, val_loss=6.250]")
+    assert lines(["log.format=nemo", "finetune.kind=sft"], [STEP], 0, 1)[0].endswith("consumed_samples: 960")
+
+
+def test_nemo_s_line_carries_the_last_validation_loss():
+    out = io.StringIO()
+    with redirect_stdout(out), Log(cli.load(["log.format=nemo"]), 0, 1) as log:
+        log.iteration(STEP)
+        for step, loss in (10, 3.5), (11, 3.25):
+            log.evaluation(step, loss)
+        log.iteration(replace(STEP, step=11))
+    before, *_, after = (line for line in out.getvalue().splitlines() if "reduced_train_loss" in line)
+    assert "val_loss" not in before and after.endswith("val_loss=3.250]")
+
+
 def test_files(tmp_path, capsys):
     folder = tmp_path / "run"
     cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
@@ -266,7 +295,7 @@ def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     with pytest.raises(ValueError, match=r"log\.tensorboard=\S+ cannot be written: Not a directory; name another"):
         Log(cli.load([f"log.tensorboard={tmp_path / 'file' / 'board'}"]), 0, 1)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     Log(cli.load([]), 0, 1)
     Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
     with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
@@ -284,3 +313,133 @@ def test_unwritable_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"log\.dir=\S+ cannot be written: .*; name another directory"):
         Log(cli.load([f"log.dir={tmp_path / 'file' / 'run'}"]), 0, 1)
+
+
+def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recwarn):
+    cfg, shown = cli.load([f"log.dir={tmp_path}"]), warnings.showwarning
+    with Log(cfg, 0, 2) as log:
+        log.info("all is well")
+    assert not (tmp_path / "errors.log").exists()
+    for rank in (0, 1):
+        with pytest.raises(ZeroDivisionError), Log(cfg, rank, 2) as log:
+            log.alarm(f"{rank} has not moved", "Traceback of it")
+            log.warn("the save failed")
+            warnings.warn_explicit("deprecated", UserWarning, "file.py", 7)
+            1 / 0
+        with pytest.raises(SystemExit), Log(cfg, rank, 2), cli.user_errors():
+            raise ValueError(f"a mistake,\nof rank {rank}")
+    assert warnings.showwarning == shown
+    text = (tmp_path / "errors.log").read_text()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    for rank in (0, 1):
+        for pattern in (rf"{rank} has not moved\nTraceback of it\n", r"file.py:7: UserWarning: deprecated\n",
+                        r"Traceback [^\0]*\nZeroDivisionError: division by zero\n",
+                        rf"error: a mistake, of rank {rank}\n"):
+            assert len(re.findall(rf"^{stamp} rank {rank}: {pattern}", text, re.M)) == 1, pattern
+    assert len(re.findall(rf"^{stamp} rank 0: warning: the save failed$", text, re.M)) == 1  # which all ranks say
+    assert text.count("the save failed") == 1 and "all is well" not in text
+    said = capsys.readouterr()
+    assert [str(w.message) for w in recwarn] == ["deprecated"] * 2 and said.out.count("the save failed") == 1
+
+
+def test_a_file_of_errors_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    (tmp_path / "errors.log").mkdir()
+    with Log(cli.load([f"log.dir={tmp_path}"]), 0, 1) as log:
+        log.alarm("has not moved")
+    assert capsys.readouterr().err == "has not moved\n"
+
+
+# ---- a disk without room --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """As on a disk that is full: what would make a file longer is not written, but for its first bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch, broken):
+    """Half of a record never stands in a file when it goes on, even if it could not be cut off at once."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Log(cli.load([f"log.dir={tmp_path}", "log.tensorboard=true"]), 0, 1) as log:
+        files = {name: tmp_path / name for name in ("metrics.jsonl", "dllogger.json", "rank-0.log")}
+        files["board"], = (tmp_path / "tensorboard").iterdir()
+        for step in range(1, 10):
+            if step in (4, 5, 6):
+                for file in (log._metrics, log._dllogger, log._rank_log, log._board):
+                    with files_of_at_most(file.path.stat().st_size + 20), monkeypatch.context() as patch:
+                        if broken and step == 4:
+                            patch.setattr(_File, "_cut", lambda own, _: own._torn is None or os.ftruncate(-1, 0))
+                        with monkeypatch.context() as others:
+                            for other in ("_metrics", "_dllogger", "_rank_log", "_board"):
+                                if getattr(log, other) is not file:
+                                    others.setattr(log, other, None)
+                            log.iteration(replace(STEP, step=step, loss=float(step)))
+            else:
+                log.iteration(replace(STEP, step=step, loss=float(step)))
+            log.info(f"after step {step}")
+    written = [1, 2, 3, 7, 8, 9]
+    metrics = [json.loads(line) for line in files["metrics.jsonl"].read_text().splitlines()]
+    assert [record["step"] for record in metrics] == written
+    assert [record["step"] + 1 for record in dllogger_records(files["dllogger.json"])[1:]] == written
+    board = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("step/loss")] == [(step, step) for step in written]
+    text = files["rank-0.log"].read_text()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \S+ rank 0: ", line) for line in text.splitlines())
+    output = capsys.readouterr()
+    assert output.err == (f"warning: {files['metrics.jsonl']} cannot be written: file too large; training goes on, and "
+                          "records are missing in the logs until there is room\n")
+    assert all(f"after step {step}\n" in output.out for step in range(1, 10))
+
+
+def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys):
+    """Rank 0 alone warns: the others mostly write to the same disk."""
+    with Log(cli.load([f"log.dir={tmp_path}"]), 1, 2) as log:
+        log.info("first")
+        with files_of_at_most((tmp_path / "rank-1.log").stat().st_size + 5):
+            log.info("second")
+            log.info("third")
+        log.info("fourth")
+    lines = (tmp_path / "rank-1.log").read_text().splitlines()
+    assert [line.split("rank 1: ")[1] for line in lines] == [
+        "first", "2 messages before this one are lost: the disk was full or failed", "fourth"]
+    assert not any(capsys.readouterr())
+
+
+def test_a_file_that_became_shorter_meanwhile_is_not_filled_up(tmp_path):
+    """As by somebody who makes room."""
+    file = _File(tmp_path / "file")
+    file.write("whole\n")
+    file._torn = 1000
+    file.write("next\n")
+    file.close()
+    assert (tmp_path / "file").read_text() == "whole\nnext\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_under_stdout(capsys, monkeypatch):
+    with open("/dev/full", "w") as full, Log(cli.load([]), 0, 1) as log:
+        monkeypatch.setattr(sys, "stdout", full)
+        log.info("first")
+        log.info("second")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+    assert capsys.readouterr().err.count("warning: stdout cannot be written: no space left on device") == 1
+
+
+def test_a_reader_that_has_gone_ends_the_run(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    pipe = open(write, "w")
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with Log(cli.load([]), 0, 1) as log, pytest.raises(BrokenPipeError):
+        log.info("hello")
+    with suppress(BrokenPipeError):
+        pipe.close()

@@ -1,6 +1,11 @@
 """What a step's samples amount to."""
 
-from minitron.runtime.meter import Samples
+from types import SimpleNamespace
+
+import torch
+
+from minitron.comm.mesh import Mesh
+from minitron.runtime.meter import Meter, Samples
 
 
 def test_padding_is_no_document():
@@ -8,3 +13,21 @@ def test_padding_is_no_document():
     documents = [(0, 5, 12, 16), (0, 16), (0, 3, 16)]
     assert Samples(documents, (4, 0, 0)).squared_lengths() == 5**2 + 7**2 + 16**2 + 3**2 + 13**2
     assert Samples(documents).squared_lengths() == 5**2 + 7**2 + 4**2 + 16**2 + 3**2 + 13**2
+
+
+def step_of_a_rank():
+    """What each of 4 ranks, of which tp 2 read the same samples, logs of a step."""
+    mesh, logged = Mesh.create(tp=2), []
+    meter = Meter(SimpleNamespace(iteration=logged.append), mesh, SimpleNamespace(saw=lambda it: None))
+    samples = [Samples([(0, 4, 16)], [0]), Samples([(0, 7, 10, 16)], [6])][mesh.dp.rank]
+    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), samples, 0, step=5, consumed_samples=10,
+               lr=0.25)
+    return logged
+
+
+def test_a_step_s_figures_are_the_worlds(ranks):
+    """Sums over data ranks, of which each counts once however many ranks read its samples; the others as they came."""
+    for (it,) in ranks(4, step_of_a_rank):
+        assert (it.loss, it.grad_norm, it.skipped, it.nan, it.loss_scale) == (3.0, 2.0, 0.0, 1.0, 8.0)
+        assert (it.step, it.consumed_samples, it.lr) == (5, 10, 0.25) and it.seconds >= 0
+        assert it.squared_lengths == 4**2 + 12**2 + 7**2 + 3**2 and it.padding == 6

@@ -43,6 +43,24 @@ def test_a_cached_step_equals_a_full_forward(base):
     assert all(block.attention.backend is backend for block, backend in zip(model.blocks.values(), backends))
 
 
+def test_padding_is_never_drawn():
+    """Padding rows that outweigh every token change neither greedy answers nor draws."""
+    cfg = config(LLAMA)
+    model = whole_model(cfg, Mesh.offline()).eval()
+    initialise([model], seed=3)
+
+    def answers():
+        draw = partial(generate.choose, vocab_size=90, temperature=2.0, top_p=1.0, generator=torch.Generator())
+        return [list(generate.generate(model, PROMPT, 20, set(), how)) for how in (GREEDY, draw)]
+
+    before = answers()
+    assert all(token < 90 for answer in before for token in answer)
+    with torch.no_grad():
+        model.head.weight[90:] = 100 * model.head.weight[:6]
+        assert generate.next_logits(model, PROMPT, 0).argmax() >= 90
+    assert answers() == before
+
+
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory):
     torch.manual_seed(0)

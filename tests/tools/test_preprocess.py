@@ -189,6 +189,18 @@ def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_check_tries_the_beginning_of_each_input_and_writes_nothing(tmp_path, monkeypatch):
+    good, bad, prefix = tmp_path / "good.jsonl", tmp_path / "bad.jsonl", tmp_path / "d"
+    good.write_bytes(lines_of(["text"] * 3) + b"no JSON, behind the first batch\n")
+    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 1)
+    preprocess_data.main(["--input", str(good), "--output-prefix", str(prefix), "--tokenizer", "bytes", "--check"])
+    bad.write_text('{"other": 1}\n')
+    with pytest.raises(ValueError, match="bad.jsonl: line 1 has no text under the key 'text'"):
+        preprocess_data.main(["--input", str(good), str(bad), "--output-prefix", str(prefix), "--tokenizer", "bytes",
+                              "--check"])
+    assert {path.name for path in tmp_path.iterdir()} == {"good.jsonl", "bad.jsonl"}
+
+
 @pytest.mark.parametrize("content, keys, empty", [
     (b"", ["text"], "text"), (b"\n \n", ["text"], "text"), (b'{"text": ""}\n' * 3, ["text"], "text"),
     (b'{"text": "full", "title": ""}\n', ["text", "title"], "title"),
@@ -230,7 +242,7 @@ def children_of(pid):
     return found
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -268,7 +280,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
     """A terminal sends it to every process of the group."""
     process, workers = long_run(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
-    stderr = process.communicate(timeout=60)[1].replace("\r", "\n")
+    stderr = process.communicate(timeout=300)[1].replace("\r", "\n")
     assert process.returncode == 130 and stderr.endswith("error: interrupted\n") and "Traceback" not in stderr, stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
@@ -280,7 +292,7 @@ def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path, victim):
     """The input is large enough to be still under way when the victim is killed."""
     process, workers = long_run(tmp_path)
     os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
-    stderr = process.communicate(timeout=60)[1]
+    stderr = process.communicate(timeout=300)[1]
     assert process.returncode == (-signal.SIGKILL if victim == "parent" else 1)
     if victim == "worker":
         assert "error: an encoding process was killed" in stderr

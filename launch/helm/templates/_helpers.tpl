@@ -33,8 +33,11 @@
 {{- else if .gcsBucketForDataCataPath }}
 csi:
   driver: gcsfuse.csi.storage.gke.io
-  volumeAttributes:
-    bucketName: {{ .gcsBucketForDataCataPath }}
+  volumeAttributes: {{/* Pods on the host's network authenticate as their service account only if they ask for it. */}}
+    {{- $own := dict "bucketName" .gcsBucketForDataCataPath "hostNetworkPodKSA" "true" }}
+    {{- merge .gcsVolumeAttributes $own | toYaml | nindent 4 }}
+{{- else if .gcsVolumeAttributes }}
+{{- fail "workload.gcsVolumeAttributes is set without a bucket; set workload.gcsBucketForDataCataPath, too" }}
 {{- else if .volume }}
 {{- toYaml .volume }}
 {{- else }}

@@ -1,0 +1,57 @@
+"""Read files that a user names: they may be pipes, devices, a terabyte, or JSON that is made to hurt.
+
+Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN and infinite numbers and
+gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from typing import NoReturn
+
+JSON_BYTES = 64 << 20  # more than any description of a model or of its files
+
+
+def size_of(path: str | os.PathLike) -> int:
+    """Return the bytes of a regular file. Raises OSError, also for a pipe, a device or a folder."""
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return found.st_size
+
+
+def read_bytes(path: str | os.PathLike, most: int) -> bytes:
+    """Read a regular file of at most so many bytes. Raises OSError."""
+    if (size := size_of(path)) > most:
+        raise OSError(errno.EFBIG, f"its {size} bytes are more than {most}", os.fspath(path))
+    with open(path, "rb") as file:
+        return file.read(most)
+
+
+def read_json(path: str | os.PathLike, most: int = JSON_BYTES) -> object:
+    """Read a regular file that holds JSON. Raises OSError and ValueError."""
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(text: str | bytes) -> object:
+    """Parse JSON: no NaN, no infinity, no number that is one in float64. Raises ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value

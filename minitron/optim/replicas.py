@@ -1,0 +1,144 @@
+"""Notices replicas that drift apart: copies of a parameter on several ranks, which must be equal.
+
+Problem: every tensor-parallel rank has a copy of each norm's weight, and every data rank a copy of everything. No step
+compares them. A gradient that one rank got wrong, a gather that failed or a bit that flipped raises no error: from then
+on ranks train different models, and the loss shows it much later or never. The idea:
+
+  1. Each rank reads the bits of a parameter as integers and adds them up, once as they are and once multiplied by their
+     position, so that a swap shows, too. Such sums, modulo 2^64, are exact: equal bits give equal sums in any order.
+  2. All sums of an axis are equal if the largest is the smallest. One all-reduce finds both: the maximum of x, and of
+     ~x, which turns the order of integers around.
+  3. One number for the world says whether anything differs. It is copied to the host without waiting, and read a step
+     later. Only if it is not 0 do ranks exchange their sums, and find the name and the ranks from them.
+
+    axis         parameters of which its ranks hold copies
+    dp_cp        all: ZeRO-1 gathers what it has updated
+    tp           those without a shard: norms, biases of row-parallel layers, positions, one half of each adapter
+    embedding    the tied weight, on the first and the last stage
+
+A comparison reads the parameters twice, every few hundred steps and before each save: so a checkpoint only ever holds
+what was just found equal. Copies over tp are equal because every rank makes the same sums in the same order; under
+sequence parallelism they are also summed over tp, otherwise it takes data groups of one shape and kernels without
+atomics. Left out: masters and moments, which differ sooner than the bf16 parameters made of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minitron.comm.activity import listed
+from minitron.comm.collectives import all_reduce_
+from minitron.config.schema import TrainConfig
+from minitron.optim.buckets import Gradients
+
+PIECE_BYTES = 64 << 20
+
+
+class ReplicasDiffer(ValueError):
+    """Ranks hold different copies of a parameter."""
+
+
+class Replicas:
+    """Compares this rank's parameters with other ranks' copies, unless cfg.check_replicas_every is 0.
+
+    `step`, `flush` and `require_equal` are collective over the world and raise ReplicasDiffer on all of its ranks.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], gradients: Gradients, cfg: TrainConfig):
+        self.gradients, self.mesh, self.every = gradients, gradients.mesh, cfg.check_replicas_every
+        mesh, params = gradients.mesh, [param for chunk in chunks for param in chunk.parameters()]
+        copies = ((mesh.dp_cp, params), (mesh.tp, [p for p in params if p.spec.shard is None]),
+                  (mesh.embedding, [p for p in params if p.spec.tied]))
+        self.copies = [(axis, params) for axis, params in copies if axis.size > 1 and params]
+        self.params = {p.spec.name: p for _, params in self.copies for p in params}
+        self.waiting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a result and when it is on the host
+        self.compared = self.equal = None  # the last step that was compared, and the last that was found equal
+
+    def step(self, step: int) -> None:
+        """Read the last comparison's result, and begin another if one is due after `step`. No GPU waits for it."""
+        self.flush()
+        if self.every and step % self.every == 0:
+            self._begin(step)
+
+    def require_equal(self, step: int) -> None:
+        """Compare what `step` has left and is to be saved, and wait for the result."""
+        if self.every:
+            self._begin(step)
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the result of the comparison under way, if there is one."""
+        if self.waiting is None:
+            return
+        (total, arrival), self.waiting = self.waiting, None
+        if arrival is not None:
+            arrival.synchronize()
+        if total.item():
+            raise ReplicasDiffer(self._describe())
+        self.equal = self.compared
+
+    @torch.no_grad()
+    def _begin(self, step: int) -> None:
+        """Queue the comparison of what `step` has left, unless that has been compared."""
+        world, device = self.mesh.world, self.mesh.device
+        if world.size == 1 or step == self.compared:
+            return
+        self.mesh.activity.begin("replicas")
+        self.gradients.wait_parameters()
+        self.sums = {name: checksum(param) for name, param in self.params.items()}
+        self.differing, total = [], torch.zeros(1, dtype=torch.int64, device=device)
+        for axis, params in self.copies:
+            own = torch.stack([self.sums[param.spec.name] for param in params])
+            highest = torch.stack([own, ~own])
+            all_reduce_(highest, axis, op=dist.ReduceOp.MAX)
+            self.differing.append((highest[0] != ~highest[1]).any(1))
+            total += self.differing[-1].sum()
+        all_reduce_(total, world)
+        host = total.to("cpu", non_blocking=True)
+        arrival = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+        self.compared, self.waiting = step, (host, arrival)
+
+    def _describe(self) -> str:
+        """Name the first parameter that differs and its ranks, the same on all ranks. Collective over the world."""
+        mesh, world = self.mesh, self.mesh.world
+        different = [param for (_, params), differing in zip(self.copies, self.differing)
+                     for param, differs in zip(params, differing.tolist()) if differs]
+        # The same key on all ranks that hold a copy: the tensor-parallel rank tells shards apart.
+        mine = {(p.spec.name, p.spec.shard and mesh.tp.rank): tuple(self.sums[p.spec.name].tolist()) for p in different}
+        everyone: list = [None] * world.size
+        mesh.activity.enter("agreement", world, 0)
+        dist.all_gather_object(everyone, mine, group=world.group)
+        mesh.activity.leave()
+        keys = list(dict.fromkeys(key for theirs in everyone for key in theirs))
+        name, part = keys[0]
+        values = {rank: theirs[name, part] for rank, theirs in enumerate(everyone) if (name, part) in theirs}
+        (usual, _), = Counter(values.values()).most_common(1)
+        most, others = ([rank for rank in values if (values[rank] == usual) == same] for same in (True, False))
+        return (f"iteration {self.compared}: {listed(others)} and {listed(most)} hold different copies of {name}"
+                + (f", and of {len(keys) - 1} more" if len(keys) > 1 else "")
+                + (f"; after iteration {self.equal} they were equal" if self.equal is not None else "")
+                + ". A layer of your own must give all ranks that hold a parameter the same gradient; else suspect the "
+                "memory of these ranks. Each save came after a comparison: start again from the newest checkpoint")
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Add up the bits of x [..., n] as integers: [plain sum, sum of each times its position], int64, modulo 2^64."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    words = rows.view(next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
+                           if rows.shape[1] * rows.itemsize % word.itemsize == 0))
+    height, width = words.shape
+    # A word's position is its row times the words in a row, plus its column. So neither sum needs a copy of x.
+    place = torch.arange(max(words.shape), device=x.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=x.device)
+    each = max(1, PIECE_BYTES // (width * words.itemsize))
+    for first in range(0, height, each):  # in pieces, since a kernel may take a multiple of what it adds up
+        piece = words[first:first + each]
+        by_row, by_column = piece.sum(1, dtype=torch.int64), piece.sum(0, dtype=torch.int64)
+        weighted = (by_row * place[first:first + len(piece)]).sum() * width + (by_column * place[:width]).sum()
+        sums += torch.stack([by_row.sum(), weighted])
+    return sums

@@ -1,0 +1,44 @@
+"""errors.log of log.dir: the warnings and errors of all ranks in one file, so that nobody has to open a thousand.
+
+In it are alarms (a hang, a dead rank, a save that failed), the error that ended a rank, and what Python code warns of;
+not what libraries in C write to stderr. It is there only if there was something to say. Each record opens the file and
+appends in one write, since ranks of other nodes write there, too; a bucket keeps the last writer's alone. A file that
+cannot be written costs its record: rank-N.log and stderr have it as well.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+
+class ErrorLog:
+    """The part of one rank in errors.log. Listens to Python's warnings until it is closed."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.path, self.rank = folder / "errors.log", rank
+        self._shown, warnings.showwarning = warnings.showwarning, self._warned
+
+    def write(self, text: str) -> None:
+        record = f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {self.rank}: {text.rstrip()}\n".encode(errors="replace")
+        with suppress(OSError), open(self.path, "ab", buffering=0) as file:
+            file.write(record)
+
+    def ended(self, error: BaseException) -> None:
+        """Write the error that ends the rank: its message where a line on stderr says it, else its traceback."""
+        if isinstance(error, SystemExit):
+            if isinstance(error.__context__, ValueError):  # of cli.user_errors
+                self.write(f"error: {' '.join(str(error.__context__).split())}")
+        elif isinstance(error, Exception):
+            self.write("".join(traceback.format_exception(error)))
+
+    def close(self) -> None:
+        if warnings.showwarning == self._warned:
+            warnings.showwarning = self._shown
+
+    def _warned(self, message, category, filename, lineno, file=None, line=None) -> None:
+        self.write(warnings.formatwarning(message, category, filename, lineno, line))
+        self._shown(message, category, filename, lineno, file, line)

@@ -1,0 +1,118 @@
+"""Listens from a process's first moment to its last: to signals, and for the end of torchrun.
+
+Problem: Python runs the handler of a signal in the main thread, between two steps of its interpreter, and that thread
+may stand in C for minutes: in a rendezvous, in a collective. A rank whose torchrun was killed (`kill -9`) hears of it
+nowhere: it trains on or waits for ever, and keeps its GPU. The idea: a thread.
+
+1. The numbers of signals go to the thread by a socket (`signal.set_wakeup_fd`).
+2. Once a second it looks whether the parent process is still the same, if that is torchrun: nohup and setsid, which
+   leave orphans on purpose, start plain processes.
+
+    imports, data, rendezvous, model    SIGINT and SIGTERM end the process with one line; SIGUSR1 waits for the training
+    training                            `stop.Stop` takes all three
+    afterwards                          SIGINT and SIGTERM end the process: all has been said
+    always                              without its torchrun a rank ends
+
+A SIGINT that is ignored when the process starts, as in the background of a script, stays ignored.
+Left out: C code that holds the interpreter's lock for ever, which stops this thread, too. It is no collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LOOK_SECONDS = 1.0
+
+
+class Listener:
+    """Listens from `open` to `close`, or as a context manager. No torch is needed for it.
+
+    hear: takes a signal, in the thread; look: called in the thread about once a second; alarm: says a last line. All
+    three may be replaced at any time. kept: SIGUSR1 if it came before the training, else 0. torchrun: whether that
+    started this process, of whose `environ` it reads this.
+    """
+
+    def __init__(self, environ: Mapping[str, str]):
+        self.torchrun, self.parent = "TORCHELASTIC_RUN_ID" in environ, os.getppid()
+        self.quiet = environ.get("LOCAL_RANK", "0") != "0"  # the first rank of the node says it for all
+        self.alarm: Callable[[str], object] = _to_stderr
+        self.kept, self.hear, self.look = 0, self._end_start, lambda: None
+
+    def open(self) -> Listener:
+        heard, self.wire = socket.socketpair()
+        self.wire.setblocking(False)
+        self.numbers = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        self.before = self.take()
+        signal.set_wakeup_fd(self.wire.fileno())
+        threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
+        return self
+
+    def take(self) -> dict:
+        """Set handlers of ours, so that the wire gets the numbers; returns those before.
+
+        Once is not enough: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
+        """
+        return {number: signal.signal(number, lambda *_: None) for number in self.numbers}
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
+        self.wire.close()
+
+    def __enter__(self) -> Listener:
+        return self.open()
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def end(self, text: str, status: int) -> None:
+        """End this process at once, whatever its main thread does, and say why."""
+        try:
+            self.alarm(text)
+        finally:
+            os._exit(status)
+
+    def _listen(self, heard: socket.socket) -> None:
+        """Read the numbers of signals from the wire until it is closed."""
+        heard.settimeout(LOOK_SECONDS)
+        number = b"\0"
+        while number:
+            number = b"\0"
+            with suppress(TimeoutError):
+                number = heard.recv(1)
+            if self.torchrun and os.getppid() != self.parent:
+                self.end("torchrun, which started this rank, has died: the rank ends without saving", 1)
+            if number and number[0] in SIGNALS:
+                self.hear(signal.Signals(number[0]))
+            else:
+                self.look()
+        heard.close()
+
+    def finish(self) -> None:
+        """The training is over."""
+        self.hear, self.look = self._end_quietly, lambda: None
+
+    def _end_start(self, number: signal.Signals) -> None:
+        if number == signal.SIGUSR1:
+            self.kept = number
+        elif self.quiet:
+            self._end_quietly(number)
+        else:
+            self.end(f"{number.name} during the start: ended before the first step", 128 + number)
+
+    def _end_quietly(self, number: signal.Signals) -> None:
+        if number != signal.SIGUSR1:
+            os._exit(128 + number)
+
+
+def _to_stderr(text: str) -> None:
+    """At once, and past what Python has buffered, whose lock the main thread may have."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
