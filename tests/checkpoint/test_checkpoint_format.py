@@ -33,7 +33,7 @@ from minitron.checkpoint.format import (
     write_shard,
 )
 from minitron.comm.mesh import Axis
-from minitron.parallel.tensor import Shard
+from minitron.kernels.param import Shard
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 

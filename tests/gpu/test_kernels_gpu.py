@@ -142,7 +142,7 @@ def test_rows_are_added(dtype, h):
 def test_cross_entropy(dtype, vocab):
     from minitron.kernels import fused
     from minitron.comm.mesh import Axis
-    from minitron.parallel.tensor import vocab_parallel_cross_entropy
+    from minitron.parallel.vocab import vocab_parallel_cross_entropy
 
     leaf = (3 * randn(7, 2, vocab)).to(dtype).requires_grad_()
     labels, dloss = torch.randint(0, vocab, (7, 2), device="cuda"), randn(7, 2)
