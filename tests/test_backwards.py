@@ -7,7 +7,6 @@ collectives in test_collectives.py; Triton's kernels against minitron/kernels/pl
 """
 
 import math
-
 from functools import partial
 
 import pytest
@@ -18,10 +17,9 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import Gemm
 from minitron.model.layers import gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.gated import swiglu, swiglu_mlp
-from minitron.parallel.linear import linear
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
-from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from minitron.parallel.vocab import lookup
 from minitron.testing import assert_close_rel
 
@@ -69,6 +67,14 @@ def double_layout():
     return Layout(dtype=torch.float64)
 
 
+def filled_parameters(*shapes):
+    params = [double_layout().parameter(shape) for shape in shapes]
+    with torch.no_grad():
+        for p in params:
+            p.copy_(randn(*p.shape))
+    return params
+
+
 def filled(layer):
     with torch.no_grad():
         for i, p in enumerate(layer.parameters()):
@@ -81,7 +87,7 @@ def test_linear(remade):
     """Its bias's gradient, which is summed in float32, is compared in test_tensor_parallel.py."""
     layer = filled(ColumnParallelLinear(H, (F,), double_layout(), std=1.0, bias=True, gemm=Gemm()))
     x = randn(S, B, H).requires_grad_()
-    ours = linear(x, layer.layer, x.detach if remade else None)
+    ours = column_linear(x, layer.linear, x.detach if remade else None)
     assert_same(ours, x @ layer.weight.t() + layer.bias, [x, layer.weight], EXACT, "linear")
 
 
@@ -94,7 +100,7 @@ def gated_mlp():
 @pytest.mark.parametrize("remade", [False, True])
 def test_gated_mlp(remade):
     (up, down), x = gated_mlp(), randn(S, B, H).requires_grad_()
-    ours = swiglu_mlp(x, up.layer, down.layer, plain, x.detach if remade else None)
+    ours = swiglu_mlp(x, up.linear, down.linear, plain, x.detach if remade else None)
     twin = silu_gated(x @ up.weight.t()) @ down.weight.t()
     assert_same(ours, twin, [x, up.weight, down.weight], EXACT, "gated MLP")
 
@@ -107,7 +113,7 @@ def test_gated_mlp_with_a_frozen_weight(frozen):
     x = randn(S, B, H).requires_grad_()
     inputs = [x, *(layer.weight for layer in layers if layer.weight.requires_grad)]
     twin = silu_gated(x @ up.weight.t()) @ down.weight.t()
-    assert_same(swiglu_mlp(x, up.layer, down.layer, plain, None), twin, inputs, EXACT, "gated MLP")
+    assert_same(swiglu_mlp(x, up.linear, down.linear, plain, None), twin, inputs, EXACT, "gated MLP")
 
 
 @pytest.mark.parametrize("remade", [False, True])
@@ -122,7 +128,7 @@ def test_gated_mlp_adds_microbatches_up_in_main_grad(remade):
         twin = silu_gated(x @ up.weight.t()) @ down.weight.t()
         for sum_, grad in zip(total, torch.autograd.grad(twin, [up.weight, down.weight], dy)):
             sum_ += grad
-        swiglu_mlp(x, up.layer, down.layer, plain, x.clone if remade else None).backward(dy)
+        swiglu_mlp(x, up.linear, down.linear, plain, x.clone if remade else None).backward(dy)
     for p, expected in zip((up.weight, down.weight), total):
         assert p.grad is None and reports.count(id(p)) == 3
         assert_close_rel(p.slot.main_grad, expected, SINGLE, "main_grad")
@@ -134,7 +140,8 @@ def test_gated_mlp_adds_microbatches_up_in_main_grad(remade):
 @pytest.mark.parametrize("first", [0, 4])
 def test_lookup(first):
     """Ids that repeat, and ids beyond the table, which have no row and leave no gradient."""
-    table, ids = randn(8, H).requires_grad_(), torch.randint(0, 12, (40, B), generator=torch.Generator().manual_seed(0))
+    (table,) = filled_parameters((8, H))
+    ids = torch.randint(0, 12, (40, B), generator=torch.Generator().manual_seed(0))
     assert len(ids.unique()) == 12
     hits = (ids.unsqueeze(-1) == torch.arange(first, first + 8)).double()
     assert_same(lookup(ids, table, first, plain), hits @ table, [table], EXACT, "lookup")

@@ -16,7 +16,7 @@ from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of,
 from test_checkpoint import contents, save, saving, start_trainer, train
 from test_invariance import axes
 from test_lora import ALL, lora
-from test_model import twin_of, whole_model
+from test_model import model_of, twin_of
 
 from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
@@ -103,7 +103,7 @@ def transformers_steps(family: str, tied: bool):
     """The same of transformers' model under torch's AdamW and clipping, all tensors whole and under our names."""
     cfg = config({"llama": LLAMA, "gpt": GPT3}[family], SIZES, {"model": {"tie_embeddings": tied}})
     o, t, m = cfg.optimizer, cfg.train, cfg.model
-    twin = twin_of(cfg, whole_model(cfg, std=0.0))
+    twin = twin_of(cfg, model_of(cfg, std=0.0))
     params = dict(twin.named_parameters())
     before = {name: p.detach().clone() for name, p in params.items()}
     groups = [{"params": [p for p in params.values() if (p.dim() > 1) == decays], "weight_decay": decay}
@@ -196,7 +196,7 @@ def test_a_padded_model_trains_as_an_unpadded_one(ranks, change, world, layout, 
 def test_padding_rows_only_decay(ranks):
     """Without a gradient AdamW leaves them to weight decay. 1e-3: float32 weights whose changes are 3e-4 of them."""
     cfg = config(LLAMA, SIZES, padded_to(1024), axes("tp=2"))
-    o, before = cfg.optimizer, whole_model(cfg, std=0.0).state_dict()
+    o, before = cfg.optimizer, model_of(cfg, std=0.0).state_dict()
     changes = ranks(2, train_steps, cfg)[1][2]  # rank 1: 491 tokens
     for name in VOCABULARY:
         expected = before[name][1003:] * ((1 - o.lr * o.weight_decay) ** cfg.train.steps - 1)
@@ -228,7 +228,7 @@ def go_on(cfg: Config) -> list[dict]:
 def test_a_checkpoint_whose_padding_was_trained_goes_on_without_it(ranks, tmp_path, base):
     cfg = saving(config(base, SIZES, padded_to(1024)), tmp_path)
     (params,) = ranks(1, save_as_before, cfg)
-    name, model = VOCABULARY[base is LLAMA], whole_model(cfg, std=0.0)
+    name, model = VOCABULARY[base is LLAMA], model_of(cfg, std=0.0)
     untrained = model.state_dict()[name][1003:].clone()
     decay = 2 * cfg.optimizer.lr * cfg.optimizer.weight_decay
     assert (params[name][1003:] - untrained).norm() > 10 * decay * untrained.norm(), "the padding had a gradient"

@@ -204,7 +204,7 @@ class Fp8Gemm(Gemm):
 
 
 class BlockGemm(Fp8Gemm):
-    """The same with a scale for each 128 values: the backend multiplies, and is told which scales are a weight's tiles."""
+    """The same with a scale for each 128 values: the backend multiplies, and is told what has a weight's tiles."""
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)

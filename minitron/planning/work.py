@@ -13,8 +13,8 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 
 Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
 first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
-stand alone (minitron/parallel/overlap.py, Separate), without overlap all do. `full` recomputation repeats the forward inside the
-backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need, and adds
+stand alone (minitron/parallel/overlap.py, ProcessGroupComm), without overlap all do. `full` recomputation repeats the forward
+inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need, and adds
 an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
 
 How long documents are that are kept apart, only data know; here they are what random documents are. Left out: adapters'

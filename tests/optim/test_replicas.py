@@ -51,7 +51,8 @@ class NormedHeads(gpt.Attention):
     def forward(self, x, mb, remake=None):
         qkv = self.qkv(x, remake, mb.local_keys).unflatten(-1, (-1, self.head_dim))
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
-        q, k = (torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w) for x, w in ((q, self.q_norm), (k, self.k_norm)))
+        q, k = (torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w)
+                for x, w in ((q, self.q_norm), (k, self.k_norm)))
         y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
                               dropout_mask=None, ops=self.ops)
         return self.out(y.flatten(2), keys=mb.keys)
@@ -104,7 +105,7 @@ def train_here(cfg, spoil, stop_at):
             train(trainer, Datasets(data, None, None, {}), log, stop, start.step, start.consumed_samples)
         except ReplicasDiffer as error:
             said = str(error)
-    params = [(p.shard is None, p.tied) for chunk in trainer.chunks for p in chunk.parameters()]
+    params = [(p.spec.shard is None, p.spec.tied) for chunk in trainer.chunks for p in chunk.parameters()]
     return said, [record for record in recorder.records if record.action == "replicas"], params
 
 
