@@ -4,7 +4,8 @@ Problem: Python runs the handler of a signal in the main thread, between two ste
 may stand in C for minutes: in a rendezvous, in a collective. A rank whose torchrun was killed (`kill -9`) hears of it
 nowhere: it trains on or waits for ever, and keeps its GPU. The idea: a thread.
 
-1. The numbers of signals go to the thread by a socket (`signal.set_wakeup_fd`).
+1. The numbers of signals go to the thread by a socket (`signal.set_wakeup_fd`). They are blocked in all other threads,
+   for torch's store, interrupted in a wait, prints a page about it.
 2. Once a second it looks whether the parent process is still the same, if that is torchrun: nohup and setsid, which
    leave orphans on purpose, start plain processes.
 
@@ -49,6 +50,7 @@ class Listener:
         self.wire.setblocking(False)
         self.numbers = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self.before = self.take()
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)  # also of threads that begin later
         signal.set_wakeup_fd(self.wire.fileno())
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
         return self
@@ -62,6 +64,7 @@ class Listener:
 
     def close(self) -> None:
         signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
         self.wire.close()
@@ -81,19 +84,21 @@ class Listener:
 
     def _listen(self, heard: socket.socket) -> None:
         """Read the numbers of signals from the wire until it is closed."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
         heard.settimeout(LOOK_SECONDS)
-        number = b"\0"
-        while number:
-            number = b"\0"
-            with suppress(TimeoutError):
+        while True:
+            try:
                 number = heard.recv(1)
+            except TimeoutError:
+                number = b"\0"
+            if not number:
+                return heard.close()
             if self.torchrun and os.getppid() != self.parent:
                 self.end("torchrun, which started this rank, has died: the rank ends without saving", 1)
-            if number and number[0] in SIGNALS:
+            if number[0] in SIGNALS:
                 self.hear(signal.Signals(number[0]))
             else:
                 self.look()
-        heard.close()
 
     def finish(self) -> None:
         """The training is over."""
