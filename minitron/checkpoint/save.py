@@ -48,6 +48,7 @@ from minitron.model.gpt import GPT
 from minitron.optim.buckets import Gradients
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
+from minitron.parallel.linear import ParallelLinear
 from minitron.runtime.log import Log
 
 PATIENCE = timedelta(days=1)  # a save may take long; a rank that dies ends the wait for it at once
@@ -80,7 +81,7 @@ class State(NamedTuple):
     def histories(chunk: GPT) -> Iterator[Piece]:
         """The chunk's FP8 magnitudes by layer: views, the same on every rank of tp and dp_cp."""
         for name, module in chunk.named_modules():
-            gemm = getattr(module, "gemm", None)
+            gemm = module.linear.gemm if isinstance(module, ParallelLinear) else None
             if isinstance(gemm, Fp8Gemm) and gemm.history is not None:
                 yield Piece(name, "fp8_history", tuple(gemm.history.shape), (0, 0), gemm.history)
 
