@@ -47,6 +47,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minitron.comm import collectives as collectives  # with Axis and Mesh: all that a test of a layer needs, from here
+from minitron.comm.mesh import Axis as Axis
+from minitron.comm.mesh import Mesh as Mesh
+
 # When one rank has failed, the others get this long to report a failure of their own.
 GRACE_SECONDS = 0.2
 

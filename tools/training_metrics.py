@@ -8,7 +8,8 @@
 It reads dllogger.json, the lines of Megatron-LM (seconds or milliseconds) and of NeMo (bars of pretraining, fields
 between bars of fine-tuning), says on stderr which it found, and averages the steps from --start_step to --end_step,
 both included, as the log numbers them: Megatron from 1, NeMo and DLLogger from 0. --seq_len adds tokens/s and the time
-to train on --train_tokens; --config, a configuration of minitron, the MFU in every counting of minitron/config/flops.py.
+to train on --train_tokens; --config, a configuration of minitron, the MFU in every counting of
+minitron/config/flops.py.
 """
 
 from __future__ import annotations

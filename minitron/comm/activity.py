@@ -2,8 +2,8 @@
 
 Problem: when one rank of a thousand stops, the others wait for it in a collective, and none of them can say where it
 stands. The idea: every rank keeps an `Activity`, a few attributes that the working thread overwrites: step, schedule
-action, collective. Every `Axis` carries it, so it is wherever ranks talk, without being a global. runtime/watch.py reads
-it in a run; a dry run's recorder (planning/dryrun.py) is an Activity that keeps every collective.
+action, collective. Every `Axis` carries it, so it is wherever ranks talk, without being a global. runtime/watch.py
+reads it in a run; a dry run's recorder (planning/dryrun.py) is an Activity that keeps every collective.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Memory that the GPUs of a node see of each other: one buffer, its barrier, and the streams that copies run on.
 
-Problem: a collective of NCCL is a kernel, which takes multiprocessors from the products beside it. Over NVLink a GPU can
-read another one's memory with its copy engines, which take none ("symmetric memory"). The idea: every rank of an axis
-makes a buffer of the same size, all ranks map all of them, and who reads what, and when, is up to the two users:
+Problem: a collective of NCCL is a kernel, which takes multiprocessors from the products beside it. Over NVLink a GPU
+can read another one's memory with its copy engines, which take none ("symmetric memory"). The idea: every rank of an
+axis makes a buffer of the same size, all ranks map all of them, and who reads what, and when, is up to the two users:
 parallel/overlap.py (activations, within a product) and optim/slices.py (gradients and parameters).
 
     rank 0   own [ a0 | b0 ]      view(1, shape of b, start of b) = b1, in the memory of rank 1
     rank 1   own [ a1 | b1 ]      barrier(): what both ranks launched before it is done
 
-A barrier is a short kernel, ordered by the stream that it is launched on, like everything here. Left out: several nodes,
-which share no memory, and NVLink's multicast.
+A barrier is a short kernel, ordered by the stream that it is launched on, like everything here. Left out: several
+nodes, which share no memory, and NVLink's multicast.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ stays the text that was typed until its key is known, and the key's type says wh
 
     log.dir=010     text     "010"            model.num_layers=1:30    no integer    error
 
-Files are read from the parser's events, and so are overrides that begin with a bracket or a quote: into mappings, lists,
-texts in quotes (str) and texts without (Plain). `_apply` then makes the frozen dataclasses of `minitron.config.schema`, key by
-key, so that an error can name where it came from, what the key takes and which key was meant. A mistake is one line and
-exit status 1; a traceback would say that the program is wrong, not its input.
+Files are read from the parser's events, and so are overrides that begin with a bracket or a quote: into mappings,
+lists, texts in quotes (str) and texts without (Plain). `_apply` then makes the frozen dataclasses of
+`minitron.config.schema`, key by key, so that an error can name where it came from, what the key takes and which key was
+meant. A mistake is one line and exit status 1; a traceback would say that the program is wrong, not its input.
 
 Left out: interpolation (`${...}`; a config has to mean the same on every machine), anchors, tags, config groups and
 sweeps (Hydra's), environment variables.

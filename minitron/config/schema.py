@@ -2,13 +2,13 @@
 
 Problem: a run has seventy settings, most combinations of which are wrong, and a wrong one should not be found by a
 thousand GPUs ten minutes later. The idea: a key is a typed field with its meaning and its range beside it; what
-involves several keys is a rule of `minitron.config.rules`, run by its `check`, which needs the number of ranks and the kind
-of GPU but neither torch nor a process group. A broken rule is one line with the value, the rule and the fix:
+involves several keys is a rule of `minitron.config.rules`, run by its `check`, which needs the number of ranks and the
+kind of GPU but neither torch nor a process group. A broken rule is one line with the value, the rule and the fix:
 
     parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8
 
-Values that follow from others are properties, so nothing is stored twice and nothing is rewritten. `minitron.config.cli` makes
-a Config from YAML files and the command line; there null stands for None.
+Values that follow from others are properties, so nothing is stored twice and nothing is rewritten.
+`minitron.config.cli` makes a Config from YAML files and the command line; there null stands for None.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ CORRECT_BIAS = 1
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """out (+)= dy^T x; see minitron/kernels/plain.py."""
+    """out (+)= dy^T x; see kernels/plain.py."""
     if dy.dtype == torch.float32 or not add:
         return fused.add_product(out, dy, x, add=add)
     assert out.is_contiguous()  # apex looks at no strides
@@ -44,7 +44,7 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 
 def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
            updated: Callable[[int], None]) -> None:
-    """One step on every state, all its numbers on the device; see minitron/kernels/plain.py."""
+    """One step on every state, all its numbers on the device; see kernels/plain.py."""
     skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):

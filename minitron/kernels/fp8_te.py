@@ -1,11 +1,11 @@
-"""FP8 casts and products by Transformer Engine: the fast twin of minitron/kernels/fp8_torch.py, with the same contract.
+"""FP8 casts and products by Transformer Engine: the fast twin of kernels/fp8_torch.py, with the same contract.
 
 Its cast reads a bf16 matrix once and writes rows, columns and the largest magnitude in one kernel, and its GEMM adds to
 a float32 gradient in place. Its kernels are used, not its layers: communication, recomputation and gradient
 accumulation stay with the seam. Payloads are plain tensors; the library's tensor classes exist inside of a call. Where
 nothing is added torch calls the same cuBLAS product, and takes the host less time.
 
-Left out: its SwiGLU with casts (minitron/kernels/fused.py has its own), its norms with casts, and its communication overlap.
+Left out: its SwiGLU with casts (kernels/fused.py has its own), its norms with casts, and its communication overlap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP8 casts and products in plain torch, for any device: the contract of minitron/kernels/fp8_te.py.
+"""FP8 casts and products in plain torch, for any device: the contract of kernels/fp8_te.py.
 
 A cast scales a matrix into the range of an 8-bit format and rounds it there; a product multiplies two such matrices
 and takes the scales out again. FP8 tensor cores sum along rows of both operands, so a product is always a b^T, and a

@@ -1,4 +1,4 @@
-"""Triton kernels for what lies between the GEMMs: the functions of minitron/kernels/plain.py, by the same names and contracts.
+"""Triton kernels for what lies between the GEMMs: the functions of kernels/plain.py, by the same names and contracts.
 
 Problem: on a GPU these operations cost nothing but memory traffic, and written as several torch operations each
 intermediate makes a round trip to memory. At Llama-3 8B sizes that took a fifth of the step. The idea: one pass per
@@ -121,7 +121,7 @@ def _row_in_registers(h: int) -> dict[str, int]:
 
 def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
              eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """total = x + delta + delta_bias, its norm and the statistics of each row; see minitron/kernels/plain.py."""
+    """total = x + delta + delta_bias, its norm and the statistics of each row; see kernels/plain.py."""
     assert delta is not None or delta_bias is None
     x, h = x.contiguous(), x.shape[-1]
     total, y = x if delta is None else torch.empty_like(x), torch.empty_like(x)
@@ -135,7 +135,7 @@ def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight:
 def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
                       delta_bias: bool, frozen: bool = False
                       ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias, ddelta_bias; see minitron/kernels/plain.py."""
+    """dx, dweight, dbias, ddelta_bias; see kernels/plain.py."""
     dy, total, h = dy.contiguous(), total.contiguous(), total.shape[-1]
     rows, layer_norm, shape = total.numel() // h, len(statistics) == 2, _row_in_registers(h)
     gpu, dx = torch.cuda.get_device_properties(total.device), torch.empty_like(total)
@@ -252,7 +252,7 @@ def _swiglu_backward_cast(dy, x, scale, rows, inverse, columns, amax, m, f, COLU
 
 
 def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """See minitron/kernels/plain.py."""
+    """See kernels/plain.py."""
     m, f = x.shape[0], x.shape[1] // 2
     tile = dict(M=64, F=64, num_warps=8)
     return _run_cast(_swiglu_cast, tile, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
@@ -260,7 +260,7 @@ def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype
 
 def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
                          columns: bool) -> Cast:
-    """See minitron/kernels/plain.py."""
+    """See kernels/plain.py."""
     tile = dict(M=32, F=64, num_warps=4)
     return _run_cast(_swiglu_backward_cast, tile, (dy.contiguous(), x.contiguous()), dy.shape, x.shape[1], scale, amax,
                      kind, columns)
@@ -349,7 +349,7 @@ def _merge(out, lse, block_out, block_lse, n, s, d, out_b, out_n, out_s, lse_b, 
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """See minitron/kernels/plain.py."""
+    """See kernels/plain.py."""
     b, n, s, d = out.shape
     assert out.stride(-1) == block_out.stride(-1) == 1
     _merge[(triton.cdiv(s, 32), b * n)](
@@ -373,7 +373,7 @@ def _sum_parts(parts, out, n, stride, ADD: tl.constexpr, PARTS: tl.constexpr, BL
 
 
 def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
-    """See minitron/kernels/plain.py. torch's sum over a first dimension runs at half the speed."""
+    """See kernels/plain.py. torch's sum over a first dimension runs at half the speed."""
     out = torch.empty_like(parts[0]) if onto is None else onto
     assert parts[0].is_contiguous() and out.is_contiguous()
     n = out.numel()
@@ -407,7 +407,7 @@ def _add_rows(table, ids, rows, first, size, h, BLOCK: tl.constexpr):
 
 
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
-    """See minitron/kernels/plain.py. Tokens that share a row add in any order, so a deterministic run takes the plain one."""
+    """See kernels/plain.py. Tokens that share a row add in any order, so a deterministic run takes the plain one."""
     if in_order or torch.are_deterministic_algorithms_enabled():
         return plain.add_rows_(table, ids, first, rows, in_order=True)
     h = table.shape[1]
@@ -454,7 +454,7 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None
                  ) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
-    See minitron/kernels/plain.py.
+    See kernels/plain.py.
     """
     assert logits.is_contiguous() and labels.is_contiguous()
     vocab = logits.shape[-1]
@@ -466,7 +466,7 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor,
                       num_ids: int | None = None) -> Tensor:
-    """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; see minitron/kernels/plain.py."""
+    """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; see kernels/plain.py."""
     assert logits.is_contiguous() and labels.is_contiguous() and lse.is_contiguous()
     vocab = logits.shape[-1]
     grid = labels.numel(), triton.cdiv(vocab, 4096)
@@ -496,7 +496,7 @@ def _drop_elements(x, y, token_words, channel_words, threshold, factor, h, BLOCK
 
 
 def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
-    """See minitron/kernels/rng.py."""
+    """See kernels/rng.py."""
     x, h = x.contiguous(), x.shape[2]
     y = torch.empty_like(x)
     grid = x.numel() // h, triton.cdiv(h, 2048)
@@ -527,7 +527,7 @@ def _adamw(master, grad, average, square, param, corrections, divisor, found_inf
 
 def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
            updated: Callable[[int], None]) -> None:
-    """One pass over memory for each state; see minitron/kernels/plain.py."""
+    """One pass over memory for each state; see kernels/plain.py."""
     corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
     rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
     for i, s in enumerate(states):

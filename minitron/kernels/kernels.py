@@ -1,8 +1,9 @@
 """Every kernel of a run, chosen once: one object that is made when a run is built and handed down.
 
-Problem: which attention, which pointwise kernels, which FP8 library, which AdamW: chosen where they are used, the choices
-are many, an error comes late, and each chunk of a model makes a workspace of its own. The idea: `choose` decides all of it
-from the configuration and the device, in one place, and whoever is handed a `Kernels` never asks what a device can do.
+Problem: which attention, which pointwise kernels, which FP8 library, which AdamW: chosen where they are used, the
+choices are many, an error comes late, and each chunk of a model makes a workspace of its own. The idea: `choose`
+decides all of it from the configuration and the device, in one place, and whoever is handed a `Kernels` never asks what
+a device can do.
 
     device   ops                     attention                    products             FP8
     cuda     fused (Triton)          cuDNN, flash, flash-attn     torch, or apex       Transformer Engine, or torch

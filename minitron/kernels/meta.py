@@ -1,6 +1,6 @@
 """Kernels for torch's meta device, whose tensors have shapes and no memory: a dry run's in place of a GPU's.
 
-Problem: a GPU's kernel allocates its results and nothing else, its twin in minitron/kernels/plain.py a dozen tensors on the
+Problem: a GPU's kernel allocates its results and nothing else, its twin in kernels/plain.py a dozen tensors on the
 way; whoever adds up what the twins allocate finds peaks that no GPU has. The idea: run the twins, which check every
 shape, with their insides hidden:
 
@@ -9,7 +9,7 @@ shape, with their insides hidden:
     of hidden(plain.add_norm)              these
 
 And since nothing is computed, equal shapes have equal results: each twin runs once, and the thousands of layers of a
-step cost little more than their allocations. Here is the contract of minitron/kernels/fused.py; attention and FP8 hide their
+step cost little more than their allocations. Here is the contract of kernels/fused.py; attention and FP8 hide their
 twins in the same way, where they are chosen. Left out: what a kernel allocates for its own use.
 """
 

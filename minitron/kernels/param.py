@@ -1,9 +1,9 @@
 """What a parameter says of itself, and where its gradient goes.
 
 Problem: a weight is created in a layer, and many others must know something of it: initialisation (how it is drawn),
-checkpoints (which part of the whole it is), the optimizer (whether it decays), gradient sums (what a rank's gradient still
-lacks). Rules inferred from names or shapes go wrong silently. The idea: a parameter is an ordinary nn.Parameter with two
-attributes, which `new_parameter` declares where it is created:
+checkpoints (which part of the whole it is), the optimizer (whether it decays), gradient sums (what a rank's gradient
+still lacks). Rules inferred from names or shapes go wrong silently. The idea: a parameter is an ordinary nn.Parameter
+with two attributes, which `new_parameter` declares where it is created:
 
     param.spec    a ParamSpec, what it is; frozen
     param.slot    a GradSlot, where its gradient is accumulated; None as long as no optimizer has adopted it
@@ -61,10 +61,10 @@ class Shard:
 class ParamSpec:
     """What a parameter is.
 
-    name: in the whole model, the same on every rank that has it. shard: how it is cut over tp, None: every rank holds all
-    of it. decay: whether weight decay applies. std: of its normal initialisation, None: filled with `fill`. tied: the
-    embedding weight that the head shares. uses: gradients that one backward pass adds. sum_over_tp: a rank's gradient is
-    a part, from its tokens or heads, of what the tp ranks have together.
+    name: in the whole model, the same on every rank that has it. shard: how it is cut over tp, None: every rank holds
+    all of it. decay: whether weight decay applies. std: of its normal initialisation, None: filled with `fill`. tied:
+    the embedding weight that the head shares. uses: gradients that one backward pass adds. sum_over_tp: a rank's
+    gradient is a part, from its tokens or heads, of what the tp ranks have together.
     """
 
     name: str = ""

@@ -1,4 +1,4 @@
-"""What lies between the GEMMs, in a few lines of torch each, for any device: the contract of minitron/kernels/fused.py.
+"""What lies between the GEMMs, in a few lines of torch each, for any device: the contract of kernels/fused.py.
 
 Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
 function, and so decide what is kept. One of the two modules is chosen, once, when a model is built.
@@ -11,7 +11,7 @@ function, and so decide what is kept. One of the two modules is chosen, once, wh
     add_product                  a weight gradient, added up in float32
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
-    drop_elements                dropout, given its random words         minitron/kernels/rng.py
+    drop_elements                dropout, given its random words         kernels/rng.py
     adamw_                       the update of flat optimizer states     Loshchilov & Hutter 2019
 
 A name that ends in `_` changes its arguments in place.

@@ -14,9 +14,9 @@ context parallelism some of the positions, with data parallelism some of the sam
 zigzag order holds positions 2 3 4 5, so it has rows 2 3 4 5 of the mask that one process has. The backward makes the
 mask again from the keys: 8 bytes a token are kept, nothing an element.
 
-Why a 32-bit word and two multiplications are enough: dropout needs fair coins that are uncorrelated between
-neighbours in every coordinate, neither secrecy nor a long period. The mixer is a bijection in which each input bit
-flips each output bit with a probability close to 1/2; tests/kernels/test_rng.py measures that and the correlations. Two tokens
+Why a 32-bit word and two multiplications are enough: dropout needs fair coins that are uncorrelated between neighbours
+in every coordinate, neither secrecy nor a long period. The mixer is a bijection in which each input bit flips each
+output bit with a probability close to 1/2; tests/kernels/test_rng.py measures that and the correlations. Two tokens
 have the same key with probability 2^-32 and then share their masks, which no gradient over millions of tokens notices.
 Channels are hashed before they meet the key, or neighbouring keys would give shifted copies of one mask.
 

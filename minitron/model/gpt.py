@@ -110,7 +110,8 @@ class Block(nn.Module):
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, gemm)
         self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm)
-        self.layer, self.dropout, self.recompute, self.ops = layer, m.hidden_dropout, cfg.train.recompute, layout.kernels.ops
+        self.layer, self.dropout, self.recompute = layer, m.hidden_dropout, cfg.train.recompute
+        self.ops = layout.kernels.ops
 
     def forward(self, stream: Residual, mb: Microbatch) -> Residual:
         if self.recompute == "full" and torch.is_grad_enabled():
@@ -185,8 +186,8 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """A pipeline chunk: blocks `layers` of the model, with the embedding if `first` and the head if `last`.
 
-    A parameter's spec names it in the whole model: the tied weight on the last stage has the embedding's name. The chunks
-    of a rank share a `layout`.
+    A parameter's spec names it in the whole model: the tied weight on the last stage has the embedding's name. The
+    chunks of a rank share a `layout`.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layers: range, *, first: bool, last: bool):

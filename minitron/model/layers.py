@@ -1,7 +1,7 @@
 """The pointwise parts of a transformer block: the residual stream with its norms, rotary positions, activations.
 
-Here is their autograd: what each keeps for its backward pass. What they compute is in minitron/kernels/plain.py, and again,
-as one kernel each, in minitron/kernels/fused.py; `ops` is the one of the two modules that the model was built with.
+Here is their autograd: what each keeps for its backward pass. What they compute is in kernels/plain.py, and again,
+as one kernel each, in kernels/fused.py; `ops` is the one of the two modules that the model was built with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Residual(NamedTuple):
             return self.x
         if self.bias is None:
             return self.x + self.delta
-        return (self.x.float() + self.delta + with_main_grad(self.bias)).to(self.x.dtype)  # rounded once, as the norm's sum is
+        total = self.x.float() + self.delta + with_main_grad(self.bias)
+        return total.to(self.x.dtype)  # rounded once, as the norm's sum is
 
 
 class _AddNorm(torch.autograd.Function):

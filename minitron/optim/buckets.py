@@ -18,10 +18,10 @@ Buckets fill in reverse forward order, because that is the order in which a back
         b b b b b b . . a a a a | a a a a a . . . . . . .        reduce-scatter ->  rank 0 owns b and a[0:4]
         rank 0's slice          | rank 1's slice                                   rank 1 owns a[4:9]
 
-Who adds what over which axis: every bucket is summed over dp_cp. A replicated parameter that saw only this
-rank's tokens or heads (a norm under sequence parallelism) says so (`sum_over_tp`), and its slice is summed over tp too. A tied weight has a copy on the
-first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums come after the
-reduce-scatter, when there is only a slice to send.
+Who adds what over which axis: every bucket is summed over dp_cp. A replicated parameter that saw only this rank's
+tokens or heads (a norm under sequence parallelism) says so (`sum_over_tp`), and its slice is summed over tp too. A tied
+weight has a copy on the first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums
+come after the reduce-scatter, when there is only a slice to send.
 
 Left out: ZeRO-2 and ZeRO-3. The float32 gradient buffer is kept whole because microbatches accumulate into it.
 """
@@ -141,7 +141,7 @@ class Bucket:
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
-        self.norm_stream: torch.cuda.Stream | None = None  # where the norm is taken at once; None: nobody has asked for that
+        self.norm_stream: torch.cuda.Stream | None = None  # where the norm is taken at once, if that is asked for
         self.square: Tensor | None = None  # 0-d float64, what came of it
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -162,7 +162,8 @@ class Bucket:
         if self.pending is None:
             return
         left = self.pending.pop(name, 0) - 1
-        assert left >= 0, f"{name} reported more gradients than its uses={self.params[name].spec.uses} in one backward pass"
+        uses = self.params[name].spec.uses
+        assert left >= 0, f"{name} reported more gradients than its uses={uses} in one backward pass"
         if left:
             self.pending[name] = left
         elif not self.pending and self.overlap:

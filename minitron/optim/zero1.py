@@ -62,8 +62,8 @@ class Zero1Optimizer:
     """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
-    float32, updates so far. snapshot_done: whoever reads the state on another stream puts the event of the end here, and
-    an update waits for it.
+    float32, updates so far. snapshot_done: whoever reads the state on another stream puts the event of the end here,
+    and an update waits for it.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):

@@ -95,7 +95,7 @@ def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Do
 
 
 def _check(q, k, axis, style, documents, dropout_mask) -> None:
-    """What minitron/config/rules.py and the loader have seen to."""
+    """What config/rules.py and the loader have seen to."""
     (s, b, n, _), g, cp = q.shape, k.shape[2], axis.size
     assert style in ("ring", "allgather", "ulysses"), style
     assert n % g == 0, f"{g} key heads for {n} query heads"

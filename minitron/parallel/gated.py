@@ -8,7 +8,8 @@ idea: as one autograd function the cast can happen where the values are made (`G
     backward   dy cast -> down -> d act -> gradient of inner, cast -> up -> dx
 
 In other formats it computes just what linear, swiglu, linear do. Kept for the backward pass: x as cast, inner, and the
-activation as cast; with `recompute_input` (selective recomputation) only inner. Frozen weights need none of that but inner.
+activation as cast; with `recompute_input` (selective recomputation) only inner. Frozen weights need none of that but
+inner.
 
 An adapter (model/lora.py) reads x or the activation in full precision: then linear, `swiglu`, linear it is.
 """

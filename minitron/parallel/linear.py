@@ -20,8 +20,8 @@ where f gathers the sequence and g reduces and scatters it (without sequence par
 all-reduce). Two others do the parts: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
 (parallel/overlap.py) runs a product next to f or g, in one piece or in several. What is gathered is the quantized
 payload, so FP8 also halves the traffic. From a layer to its product it is three calls: the autograd function, the
-communication, the format. The gated MLP (gated.py) and adapters (model/lora.py) are autograd functions of their own over
-the same parts.
+communication, the format. The gated MLP (gated.py) and adapters (model/lora.py) are autograd functions of their own
+over the same parts.
 """
 
 from __future__ import annotations

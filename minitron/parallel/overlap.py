@@ -341,7 +341,7 @@ class _Group(NamedTuple):
 
 
 def _groups(size: int, rank: int) -> list[_Group]:
-    """List whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of eight.
+    """List whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of 8.
 
     Those in a rank's i-th group have the rank in their own i-th one, so they produce its piece before the same barrier
     as it does theirs. At any time everyone reads from another one.

@@ -1,9 +1,9 @@
 """Embedding and loss split over the vocabulary, along the `tp` axis.
 
 Problem: the embedding, the head and above all the logits [s, b, v] of a large vocabulary take more memory than a block.
-The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up the tokens that it has and leaves zeros
-for the others, and the sum over the ranks is the embedding; of a cross-entropy it needs its own columns' maximum and sum,
-and no rank ever holds whole logits.
+The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up the tokens that it has and leaves
+zeros for the others, and the sum over the ranks is the embedding; of a cross-entropy it needs its own columns' maximum
+and sum, and no rank ever holds whole logits.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ Problem: whether a layout fits, and whether this very code path works at 2,048 r
   1. torch's meta device has tensors with shapes and without memory, and its `fake` process group is a world of any size
      in which every collective succeeds at once. So a rank of the job builds its part of the model and runs its schedule
      and its optimizer here: a shape that does not fit fails as it would there, with the same message.
-  2. Kernels that only a GPU has are replaced by their plain twins (minitron/kernels/meta.py), and the report names them.
+  2. Kernels that only a GPU has are replaced by their plain twins (kernels/meta.py), and the report names them.
   3. `MemoryWalk` follows every allocation, `Recorder` writes down every collective. The recorder is the rank's
      `Activity`, so a real run on gloo is recorded in the same way, and the two lists are equal.
 
     python -m minitron.pretrain configs/gpt3_175b.yaml --dry-run --world 2048 --ranks first,middle,last
 
 The step is one of the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out: what
-libraries allocate for themselves, time (see minitron/planning/plan.py), and errors that only arise between ranks.
+libraries allocate for themselves, time (see planning/plan.py), and errors that only arise between ranks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
-PIECE_BYTES = 64 << 20  # at most, of gradients that travel (minitron/optim/slices.py)
+PIECE_BYTES = 64 << 20  # at most, of gradients that travel (optim/slices.py)
 LAYERS = ("qkv", "out", "up", "down")  # a block's products
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
 PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")

@@ -26,7 +26,7 @@ from minitron.planning.memory import ITEM, Memory
 from minitron.planning.simulate import Timeline, simulate
 from minitron.planning.work import Parts, Work, document_tokens, total
 
-BUCKET_BYTES = 256 << 20  # of gradients, as minitron/optim/buckets.py closes them
+BUCKET_BYTES = 256 << 20  # of gradients, as optim/buckets.py closes them
 STATE_BYTES = 34          # that the update reads and writes per element: gradient twice, master, moments, parameter
 
 
@@ -77,7 +77,7 @@ def room_gib(machine: Machine) -> float:
 
 
 def plan(cfg: Config, world: int, machine: Machine) -> Plan:
-    """The plan of a configuration that `rules.check(cfg, world)` accepts. Raises ValueError for what the device cannot do."""
+    """Plan a configuration that `rules.check` accepts. Raises ValueError for what the device cannot do."""
     step = Step(cfg, world, machine)
     fullest, memory = step.memory.peak()
     timeline = step.timeline(step.transfer_seconds)

@@ -13,9 +13,9 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 
 Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
 first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
-stand alone (minitron/parallel/overlap.py, ProcessGroupComm), without overlap all do. `full` recomputation repeats the forward
-inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need, and adds
-an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
+stand alone (parallel/overlap.py, ProcessGroupComm), without overlap all do. `full` recomputation repeats the forward
+inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need,
+and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
 
 How long documents are that are kept apart, only data know; here they are what random documents are. Left out: adapters'
 messages, r numbers a token.
@@ -37,7 +37,7 @@ HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts:
 def document_tokens(cfg: Config) -> float:
     """Length of the document that a token is in, on average over tokens: the sum of squared lengths in a sample over s.
 
-    Of random documents (minitron/data/mock.py): lengths uniform up to `data.document_length`, or geometric with a mean
+    Of random documents (data/mock.py): lengths uniform up to `data.document_length`, or geometric with a mean
     of a quarter sample, cut at the sample's end.
     """
     s, longest = cfg.train.seq_len, cfg.data.document_length
@@ -170,7 +170,7 @@ class Work:
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
 
     def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[tuple[float, int], tuple[float, int]]:
-        """(bytes, kernels) of the forward and of the backward: see minitron/kernels/fused.py for what each kernel moves."""
+        """(bytes, kernels) of the forward and of the backward: see kernels/fused.py for what each kernel moves."""
         m, p = self.model, self.cfg.parallel
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows

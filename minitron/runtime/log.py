@@ -14,8 +14,8 @@ A disk that fills up or fails under a run costs records and one warning, not the
 none: what was written of one that did not fit is cut off again, and the files go on once there is room.
 
 Every number arrives reduced over the ranks, as a host float, so that all ranks could print it and none communicates or
-waits here. Which FLOPs a rate counts is part of its name, see `minitron.config.flops`: the line of `megatron` prints hardware
-TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
+waits here. Which FLOPs a rate counts is part of its name, see `minitron.config.flops`: the line of `megatron` prints
+hardware TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
 
 A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
 the mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last

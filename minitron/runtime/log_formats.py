@@ -5,8 +5,8 @@
     nemo            NeMo: a progress bar when pretraining, fields between bars when fine-tuning
     dllogger.json   NVIDIA DLLogger: "DLLL " and one JSON object a step
 
-Every function is pure: a `Line` says what a line covers, and tests/runtime/test_log.py parses each form back with the patterns
-of the system that it imitates. NeMo and DLLogger count steps from 0 (`global_step` 49 is iteration 50, and
+Every function is pure: a `Line` says what a line covers, and tests/runtime/test_log.py parses each form back with the
+patterns of the system that it imitates. NeMo and DLLogger count steps from 0 (`global_step` 49 is iteration 50, and
 `consumed_samples` are those of 50 steps), Megatron from 1; so do we in their forms.
 
 Figures that a step does not have are left out, as there: a skipped one has no gradient norm.
