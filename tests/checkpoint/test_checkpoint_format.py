@@ -4,6 +4,7 @@ refused, and what is killed in between leaves the checkpoint before it."""
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -269,11 +270,14 @@ def test_boxes_are_checked_in_linear_time(shape):
         dim = whole.index(n)
         size = (*whole[:dim], 1, *whole[dim + 1:])
         boxes = [Box(tuple(i * (d == dim) for d in range(len(whole))), size) for i in range(n)]
+        gc.collect()
+        gc.disable()  # its own time grows with all that lives
         begin = time.process_time()
         assert covers(whole, boxes) and not covers(whole, [*boxes[1:], boxes[-1]])
+        gc.enable()
         return time.process_time() - begin
 
-    assert seconds(40_000) < 40 * max(seconds(4_000), 0.005)
+    assert seconds(80_000) < 10 * max(seconds(20_000), 0.05)  # 16 times, if each were compared with all others
 
 
 def test_a_box_that_is_not_what_the_index_says(tmp_path):
@@ -383,13 +387,17 @@ def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
     step, latest = (tmp_path / "step_00000003", tmp_path / "latest")
     shown = [(i, *event[1:]) for i, event in enumerate(events) if event[0] == "rename" and event[2] in (step, latest)]
     assert [target for _, _, target, _ in shown] == [step, latest] and len(shown[0][3]) > 2
-    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()}
+    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()} | {"latest"}  # which moves on
+    temporary = shown[0][1]
     for i, source, target, contents in shown:
         for path in (source, *contents):
+            if path.parent == step:  # by the name that it had when it was written
+                path = temporary / path.name
             assert ("sync", path) in events[:i], f"{path.name} shown as {target.name} before the disk has it"
         assert ("sync", tmp_path) in events[i:], f"{target.name} is not on the disk"
     assert ("sync", tmp_path) in events[shown[0][0]:shown[1][0]], "latest may reach the disk before what it names"
-    assert not [path for _, path in (event[:2] for event in events) if path == latest or step in path.parents]
+    written = [path for kind, path, *_ in events if kind == "sync"]
+    assert not [path for path in written if path == latest or step in path.parents]
 
 
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
