@@ -65,6 +65,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         if world > 1 and missing:
             raise ValueError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
                              "or unset WORLD_SIZE")
+        if world > 1 and not re.fullmatch("[0-9]{1,5}", port := os.environ["MASTER_PORT"]):
+            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number of at most five digits, or torchrun")
         device, name, capability = choose_device(local_rank, ranks_here)
         cfg.check(world, capability)
         if cfg.train.deterministic:

@@ -105,6 +105,7 @@ def test_a_world_without_torchrun_is_one_line():
     ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number"),
     ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is no number"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is none of WORLD_SIZE=2 ranks"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT='abc' is no port"),
 ])
 def test_a_place_in_no_world_is_one_line(monkeypatch, capsys, environ, message):
     """It was a traceback, of int and of torch's rendezvous."""
