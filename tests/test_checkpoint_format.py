@@ -383,13 +383,15 @@ def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
     step, latest = (tmp_path / "step_00000003", tmp_path / "latest")
     shown = [(i, *event[1:]) for i, event in enumerate(events) if event[0] == "rename" and event[2] in (step, latest)]
     assert [target for _, _, target, _ in shown] == [step, latest] and len(shown[0][3]) > 2
-    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()}
+    temporary = shown[0][1]
+    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()} | {"latest"}
+    assert shown[1][1] == step / "latest"  # written and synced with the folder, and so under its temporary name
     for i, source, target, contents in shown:
-        for path in (source, *contents):
+        for path in (temporary / "latest" if target == latest else source, *contents):
             assert ("sync", path) in events[:i], f"{path.name} shown as {target.name} before the disk has it"
         assert ("sync", tmp_path) in events[i:], f"{target.name} is not on the disk"
     assert ("sync", tmp_path) in events[shown[0][0]:shown[1][0]], "latest may reach the disk before what it names"
-    assert not [path for _, path in (event[:2] for event in events) if path == latest or step in path.parents]
+    assert not [event[1] for event in events if event[0] == "sync" and (event[1] == latest or step in event[1].parents)]
 
 
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
