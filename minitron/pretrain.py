@@ -6,8 +6,10 @@ Without torchrun this is a world of one process; without a configuration it trai
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -51,8 +53,8 @@ def main(argv: list[str] | None = None, description: str = __doc__, finetune: bo
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
     """Train until the last step, or until a signal, whose number it returns."""
-    rank, world, local_rank, ranks_here = (int(os.environ.get(name, default)) for name, default in (
-        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    with cli.user_errors():
+        rank, world, local_rank, ranks_here = place(os.environ)
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
         options, argv = dryrun.split(sys.argv[1:] if argv is None else argv)
         cfg = cli.configure(description, argv)
@@ -67,6 +69,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         if world > 1 and missing:
             raise ValueError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
                              "or unset WORLD_SIZE")
+        if world > 1 and not re.fullmatch("[0-9]{1,5}", port := os.environ["MASTER_PORT"]):
+            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number of at most five digits, or torchrun")
         device, name, capability = choose_device(local_rank, ranks_here)
         rules.check(cfg, world, capability)
         if cfg.train.deterministic:
@@ -109,6 +113,21 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
     if dist.is_initialized():
         dist.destroy_process_group()
     return stop.agreed
+
+
+def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """The rank, of how many, both of all nodes and of this one: torchrun's word, or alone. Raises ValueError."""
+    found = []
+    for name, default in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
+        if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, default)):
+            raise ValueError(f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or "
+                             f"unset {name}")
+        found.append(int(text))
+    rank, world, local_rank, ranks_here = found
+    if rank >= world:
+        raise ValueError(f"RANK={rank} is none of WORLD_SIZE={world} ranks, which count from 0; start ranks with "
+                         "torchrun, or unset both")
+    return rank, world, local_rank, ranks_here
 
 
 def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, tuple[int, int] | None]:

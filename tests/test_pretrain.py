@@ -12,6 +12,7 @@ import pytest
 
 from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
+from minitron.pretrain import run
 
 ROOT = Path(__file__).parents[1]
 TINY = [
@@ -97,6 +98,23 @@ def test_a_world_without_torchrun_is_one_line():
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == ("error: WORLD_SIZE=2 is set, but MASTER_ADDR, MASTER_PORT are not; start ranks with "
                            "torchrun, or unset WORLD_SIZE\n")
+
+
+@pytest.mark.parametrize("environ, message", [
+    ({"RANK": "abc"}, "RANK='abc' is no number of a rank or of ranks"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is no number"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is none of WORLD_SIZE=2 ranks"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT='abc' is no port"),
+])
+def test_a_place_in_no_world_is_one_line(monkeypatch, capsys, environ, message):
+    """It was a traceback, of int and of torch's rendezvous."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="1"):
+        run([], "", False, None)
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {message}") and line.count("\n") == 1
 
 
 def test_mistakes_under_torchrun_are_said_once():

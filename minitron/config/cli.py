@@ -103,8 +103,8 @@ def load(argv: list[str]) -> Config:
         elif arg.endswith((".yaml", ".yml")):
             files.append((_read(arg), f"{arg}: "))
         else:
-            raise ValueError(f"{_short(arg)} is neither a YAML file nor an override; write FILE.yaml or "
-                             "section.key=value")
+            raise ValueError(f"{_short(arg) or 'an empty argument'} is neither a YAML file nor an override; write "
+                             "FILE.yaml or section.key=value")
     cfg = functools.reduce(_apply, files, Config())
     changed = functools.reduce(_apply, overrides, cfg)
     if cfg.precision.dtype == "fp16" != changed.precision.dtype:  # the files' loss scale goes with their fp16

@@ -136,6 +136,7 @@ def test_help_lists_every_key(capsys):
     ("model=3", ["model=3 is not a section", "model.family=llama"]),
     ("model=null", ["model=null is not a section"]),
     ("model.rope_scaling=3", ["model.rope_scaling=3 is not a section, or null", "model.rope_scaling.factor=8.0"]),
+    ("", ["an empty argument is neither a YAML file nor an override"]),
     ("parallel.tp", ["parallel.tp is neither a YAML file nor an override", "section.key=value"]),
     ("model..tp=1", ["empty part before '='", "section.key=value"]),
     ("data.paths=[a", ["data.paths: [a is not valid YAML", "close its brackets"]),
