@@ -202,12 +202,14 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
     held, fitted = text.split("## Fitted")
     for row in few + calibration.own_rows(path):
         job = calibration.predict(row, MACHINES)
-        line = (f"| {row.name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
+        name = f"{row.name}, bound by the host" if row.host_bound else row.name
+        line = (f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
                 f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |")
         assert line in (fitted if row.fitted else held)
         if row.products and job.cfg.parallel.pp == 1:
             alone = job.seconds["gemm"] * job.machine.device.in_step
             assert f"| {row.name} | {alone:.3f} | {row.products:.3f} |" in fitted.split("## Products alone")[1]
+    assert any(row.host_bound for row in calibration.own_rows(path)) == (", bound by the host" in text)
     worst = max((calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few[1:]), key=abs)
     assert f"Published step times: largest error {100 * worst:+.1f} %" in held
     monkeypatch.setattr(calibration, "DEVICES", tmp_path / "devices.json")
