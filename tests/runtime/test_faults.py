@@ -205,10 +205,13 @@ def eventually(condition):
 
 
 def test_the_same_signal_again_ends_at_once_unless_it_is_an_echo(stop, capsys, monkeypatch):
+    # Each waits for the one before: of two pending ones the later is handled first, and two equal ones are one.
     os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGTERM)  # another wish, or the scheduler's last word: the save goes on
-    os.kill(os.getpid(), signal.SIGTERM)  # torchrun's echo
     eventually(lambda: stop.asked == signal.SIGUSR1)
+    for time_ in 1, 2:  # another wish, or the scheduler's last word: the save goes on; torchrun's echo
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: stop.times[signal.SIGTERM] == time_)
+    assert stop.asked == signal.SIGUSR1
     time.sleep(0.2)
     assert not stop.ends
     monkeypatch.setattr(stop_module, "REPEAT_SECONDS", 0.0)
