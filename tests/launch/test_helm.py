@@ -266,6 +266,17 @@ def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, program
     assert pod.returncode == 7 and "saved" in output, output
 
 
+def test_the_error_of_a_rank_is_a_pod_s_last_line(tmp_path, programs):
+    """Behind the page that torchrun prints about it."""
+    (programs / "torchrun").write_text("#!/usr/bin/env bash\necho 'error: no room' >\"$PET_LOG_DIR/stderr.log\"\n"
+                                       "echo a page of torchrun\nexit 1\n")
+    documents = rendered(workload__gpus=8)
+    documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "none"})
+    pod = start_pod(documents, 0, tmp_path, path=str(programs))
+    *before, last = pod.communicate(timeout=120)[0].splitlines()
+    assert pod.returncode == 1 and last == "error: no room" and "a page of torchrun" in before
+
+
 @pytest.mark.parametrize("argument, message", [
     ("train.stepz=100", "unknown key train.stepz; did you mean train.steps?"),
     ("train.steps=100", "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 8"),

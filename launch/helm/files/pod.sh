@@ -33,7 +33,9 @@ fi
 
 # In the background, with Kubernetes' SIGTERM handed on: ranks save and end, see README, "When something goes wrong".
 # Pods start minutes apart where images are pulled: half an hour for all of them to meet.
-"${profiler[@]}" torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "$NODE_RANK" \
+# torchrun adds a page of its own to the line of the rank that failed: its copy of the line is said again, last.
+logs=$(mktemp -d)
+PET_LOG_DIR=$logs "${profiler[@]}" torchrun --tee 3 --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --rdzv-conf timeout=1800 --max-restarts 0 \
     -m minitron.pretrain "$CONFIG" "$@" log.dir="$ARTIFACTS" &
 trainer=$!
@@ -50,4 +52,6 @@ if [ "$NODE_RANK" -eq 0 ] && [ -f "$ARTIFACTS/dllogger.json" ]; then
     mv "$ARTIFACTS/dllogger.json" "$ARTIFACTS/dllogger/rank-0/dllogger.json"
 fi
 echo "Node $NODE_RANK ends with status $status"
+[ "$status" = 0 ] || grep -rh '^error: ' "$logs" | tail -n 1 >&2 || true
+rm -rf "$logs"
 exit "$status"
