@@ -378,9 +378,10 @@ def test_ranks_do_not_outlive_a_killed_torchrun(tmp_path, fault, argv, ranks):
         finally:
             for pid in filter(lives, workers):
                 os.kill(pid, signal.SIGKILL)
-    for rank in range(ranks):
-        text = (run.folder / f"rank-{rank}.log").read_text()
-        assert text.count("torchrun, which started this rank, has died: the rank ends without saving\n") == 1
+    texts = [(run.folder / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+    said = [text.count("torchrun, which started this rank, has died: the rank ends without saving\n") for text in texts]
+    assert max(said) == 1
+    assert all("has died" in text for text in texts)  # the second to look may hear first that the other rank is gone
 
 
 # ---- skipped updates ----------------------------------------------------------------------------------------------
