@@ -185,9 +185,7 @@ def test_a_padded_model_trains_as_an_unpadded_one(ranks, change, world, layout, 
     ((figures, gradients, changes),) = ranks(1, train_steps, config(LLAMA, change, SIZES))
     assert ("head.weight" in gradients) == (change is not ADAPTERS)
     tolerances = LOSS, GRADIENT, CHANGE
-    if world == 1:  # the same products and sums
-        tolerances = LOSS, LOSS, LOSS
-    elif cfg.precision.dtype in HALF:  # partial sums are rounded, and that step by step
+    if cfg.precision.dtype in HALF:  # partial sums are rounded, and that step by step
         tolerances = tuple(factor * HALF[cfg.precision.dtype] for factor in (1, 8, 100))
     twin = figures, {name: grad for name, (grad, _) in gradients.items()}, changes
     assert_equals_unpadded(cfg, ranks(world, train_steps, cfg), twin, tolerances)

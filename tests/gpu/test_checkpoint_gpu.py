@@ -120,7 +120,7 @@ def test_a_save_costs_little_time_and_no_memory(tmp_path):
 
     def save_and_wait():
         run.save()
-        run.trainer.optimizer.reads.wait()
+        run.trainer.optimizer.snapshot_done.wait()
 
     steps(run.save)
     torch.cuda.reset_peak_memory_stats()
