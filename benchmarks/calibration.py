@@ -73,9 +73,16 @@ def own_rows(path: Path) -> list[Row]:
         case = CASES.get(re.sub("-(bf16|fp8)$", "", record.get("case", "")))
         if record["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", record["gpu"] or "")):
             found[record["case"]] = Row(
-                record["case"], case.gpus, tuple(case.arguments(record["fp8"])), gpu[0].lower(),
-                record["ours"]["step_seconds"], record["ours_gib"], record["ours"].get("floor_gemm_seconds"),
-                fitted="device" if case.gpus == 1 else "", floor_share=record["ours"].get("floor_share"))
+                record["case"],
+                case.gpus,
+                tuple(case.arguments(record["fp8"])),
+                gpu[0].lower(),
+                record["ours"]["step_seconds"],
+                record["ours_gib"],
+                record["ours"].get("floor_gemm_seconds"),
+                fitted="device" if case.gpus == 1 else "",
+                floor_share=record["ours"].get("floor_share"),
+            )
     return list(found.values())
 
 
@@ -83,13 +90,29 @@ def published_rows(path: Path) -> list[Row]:
     data, rows = json.loads(path.read_text(encoding="utf-8")), []
     for table in data["tables"]:
         for i, (gpus, seconds) in enumerate(zip(table["cells"]["gpus"], table["cells"]["step_seconds"])):
-            rows.append(Row(table["name"], int(gpus), _arguments(table, table["samples_per_gpu"] * int(gpus)),
-                            table["device"], float(seconds), fitted="" if i else "fabric"))
+            rows.append(
+                Row(
+                    table["name"],
+                    int(gpus),
+                    _arguments(table, table["samples_per_gpu"] * int(gpus)),
+                    table["device"],
+                    float(seconds),
+                    fitted="" if i else "fabric",
+                )
+            )
     for entry in data["reports"] + data["single"]:
         batch = entry["global_batch_size"]
         seconds = entry.get("step_seconds") or batch * entry["seq_len"] / float(entry["tokens_per_second"])
-        rows.append(Row(entry["name"], entry["gpus"], _arguments(entry, batch), entry["device"], float(seconds),
-                        fabric=entry.get("fabric")))
+        rows.append(
+            Row(
+                entry["name"],
+                entry["gpus"],
+                _arguments(entry, batch),
+                entry["device"],
+                float(seconds),
+                fabric=entry.get("fabric"),
+            )
+        )
     return rows
 
 
@@ -121,8 +144,9 @@ def fit(rows: list[Row], machines: Machines) -> Machines:
         for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("tp_exposed", "dp_exposed"))):
             deciding = [row for row in rows if row.fitted == kind]
             if not deciding:
-                raise ValueError(f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py "
-                                 "first")
+                raise ValueError(
+                    f"there is no row to fit the constants of a {kind} on; run benchmarks/compare.py first"
+                )
             values = {name: getattr(next(iter(machines[section].values())), name) for name in names}
             machines = _with(machines, section, descend(partial(_squares, deciding, machines, section), values))
         if machines == before:
@@ -170,33 +194,52 @@ def store(machines: Machines, path: Path) -> None:
 def markdown(rows: list[Row], machines: Machines) -> str:
     """The method, then a line a row: fitted first, and of each half the largest error."""
     lines = ["# Predicted against measured", "", _method(machines)]
-    for title, chosen in (("Held out", [row for row in rows if not row.fitted]),
-                          ("Fitted", [row for row in rows if row.fitted])):
+    for title, chosen in (
+        ("Held out", [row for row in rows if not row.fitted]),
+        ("Fitted", [row for row in rows if row.fitted]),
+    ):
         plans = [predict(row, machines) for row in chosen]
-        lines += ["", f"## {title}", "",
-                  "| run | device | GPUs | predicted s | measured s | error | predicted GiB | measured GiB | error |",
-                  "|---|---|---|---|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| run | device | GPUs | predicted s | measured s | error | predicted GiB | measured GiB | error |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
         for row, job in zip(chosen, plans):
             name = f"{row.name}, bound by the host" if row.host_bound else row.name
-            lines.append(f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
-                         f"{_error(job.step_seconds, row.seconds)} | {job.memory_gib:.1f} | " +
-                         (f"{row.gib:.1f} | {_error(job.memory_gib, row.gib)} |" if row.gib else "| |"))
+            lines.append(
+                f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
+                f"{_error(job.step_seconds, row.seconds)} | {job.memory_gib:.1f} | "
+                + (f"{row.gib:.1f} | {_error(job.memory_gib, row.gib)} |" if row.gib else "| |")
+            )
         for what, errors in {
             "published step times": [j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans) if not r.gib],
-            "own step times": [j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans)
-                               if r.gib and not r.host_bound],
+            "own step times": [
+                j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans) if r.gib and not r.host_bound
+            ],
             "own memory": [j.memory_gib / r.gib - 1 for r, j in zip(chosen, plans) if r.gib],
         }.items():
             if errors:
-                lines += ["", f"{what.capitalize()}: largest error {100 * max(errors, key=abs):+.1f} %, mean of the "
-                          f"magnitudes {100 * sum(map(abs, errors)) / len(errors):.1f} %, {len(errors)} rows."]
+                lines += [
+                    "",
+                    f"{what.capitalize()}: largest error {100 * max(errors, key=abs):+.1f} %, mean of the "
+                    f"magnitudes {100 * sum(map(abs, errors)) / len(errors):.1f} %, {len(errors)} rows.",
+                ]
     return "\n".join(lines + products_alone(rows, machines)) + "\n"
 
 
 def products_alone(rows: list[Row], machines: Machines) -> list[str]:
     """A table of the own runs in which every rank has the whole depth, and so the same products."""
-    lines = ["", "## Products alone", "", "The matrix products of a step, one by one and nothing beside them: what the "
-             "constants of products are worth.", "", "| run | predicted s | measured s | error |", "|---|---|---|---|"]
+    lines = [
+        "",
+        "## Products alone",
+        "",
+        "The matrix products of a step, one by one and nothing beside them: what the constants of products are worth.",
+        "",
+        "| run | predicted s | measured s | error |",
+        "|---|---|---|---|",
+    ]
     for row in rows:
         if row.products and configuration(row.arguments).parallel.pp == 1:
             job = predict(row, machines)

@@ -31,12 +31,21 @@ def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, **settings)
 
     settings: keys of `parallel`, of `train` (seq_len), of `model` (num_layers) and of `data`.
     """
-    sections = {"seq_len": "train", "num_layers": "model", "max_positions": "model",
-                "separate_documents": "data", "document_length": "data"}
+    sections = {
+        "seq_len": "train",
+        "num_layers": "model",
+        "max_positions": "model",
+        "separate_documents": "data",
+        "document_length": "data",
+    }
     layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1, "layers_per_stage": "null"} | settings
     keys = tuple(f"{sections.get(key, 'parallel')}.{key}={value}" for key, value in layout.items())
-    rest = ("train.recompute=none", "train.micro_batch_size=1", f"train.global_batch_size={microbatches * dp}",
-            "data.source=mock")
+    rest = (
+        "train.recompute=none",
+        "train.micro_batch_size=1",
+        f"train.global_batch_size={microbatches * dp}",
+        "data.source=mock",
+    )
     return Case(gpus, f"configs/{config}.yaml", keys + rest)
 
 

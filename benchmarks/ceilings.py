@@ -40,21 +40,29 @@ from minitron.planning.machine import Device, Fabric, Machine, read_machines
 
 # [m, n, k] of the linear layers of one block and the head, per rank.
 GEMMS = {
-    "Llama-3 8B, s 8192": [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 28672, 4096), (8192, 4096, 14336),
-                           (8192, 128256, 4096)],
+    "Llama-3 8B, s 8192": [
+        (8192, 6144, 4096),
+        (8192, 4096, 4096),
+        (8192, 28672, 4096),
+        (8192, 4096, 14336),
+        (8192, 128256, 4096),
+    ],
     "Llama-3 70B, s 8192, tp 4": [(8192, 2560, 8192), (8192, 8192, 2048), (8192, 14336, 8192), (8192, 8192, 7168)],
     "GPT-3 175B, s 2048, tp 4": [(2048, 9216, 12288), (2048, 12288, 3072), (2048, 12288, 12288)],
 }
-ATTENTION = {"32/8 heads of 128": [AttentionCall(1, 32, 8, 128, s, s, True) for s in (2048, 4096, 8192, 16384)],
-             "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True)]}
+ATTENTION = {
+    "32/8 heads of 128": [AttentionCall(1, 32, 8, 128, s, s, True) for s in (2048, 4096, 8192, 16384)],
+    "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True)],
+}
 COPY_BYTES, NCCL_BYTES = 2**30, (2**26, 2**29)  # NCCL: of the gathered tensor
 KINDS = ("forward", "input_grad", "weight_grad")
 DEVICES = record.ROOT / "benchmarks" / "devices.json"
 Row = tuple[str, str, float, str]  # what, size, figure, unit
 
 
-def gemm_rows(shapes: list[tuple[int, int, int]], name: str, device: torch.device,
-              fp8: tuple[bool, ...]) -> Iterator[Row]:
+def gemm_rows(
+    shapes: list[tuple[int, int, int]], name: str, device: torch.device, fp8: tuple[bool, ...]
+) -> Iterator[Row]:
     for shape in shapes:
         for is_fp8 in fp8:
             for kind in KINDS:
@@ -128,15 +136,23 @@ def write_device(rows: list[Row], properties, path: Path) -> None:
     devices, fabrics = read_machines(DEVICES)
     like = next((name for name, one in devices.items() if one.gpu in properties.name), next(iter(devices)))
     gpu = re.sub("^NVIDIA ", "", properties.name)
-    here = replace(devices[like], gpu=gpu, fabric="here", memory_gib=round(properties.total_memory / 2**30, 2),
-                   processors=properties.multi_processor_count, **constants(rows, devices[like]),
-                   source=f"benchmarks/ceilings.py on {gpu}; in_step, pointwise and gap_seconds are those of {like}")
+    here = replace(
+        devices[like],
+        gpu=gpu,
+        fabric="here",
+        memory_gib=round(properties.total_memory / 2**30, 2),
+        processors=properties.multi_processor_count,
+        **constants(rows, devices[like]),
+        source=f"benchmarks/ceilings.py on {gpu}; in_step, pointwise and gap_seconds are those of {like}",
+    )
     fabric, bus = fabrics[devices[like].fabric], [row[2] for row in rows if row[3] == "GB/s"]
     if bus:
         fabric = replace(fabric, nvlink_gb_s=round(statistics.median(bus), 1))
     fabric = replace(fabric, source=f"benchmarks/ceilings.py inside of the node; the rest as {devices[like].fabric}")
-    tables = [{name: asdict(one) for name, one in (table | {"here": mine}).items()}
-              for table, mine in ((devices, here), (fabrics, fabric))]
+    tables = [
+        {name: asdict(one) for name, one in (table | {"here": mine}).items()}
+        for table, mine in ((devices, here), (fabrics, fabric))
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(zip(("devices", "fabrics"), tables)), indent=1) + "\n", encoding="utf-8")
 
@@ -144,16 +160,23 @@ def write_device(rows: list[Row], properties, path: Path) -> None:
 def constants(rows: list[Row], like: Device) -> dict:
     """What the planner's formulas need to reproduce these rows best, in its own names."""
     found = {"copy_tb_s": round(next(figure for what, _, figure, _ in rows if what == "copy"), 2)}
-    products = [(what.split()[1], "weight_grad" in what, json.loads(size), rate)
-                for what, size, rate, _ in rows if what.startswith("GEMM")]
+    products = [
+        (what.split()[1], "weight_grad" in what, json.loads(size), rate)
+        for what, size, rate, _ in rows
+        if what.startswith("GEMM")
+    ]
     # Rates and the unhidden share of memory traffic depend on each other: of all shares the one with the least spread.
     trials = []
     for unhidden in (step / 10 for step in range(16)):
         device = replace(like, copy_tb_s=found["copy_tb_s"], unhidden=unhidden)
-        rates = {key: statistics.median(_rate(device, *row) for row in products if row[:2] == key)
-                 for key in sorted({row[:2] for row in products})}  # (kind, weight_grad): TFLOP/s
-        spread = sum((_predicted(device, kind, grad, rates[kind, grad], shape) / measured - 1) ** 2
-                     for kind, grad, shape, measured in products)
+        rates = {
+            key: statistics.median(_rate(device, *row) for row in products if row[:2] == key)
+            for key in sorted({row[:2] for row in products})
+        }  # (kind, weight_grad): TFLOP/s
+        spread = sum(
+            (_predicted(device, kind, grad, rates[kind, grad], shape) / measured - 1) ** 2
+            for kind, grad, shape, measured in products
+        )
         trials.append((spread, unhidden, rates))
     _, found["unhidden"], rates = min(trials, key=lambda trial: trial[:2])
     found["gemm_tflops"] = {kind: round(rate, 1) for (kind, grad), rate in rates.items() if not grad}

@@ -45,9 +45,9 @@ from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
+from minitron.kernels import kernels
 from minitron.pretrain import build_data, make_mesh
 from minitron.runtime.log import Log
-from minitron.kernels import kernels
 from minitron.train import build, keep_collector_out
 
 LEGS = ("saving", "fresh", "resumed")
@@ -95,30 +95,48 @@ def figures(results: dict[str, dict], dropped: bool) -> dict:
     """What the legs reported, as rates and side by side. dropped: the first load had to read the disk."""
     saving, fresh, resumed = (results[name] for name in LEGS)
     size = saving["bytes"] / 1e9
-    both = {f"{what}_{name}": results[name][what] for what in ("start_seconds", "host_gib", "gpu_gib")
-            for name in ("fresh", "resumed")}
-    return {"model": saving["model"], "world": saving["world"], "state_gb": size,
-            **{key: saving[key] for key in ("step_seconds", "blocked_seconds", "stall_seconds",
-                                            "step_seconds_while_writing", "gpu_gib_more_by_saving")},
-            "save_gb_per_second": size / saving["save_seconds"],
-            "load_gb_per_second_from_disk": size / resumed["load_seconds"] if dropped else None,
-            "load_gb_per_second_from_cache": size / resumed["load_again_seconds"], **both}
+    both = {
+        f"{what}_{name}": results[name][what]
+        for what in ("start_seconds", "host_gib", "gpu_gib")
+        for name in ("fresh", "resumed")
+    }
+    return {
+        "model": saving["model"],
+        "world": saving["world"],
+        "state_gb": size,
+        **{
+            key: saving[key]
+            for key in (
+                "step_seconds",
+                "blocked_seconds",
+                "stall_seconds",
+                "step_seconds_while_writing",
+                "gpu_gib_more_by_saving",
+            )
+        },
+        "save_gb_per_second": size / saving["save_seconds"],
+        "load_gb_per_second_from_disk": size / resumed["load_seconds"] if dropped else None,
+        "load_gb_per_second_from_cache": size / resumed["load_again_seconds"],
+        **both,
+    }
 
 
 def summary(entry: dict) -> str:
     def value(key: str, unit: str) -> str:
         return f"{entry[key]:.3f} {unit}" if entry[key] is not None else "unknown"
 
-    return (f"{entry['model']}\n{entry['state_gb']:.2f} GB on disk: save {value('save_gb_per_second', 'GB/s')}, load "
-            f"{value('load_gb_per_second_from_disk', 'GB/s')}, "
-            f"{value('load_gb_per_second_from_cache', 'GB/s')} from the page cache\n"
-            f"step {value('step_seconds', 's')}; with a save before it {value('stall_seconds', 's')} longer, of which "
-            f"the call takes {value('blocked_seconds', 's')}; while files are written "
-            f"{value('step_seconds_while_writing', 's')}\n"
-            f"first step done after {value('start_seconds_fresh', 's')} fresh, {value('start_seconds_resumed', 's')} "
-            f"resumed; host {value('host_gib_fresh', 'GiB')} and {value('host_gib_resumed', 'GiB')}, GPU "
-            f"{value('gpu_gib_fresh', 'GiB')} and {value('gpu_gib_resumed', 'GiB')}, "
-            f"{value('gpu_gib_more_by_saving', 'GiB')} more by saving")
+    return (
+        f"{entry['model']}\n{entry['state_gb']:.2f} GB on disk: save {value('save_gb_per_second', 'GB/s')}, load "
+        f"{value('load_gb_per_second_from_disk', 'GB/s')}, "
+        f"{value('load_gb_per_second_from_cache', 'GB/s')} from the page cache\n"
+        f"step {value('step_seconds', 's')}; with a save before it {value('stall_seconds', 's')} longer, of which "
+        f"the call takes {value('blocked_seconds', 's')}; while files are written "
+        f"{value('step_seconds_while_writing', 's')}\n"
+        f"first step done after {value('start_seconds_fresh', 's')} fresh, {value('start_seconds_resumed', 's')} "
+        f"resumed; host {value('host_gib_fresh', 'GiB')} and {value('host_gib_resumed', 'GiB')}, GPU "
+        f"{value('gpu_gib_fresh', 'GiB')} and {value('gpu_gib_resumed', 'GiB')}, "
+        f"{value('gpu_gib_more_by_saving', 'GiB')} more by saving"
+    )
 
 
 # ---- one run, in a process of its own --------------------------------------------------------------------------------
@@ -138,9 +156,14 @@ class Run:
             torch.cuda.synchronize()
         taken = time.time() - args.started
         gpu = _gpu_gib(mesh.device)
-        self.figures = {"start_seconds": measure.highest(taken, mesh.device), "load_seconds": load_seconds,
-                        "host_gib": measure.highest(_host_gib(), mesh.device), "gpu_gib": gpu,
-                        "model": self.trainer.describe(), "world": mesh.world.size}
+        self.figures = {
+            "start_seconds": measure.highest(taken, mesh.device),
+            "load_seconds": load_seconds,
+            "host_gib": measure.highest(_host_gib(), mesh.device),
+            "gpu_gib": gpu,
+            "model": self.trainer.describe(),
+            "world": mesh.world.size,
+        }
 
     def step(self, i: int) -> None:
         batch = i % self.cfg.train.steps * self.cfg.train.global_batch_size
@@ -155,11 +178,22 @@ class Run:
 
 def leg(cfg: Config, args: argparse.Namespace) -> dict:
     """One of the three runs on this rank: its figures."""
-    rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in (
-        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local_rank = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
     device, capability = measure.choose_device()
-    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, dir=str(args.dir), keep=1, resume=args.leg == "resumed",
-                                          resume_step=None, async_save=True, load=None))
+    cfg = replace(
+        cfg,
+        checkpoint=replace(
+            cfg.checkpoint,
+            dir=str(args.dir),
+            keep=1,
+            resume=args.leg == "resumed",
+            resume_step=None,
+            async_save=True,
+            load=None,
+        ),
+    )
     with cli.user_errors(quiet=local_rank > 0):
         rules.check(cfg, world, capability)
         kernels.choose(cfg, device)
@@ -197,11 +231,15 @@ def save_figures(run: Run, steps: int) -> dict:
     alone = run.seconds(lambda: (saves.save(last, 0), saves.wait()))
     if saves.saved != last:
         raise CheckpointError(f"{run.cfg.checkpoint.dir} did not take the checkpoint, for the reason given above")
-    return {"step_seconds": plain, "stall_seconds": statistics.median(stalls), "save_seconds": alone,
-            "blocked_seconds": measure.highest(statistics.median(blocked), device),
-            "step_seconds_while_writing": statistics.median(writing) if writing else None,
-            "gpu_gib_more_by_saving": after - before if after is not None else None,
-            "bytes": sum(file["bytes"] for file in Reader(run.cfg.checkpoint.dir).files.values())}
+    return {
+        "step_seconds": plain,
+        "stall_seconds": statistics.median(stalls),
+        "save_seconds": alone,
+        "blocked_seconds": measure.highest(statistics.median(blocked), device),
+        "step_seconds_while_writing": statistics.median(writing) if writing else None,
+        "gpu_gib_more_by_saving": after - before if after is not None else None,
+        "bytes": sum(file["bytes"] for file in Reader(run.cfg.checkpoint.dir).files.values()),
+    }
 
 
 def _gpu_gib(device: torch.device) -> float | None:
@@ -264,8 +302,9 @@ def cached_share(path: Path) -> float:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         content = np.frombuffer(mapped, np.uint8)
         pages = np.zeros(-(-len(content) // mmap.PAGESIZE), np.uint8)
-        status = ctypes.CDLL(None).mincore(*(ctypes.c_void_p(n) for n in (
-            content.ctypes.data, len(content), pages.ctypes.data)))
+        status = ctypes.CDLL(None).mincore(
+            *(ctypes.c_void_p(n) for n in (content.ctypes.data, len(content), pages.ctypes.data))
+        )
         del content  # or the file could not be unmapped
     assert status == 0, "mincore of a file of our own"
     return float((pages & 1).mean())

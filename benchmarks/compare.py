@@ -86,30 +86,59 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
     peer = f"benchmarks/peers/{args.peer}.py"
     for side, program, environment in (("peer", peer, PEERS[args.peer]), ("ours", OURS, {})):
         has = "none" if side == "peer" and args.peer in BF16_TUNERS and case.tunes else fp8
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus),
-                   program, *case.arguments(has), "--steps", str(args.steps)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(case.gpus),
+            program,
+            *case.arguments(has),
+            "--steps",
+            str(args.steps),
+        ]
         both[side] = launch(command, args.timeout, ENVIRONMENT | environment)
     ours, peer = both["ours"], both["peer"]
     weights = {f"{side}_mfu_weights": figures["mfu_weights"] for side, figures in both.items()} if case.tunes else {}
-    return {**weights, "ours_mfu": ours["mfu_full"], "peer_mfu": peer["mfu_full"],
-            "ratio": ours["tflops"] / peer["tflops"], "ours_gib": ours["peak_gib"], "peer_gib": peer["peak_gib"],
-            "fp8": fp8, "ours": ours, "peer_figures": peer}
+    return {
+        **weights,
+        "ours_mfu": ours["mfu_full"],
+        "peer_mfu": peer["mfu_full"],
+        "ratio": ours["tflops"] / peer["tflops"],
+        "ours_gib": ours["peak_gib"],
+        "peer_gib": peer["peak_gib"],
+        "fp8": fp8,
+        "ours": ours,
+        "peer_figures": peer,
+    }
 
 
 def line(result: dict) -> str:
     """The one line of a case; MFU is nan where the device's peak is not known."""
     mfu = {side: math.nan if result[side] is None else result[side] for side in ("ours_mfu", "peer_mfu")}
-    more = [f" {key}={result[key]:.2f}" for key in ("ours_mfu_weights", "peer_mfu_weights")
-            if result.get(key) is not None]
-    return "".join([f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
-                    f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
-                    *more])
+    more = [
+        f" {key}={result[key]:.2f}" for key in ("ours_mfu_weights", "peer_mfu_weights") if result.get(key) is not None
+    ]
+    return "".join(
+        [
+            f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
+            f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
+            *more,
+        ]
+    )
 
 
 def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:
     """What a measured program reported. Raises Skipped, or Failed with the end of its output."""
-    process = subprocess.Popen(command, cwd=record.ROOT, env=os.environ | environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command,
+        cwd=record.ROOT,
+        env=os.environ | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

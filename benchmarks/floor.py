@@ -49,7 +49,8 @@ class Product:
     def prepare(self, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
         """The product on random operands, ready to be timed."""
         rows, inner, columns = {"forward": (self.m, self.k, self.n), "input_grad": (self.m, self.n, self.k)}.get(
-            self.kind, (self.n, self.m, self.k))
+            self.kind, (self.n, self.m, self.k)
+        )
         if self.fp8:
             return self._prepare_fp8(rows, inner, columns, dtype, device)
         if self.kind == "forward":
@@ -139,14 +140,17 @@ def _attention_blocks(trainer: Trainer) -> list[tuple[int, int, bool]]:
     return [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.causal) for b in blocks]
 
 
-def floor_seconds(work: tuple[Counter[Product], Counter[AttentionCall]], backend: Backend, dtype: str,
-                  device: torch.device) -> dict[str, float]:
+def floor_seconds(
+    work: tuple[Counter[Product], Counter[AttentionCall]], backend: Backend, dtype: str, device: torch.device
+) -> dict[str, float]:
     """Seconds of all products and of all attention calls of a step, each timed alone. Needs the device's memory: drop
     the trainer first."""
     products, calls = work
     dtype = DTYPES[dtype]
-    return {"gemm": sum(count * seconds(p.prepare(dtype, device), device) for p, count in products.items()),
-            "attention": sum(count * seconds(c.prepare(backend, dtype, device), device) for c, count in calls.items())}
+    return {
+        "gemm": sum(count * seconds(p.prepare(dtype, device), device) for p, count in products.items()),
+        "attention": sum(count * seconds(c.prepare(backend, dtype, device), device) for c, count in calls.items()),
+    }
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:

@@ -23,9 +23,9 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
+from minitron.kernels import kernels
 from minitron.optim.lr import learning_rate
 from minitron.pretrain import build_data
-from minitron.kernels import kernels
 from minitron.train import build
 
 PARTS = 10
@@ -81,13 +81,16 @@ def table(curves: dict[str, list[float]]) -> str:
     recipes = [name for name in curves if name != "bf16"]
     lines = ["tenth    bf16   " + "".join(f"{name:>18}" for name in recipes)]
     for i, base in enumerate(curves["bf16"]):
-        lines.append(f"{i + 1:5d} {base:8.4f}  " + "".join(
-            f"{curves[name][i]:9.4f} {100 * (curves[name][i] / base - 1):+6.2f} %" for name in recipes))
+        lines.append(
+            f"{i + 1:5d} {base:8.4f}  "
+            + "".join(f"{curves[name][i]:9.4f} {100 * (curves[name][i] / base - 1):+6.2f} %" for name in recipes)
+        )
     return "\n".join(lines)
 
 
 def plot(curves: dict[str, list[float]], path: str) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -32,8 +32,14 @@ from minitron.data.gpt import Sample
 WARMUP = 3
 SAMPLES = 64  # whose documents are counted
 # What no peer's runner translates.
-UNTRANSLATED = ("train.recompute", "precision.dtype", "model.attention_dropout", "model.hidden_dropout",
-                "parallel.cp_style", "data.separate_documents")
+UNTRANSLATED = (
+    "train.recompute",
+    "precision.dtype",
+    "model.attention_dropout",
+    "model.hidden_dropout",
+    "parallel.cp_style",
+    "data.separate_documents",
+)
 
 
 def arguments(description: str, argv: list[str] | None, *add_options: Callable) -> tuple[Config, argparse.Namespace]:
@@ -99,8 +105,9 @@ def squared_lengths(cfg: Config, samples: Sequence[Sample]) -> float | None:
     if not cfg.data.separate_documents:
         return None
     some = [samples[i] for i in range(min(len(samples), SAMPLES))]
-    return sum(float(np.square(np.diff([0, *x.starts[x.starts < cfg.train.seq_len], cfg.train.seq_len])).sum())
-               for x in some) / len(some)
+    return sum(
+        float(np.square(np.diff([0, *x.starts[x.starts < cfg.train.seq_len], cfg.train.seq_len])).sum()) for x in some
+    ) / len(some)
 
 
 def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, squares: float | None = None) -> dict:
@@ -111,17 +118,24 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, 
     """
     m, t, frozen = cfg.model, cfg.train, cfg.finetune.kind == "lora"
     name, share = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", flops.FROZEN if frozen else 1
-    per_sample = {"full": share * flops.full(m.shape, t.seq_len, squares),
-                  "causal": share * flops.causal(m.shape, t.seq_len, squares),
-                  "weights": share * flops.full(m.shape, t.seq_len, 0.0),
-                  "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)}
+    per_sample = {
+        "full": share * flops.full(m.shape, t.seq_len, squares),
+        "causal": share * flops.causal(m.shape, t.seq_len, squares),
+        "weights": share * flops.full(m.shape, t.seq_len, 0.0),
+        "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen),
+    }
     tflops = {k: flops.tflops_per_gpu(v * t.global_batch_size, step_seconds, world) for k, v in per_sample.items()}
     peak = flops.peak_tflops(name, fp8=cfg.precision.fp8 != "none")
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"gpu": name, "world": world, "step_seconds": step_seconds, "tflops": tflops["full"],
-            "tokens_per_second_per_gpu": t.global_batch_size * t.seq_len / step_seconds / world,
-            **{f"mfu_{k}": 100 * v / peak if peak else None for k, v in tflops.items()},
-            "peak_gib": highest(memory, device) / 2**30}
+    return {
+        "gpu": name,
+        "world": world,
+        "step_seconds": step_seconds,
+        "tflops": tflops["full"],
+        "tokens_per_second_per_gpu": t.global_batch_size * t.seq_len / step_seconds / world,
+        **{f"mfu_{k}": 100 * v / peak if peak else None for k, v in tflops.items()},
+        "peak_gib": highest(memory, device) / 2**30,
+    }
 
 
 def report(result: dict) -> None:

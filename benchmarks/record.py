@@ -11,7 +11,7 @@ import json
 import shlex
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -23,8 +23,13 @@ PACKAGES = ("torch", "triton", "transformer_engine", "megatron-core", "torchtita
 
 
 def add_options(parser: argparse.ArgumentParser, results: Path | None = RESULTS) -> None:
-    parser.add_argument("--results", type=_file, default=results, metavar="FILE",
-                        help=f"where records are appended (default: {results or 'nowhere'})")
+    parser.add_argument(
+        "--results",
+        type=_file,
+        default=results,
+        metavar="FILE",
+        help=f"where records are appended (default: {results or 'nowhere'})",
+    )
     parser.add_argument("--commit", help="commit to name in the records (default: git's)")
 
 
@@ -46,12 +51,18 @@ def append(args: argparse.Namespace, kind: str, figures: dict) -> dict:
 
 def environment() -> dict:
     """What a figure depends on beside the code. None where there is no GPU or package."""
-    gpu, power = (_output("nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader,nounits") or ",").split(
-        "\n")[0].split(",")
-    return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "gpu": gpu or None,
-            "power_limit_watts": float(power) if power else None,
-            "versions": {"cuda": torch.version.cuda, **{name: _version(name) for name in PACKAGES}},
-            "command": shlex.join(_without(sys.argv, "--results", "--commit", "--plot", "--dir"))}
+    gpu, power = (
+        (_output("nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader,nounits") or ",")
+        .split("\n")[0]
+        .split(",")
+    )
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": gpu or None,
+        "power_limit_watts": float(power) if power else None,
+        "versions": {"cuda": torch.version.cuda, **{name: _version(name) for name in PACKAGES}},
+        "command": shlex.join(_without(sys.argv, "--results", "--commit", "--plot", "--dir")),
+    }
 
 
 def commit() -> str | None:

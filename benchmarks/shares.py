@@ -62,8 +62,10 @@ def table(kernels: list[Kernel], steps: int, rows: int = 30) -> str:
         spent[name] += end - start
         count[name] += 1
     lines = [f"{'ms/step':>9} {'calls':>6}  {'kind':9}  kernel"]
-    lines += [f"{us / 1e3 / steps:9.3f} {count[name] // steps:6d}  {kind_of(name):9}  {name[:110]}"
-              for name, us in spent.most_common(rows)]
+    lines += [
+        f"{us / 1e3 / steps:9.3f} {count[name] // steps:6d}  {kind_of(name):9}  {name[:110]}"
+        for name, us in spent.most_common(rows)
+    ]
     lines.append("  ".join(f"{kind} {100 * share:.1f} %" for kind, share in shares(kernels).items()))
     return "\n".join(lines)
 
@@ -73,13 +75,17 @@ def record(step: Callable[[int], object], steps: int) -> list[Kernel]:
 
     One more comes before: ranks start their profilers up to a second apart, and would wait for each other in the first.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
-                 schedule=schedule(wait=0, warmup=1, active=1)) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1)
+    ) as profiler:
         step(0)
         torch.cuda.synchronize()
         profiler.step()
         for i in range(steps):
             step(1 + i)
         torch.cuda.synchronize()
-    return [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()
-            if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return [
+        (e.name, e.time_range.start, e.time_range.end)
+        for e in profiler.events()
+        if e.device_type == DeviceType.CUDA and not e.is_user_annotation
+    ]

@@ -26,8 +26,8 @@ from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
-from minitron.pretrain import build_data, make_mesh
 from minitron.kernels.kernels import choose
+from minitron.pretrain import build_data, make_mesh
 from minitron.train import build, keep_collector_out
 
 PROFILED_STEPS = 2
@@ -100,12 +100,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def summary(result: dict) -> str:
     """The figures in two lines."""
-    mfu = "  ".join(f"{k} {result[f'mfu_{k}']:.2f} %" for k in ("full", "causal", "weights", "hardware")
-                    if result[f"mfu_{k}"] is not None)
-    return (f"step {result['step_seconds']:.4f} s   {result['tflops']:.1f} TFLOP/s per GPU   MFU {mfu or 'unknown'}   "
-            f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB\n"
-            f"floor: GEMM {result['floor_gemm_seconds']:.4f} s + attention {result['floor_attention_seconds']:.4f} s = "
-            f"{100 * result['floor_share']:.1f} % of the step")
+    mfu = "  ".join(
+        f"{k} {result[f'mfu_{k}']:.2f} %"
+        for k in ("full", "causal", "weights", "hardware")
+        if result[f"mfu_{k}"] is not None
+    )
+    return (
+        f"step {result['step_seconds']:.4f} s   {result['tflops']:.1f} TFLOP/s per GPU   MFU {mfu or 'unknown'}   "
+        f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB\n"
+        f"floor: GEMM {result['floor_gemm_seconds']:.4f} s + attention {result['floor_attention_seconds']:.4f} s = "
+        f"{100 * result['floor_share']:.1f} % of the step"
+    )
 
 
 if __name__ == "__main__":

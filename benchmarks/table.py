@@ -28,13 +28,16 @@ def newest(path: Path) -> list[dict]:
 
 def markdown(entries: list[dict]) -> str:
     """One row per case, and below it what machine and versions the rows came from."""
-    lines = ["| case | minitron MFU | peer MFU | ratio | minitron GiB | peer GiB | peer |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | minitron MFU | peer MFU | ratio | minitron GiB | peer GiB | peer |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for e in entries:
         ours, peer = (_percent(e[f"{who}_mfu"], e.get(f"{who}_mfu_weights")) for who in ("ours", "peer"))
         name = e["peer"] if e["fp8"] == "none" or e["peer"] == "megatron" else f"{e['peer']}, in bf16"
-        lines.append(f"| {e['case']} | {ours} | {peer} | {e['ratio']:.3f} | {e['ours_gib']:.1f} | {e['peer_gib']:.1f} "
-                     f"| {name} |")
+        lines.append(
+            f"| {e['case']} | {ours} | {peer} | {e['ratio']:.3f} | {e['ours_gib']:.1f} | {e['peer_gib']:.1f} | {name} |"
+        )
     if any("ours_mfu_weights" in e for e in entries):
         lines += ["", "In parentheses: without attention scores, as the documents of fine-tuning count."]
     origins = {}
@@ -54,6 +57,7 @@ def _percent(mfu: float | None, without_scores: float | None) -> str:
 def draw(entries: list[dict], path: Path) -> None:
     """Horizontal bars of both MFUs. Needs matplotlib."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -42,8 +42,9 @@ from minitron.runtime.watch import watched
 from minitron.train import build, train
 
 
-def main(argv: list[str] | None = None, description: str = __doc__, finetune: bool = False,
-         listener: Listener | None = None) -> None:
+def main(
+    argv: list[str] | None = None, description: str = __doc__, finetune: bool = False, listener: Listener | None = None
+) -> None:
     """A run. description: for --help. finetune: what finetune.kind has to be set for. listener: that is open."""
     with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
         stopped = run(argv, description, finetune, listener)
@@ -59,16 +60,20 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         options, argv = dryrun.split(sys.argv[1:] if argv is None else argv)
         cfg = cli.configure(description, argv)
         if finetune != (cfg.finetune.kind is not None):
-            raise ValueError(f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
-                             f"{'pretrain' if finetune else 'finetune'}; start that, or set finetune.kind="
-                             f"{'sft or lora' if finetune else 'null'}")
+            raise ValueError(
+                f"finetune.kind={cfg.finetune.kind or 'null'} is for python -m minitron."
+                f"{'pretrain' if finetune else 'finetune'}; start that, or set finetune.kind="
+                f"{'sft or lora' if finetune else 'null'}"
+            )
         if options is not None:
             dryrun.command(cfg, options)
             return 0
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if world > 1 and missing:
-            raise ValueError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
-                             "or unset WORLD_SIZE")
+            raise ValueError(
+                f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
+                "or unset WORLD_SIZE"
+            )
         if world > 1 and not re.fullmatch("[0-9]{1,5}", port := os.environ["MASTER_PORT"]):
             raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number of at most five digits, or torchrun")
         device, name, capability = choose_device(local_rank, ranks_here)
@@ -94,9 +99,13 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             mesh.activity.begin("load")
             restore(start, trainer.state)
             mesh.activity.begin("start")
-            log.start(unigram_entropy=data.info.get("unigram_entropy"), device=name, torch=torch.__version__,
-                      first_step=start.step + 1,
-                      **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")})
+            log.start(
+                unigram_entropy=data.info.get("unigram_entropy"),
+                device=name,
+                torch=torch.__version__,
+                first_step=start.step + 1,
+                **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")},
+            )
             if data.note:
                 log.info(data.note)
             log.info(trainer.describe())
@@ -120,13 +129,16 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     found = []
     for name, default in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
         if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, default)):
-            raise ValueError(f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or "
-                             f"unset {name}")
+            raise ValueError(
+                f"{name}={text[:40]!r} is no number of a rank or of ranks; start ranks with torchrun, or unset {name}"
+            )
         found.append(int(text))
     rank, world, local_rank, ranks_here = found
     if rank >= world:
-        raise ValueError(f"RANK={rank} is none of WORLD_SIZE={world} ranks, which count from 0; start ranks with "
-                         "torchrun, or unset both")
+        raise ValueError(
+            f"RANK={rank} is none of WORLD_SIZE={world} ranks, which count from 0; start ranks with "
+            "torchrun, or unset both"
+        )
     return rank, world, local_rank, ranks_here
 
 
@@ -136,8 +148,10 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
         return torch.device("cpu"), "cpu", None
     gpus = torch.cuda.device_count()
     if ranks_here > gpus:
-        raise ValueError(f"--nproc-per-node={ranks_here} ranks need a GPU each, and this node has {gpus}; use "
-                         f"--nproc-per-node {gpus}")
+        raise ValueError(
+            f"--nproc-per-node={ranks_here} ranks need a GPU each, and this node has {gpus}; use "
+            f"--nproc-per-node {gpus}"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
@@ -149,14 +163,21 @@ def build_data(cfg: Config, start: Start = Start()) -> Datasets:
     """
     t = cfg.train
     needed = start.consumed_samples + max(0, t.steps - start.step) * t.global_batch_size
-    data = build_datasets(cfg.data, vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed,
-                          train_samples=start.data.get("train_samples", needed),
-                          valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0)
+    data = build_datasets(
+        cfg.data,
+        vocab_size=cfg.model.vocab_size,
+        seq_len=t.seq_len,
+        seed=t.seed,
+        train_samples=start.data.get("train_samples", needed),
+        valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0,
+    )
     check_data(start, data.info)
     if len(data.train) < needed:
         most = start.step + (len(data.train) - start.consumed_samples) // t.global_batch_size
-        raise ValueError(f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
-                         f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)")
+        raise ValueError(
+            f"train.steps={t.steps} needs {needed} samples, and the run was laid out for "
+            f"{len(data.train)}; use at most {most}, or begin another from its weights (checkpoint.load)"
+        )
     return data
 
 
@@ -167,8 +188,14 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
         return Mesh.offline(device=device)
     timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.runtime.watch comes first
     store, rank, world = meet(timeout)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=timeout, device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)
 
 

@@ -103,14 +103,18 @@ class Trainer:
     def describe(self) -> str:
         """One line: the model, the layout, the kernels."""
         m, mesh = self.cfg.model, self.mesh
-        here, trained = (sum(p.numel() for chunk in self.chunks for p in chunk.parameters() if p.requires_grad or every)
-                         for every in (True, False))
+        here, trained = (
+            sum(p.numel() for chunk in self.chunks for p in chunk.parameters() if p.requires_grad or every)
+            for every in (True, False)
+        )
         frozen = "" if here == trained else f", of which {trained / 1e6:.2f} M are trained"
-        return (f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
-                f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
-                f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
-                f"{self.kernels.names}, tp: {type(self.chunks[0].layout.comm).__name__}, "
-                f"dp: {type(self.gradients.slices).__name__}")
+        return (
+            f"{m.family}: {m.num_layers} layers, hidden {m.hidden_size}, "
+            f"{here / 1e6:.2f} M parameters on rank {mesh.rank}{frozen} | tp {mesh.tp.size} pp {mesh.pp.size} "
+            f"vp {len(self.chunks)} cp {mesh.cp.size} dp {mesh.dp.size} | {self.cfg.precision.dtype}, "
+            f"{self.kernels.names}, tp: {type(self.chunks[0].layout.comm).__name__}, "
+            f"dp: {type(self.gradients.slices).__name__}"
+        )
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
         """What a microbatch's loss sum is multiplied with before its backward.
@@ -155,8 +159,14 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
-    executor = Executor(chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device,
-                        on_last_backward=gradients.begin_last_backward)
+    executor = Executor(
+        chunks,
+        pp,
+        (rows, cfg.train.micro_batch_size, m.hidden_size),
+        dtype,
+        mesh.device,
+        on_last_backward=gradients.begin_last_backward,
+    )
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
 
@@ -183,10 +193,12 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         stats = trainer.step(batches, lr)
         samples = Samples()
         if cfg.data.separate_documents:
-            samples = Samples([bounds for b in batches for bounds in b.documents],
-                              [n for b in batches for n in b.padding])
-        meter.step(torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step,
-                   consumed_samples=consumed, lr=lr)
+            samples = Samples(
+                [bounds for b in batches for bounds in b.documents], [n for b in batches for n in b.padding]
+            )
+        meter.step(
+            torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step, consumed_samples=consumed, lr=lr
+        )
         replicas.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
@@ -211,8 +223,10 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
     if saves is not None and saves.saved != step and (stop.agreed or saves.due(step)):  # no success for a scheduler
-        raise CheckpointError(f"the run ends after step {step}, of which there is no checkpoint in "
-                              f"{cfg.checkpoint.dir}: its save failed, as said above")
+        raise CheckpointError(
+            f"the run ends after step {step}, of which there is no checkpoint in "
+            f"{cfg.checkpoint.dir}: its save failed, as said above"
+        )
 
 
 def keep_collector_out() -> None:

@@ -16,8 +16,9 @@ def allowed_pairs(seq_len: int, boundaries=None) -> np.ndarray:
     return pairs
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor,
-           dropout_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, dropout_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """q [b, n, sq, d]; k, v [b, g, sk, d]; allowed [(b, 1,) sq, sk] -> out, lse, in the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
@@ -27,8 +28,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor,
     return p @ v, scores.logsumexp(-1)
 
 
-def attend_with_grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor,
-                      dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
+def attend_with_grads(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, dropout_mask: Tensor | None = None
+) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv in float64, by autograd; dropout_mask as in `attend`."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = attend(q, k, v, allowed, None if dropout_mask is None else dropout_mask.double())
@@ -36,8 +38,9 @@ def attend_with_grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, allowed: Te
     return dict(out=out.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
-def random_block(sq: int, sk: int, *, b=2, n=4, g=2, d=16, dtype=torch.float32, device="cpu",
-                 permuted=True) -> list[Tensor]:
+def random_block(
+    sq: int, sk: int, *, b=2, n=4, g=2, d=16, dtype=torch.float32, device="cpu", permuted=True
+) -> list[Tensor]:
     """dout, q [b, n, sq, d] and k, v [b, g, sk, d]; if `permuted`, views of [s, b, n, d] tensors as the model has."""
     generator = torch.Generator().manual_seed(sq * 1000 + sk)
 
@@ -67,17 +70,33 @@ def run_backend_in_two_blocks(backend, dout, q, k, v) -> dict[str, Tensor]:
     scale, half = q.shape[-1] ** -0.5, q.shape[2] // 2
     lo, hi = slice(0, half), slice(half, None)
     blocks = [(lo, lo, True), (hi, hi, True), (hi, lo, False)]
-    forward = [backend.forward(q[:, :, i], k[:, :, j], v[:, :, j], causal=causal, scale=scale)
-               for i, j, causal in blocks]
+    forward = [
+        backend.forward(q[:, :, i], k[:, :, j], v[:, :, j], causal=causal, scale=scale) for i, j, causal in blocks
+    ]
     (out_lo, lse_lo, _), (out_hi, lse_hi, _), (out_off, lse_off, _) = forward
     lse_all = torch.cat([lse_lo, torch.logaddexp(lse_hi, lse_off)], -1)
-    out_all = torch.cat([out_lo, out_hi * torch.exp(lse_hi - lse_all[:, :, hi]).unsqueeze(-1)
-                         + out_off * torch.exp(lse_off - lse_all[:, :, hi]).unsqueeze(-1)], 2)
+    out_all = torch.cat(
+        [
+            out_lo,
+            out_hi * torch.exp(lse_hi - lse_all[:, :, hi]).unsqueeze(-1)
+            + out_off * torch.exp(lse_off - lse_all[:, :, hi]).unsqueeze(-1),
+        ],
+        2,
+    )
     out_all = torch.empty_like(q).copy_(out_all)
     sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
     for (i, j, causal), (_, _, saved) in zip(blocks, forward):
-        parts = backend.backward(dout[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out_all[:, :, i],
-                                 lse_all[:, :, i], saved, causal=causal, scale=scale)
+        parts = backend.backward(
+            dout[:, :, i],
+            q[:, :, i],
+            k[:, :, j],
+            v[:, :, j],
+            out_all[:, :, i],
+            lse_all[:, :, i],
+            saved,
+            causal=causal,
+            scale=scale,
+        )
         for total, rows, part in zip(sums, (i, j, j), parts):
             total[:, :, rows] += part
     return dict(out=out_all, lse=lse_all, dq=sums[0], dk=sums[1], dv=sums[2])

@@ -1,12 +1,12 @@
 """Runs of minitron.pretrain with a planted fault; `Run` starts this file, mostly under torchrun:
 
-    fault_run.py FAULT CONFIG...
+fault_run.py FAULT CONFIG...
 
-    none
-    sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
-    nan       a weight becomes NaN before step 3
-    drift@R   from step 3 on rank R updates a norm's weight differently
-    late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
+none
+sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
+nan       a weight becomes NaN before step 3
+drift@R   from step 3 on rank R updates a norm's weight differently
+late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
 import json
@@ -28,9 +28,20 @@ from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=4",
-        "model.num_kv_heads=2", "model.vocab_size=300", "train.seq_len=32", "train.global_batch_size=8",
-        "train.micro_batch_size=2", "data.source=mock", "precision.dtype=fp32", "train.steps=1000000"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.vocab_size=300",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "data.source=mock",
+    "precision.dtype=fp32",
+    "train.steps=1000000",
+]
 
 
 PATIENCE = 180.0  # seconds that a test waits for what must come, on a machine with other work, too
@@ -42,18 +53,30 @@ class Run:
     `wait_for` and `end` fail when their patience ends, and at the end no process is left.
     """
 
-    def __init__(self, folder: Path, fault: str, *argv: str, ranks: int | None, on_gpus: bool = False,
-                 restarts: int = 0):
+    def __init__(
+        self, folder: Path, fault: str, *argv: str, ranks: int | None, on_gpus: bool = False, restarts: int = 0
+    ):
         self.folder, self.output, self.ranks = folder / "log", folder / "output", ranks
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-                    "--max-restarts", str(restarts)]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--max-restarts",
+            str(restarts),
+        ]
         launch = [sys.executable, *(torchrun if ranks else []), "tests/fault_run.py", fault]
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                [*launch, *TINY, f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv], cwd=ROOT,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **hidden})
+                [*launch, *TINY, f"data.cache_dir={folder / 'cache'}", f"log.dir={self.folder}", *argv],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **hidden},
+            )
 
     def __enter__(self):
         return self

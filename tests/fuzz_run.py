@@ -53,6 +53,7 @@ def entry(module: str):
     if not module.startswith("tools."):
         return main
     from tools.command import run as tool
+
     return lambda arguments: tool(main)
 
 

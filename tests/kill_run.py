@@ -43,13 +43,27 @@ from minitron.checkpoint.format import Reader, checkpoints, newest
 from minitron.config import cli, rules
 
 TORCHRUN_PATIENCE = 30.0  # seconds between its SIGTERM and its SIGKILL
-TEST_PATIENCE = 600.0     # seconds for a start that is not killed, on a machine with other work, too
+TEST_PATIENCE = 600.0  # seconds for a start that is not killed, on a machine with other work, too
 # Five blocks make pipelines uneven. eps: above the noise in gradients that nearly vanish (see layouts.py).
-MODEL = ["model.num_layers=5", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=8",
-         "model.num_kv_heads=4", "model.vocab_size=90", "model.vocab_multiple=16", "model.init_std=0.2",
-         "model.hidden_dropout=0.1", "train.seq_len=32", "train.micro_batch_size=1", "train.global_batch_size=4",
-         "data.source=mock", "precision.dtype=fp32", "optimizer.lr=1e-3", "optimizer.warmup_steps=0",
-         "optimizer.eps=1e-5"]
+MODEL = [
+    "model.num_layers=5",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.vocab_size=90",
+    "model.vocab_multiple=16",
+    "model.init_std=0.2",
+    "model.hidden_dropout=0.1",
+    "train.seq_len=32",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "data.source=mock",
+    "precision.dtype=fp32",
+    "optimizer.lr=1e-3",
+    "optimizer.warmup_steps=0",
+    "optimizer.eps=1e-5",
+]
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -61,14 +75,23 @@ class Ranks:
     def __init__(self, store: dist.TCPStore, world: int, argv: list[str], output: Path):
         self.store, self.output = store, output  # it is served as long as somebody has it
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes",
-                                        "minitron.pretrain"])  # if no test has started it yet
-        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
-                  "TORCHELASTIC_RESTART_COUNT": 0, "CUDA_VISIBLE_DEVICES": ""}
+        context.set_forkserver_preload(
+            ["pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes", "minitron.pretrain"]
+        )  # if no test has started it yet
+        shared = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         environments = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
-        self.processes = [context.Process(target=_rank, args=(environment, argv, str(output)), daemon=True)
-                          for environment in environments]
+        self.processes = [
+            context.Process(target=_rank, args=(environment, argv, str(output)), daemon=True)
+            for environment in environments
+        ]
         for process in self.processes:
             process.start()
 
@@ -151,12 +174,14 @@ def draw_layout(rng: random.Random) -> tuple[int, str, list[str]]:
     world = rng.choice([4] * 8 + [2, 1])
     while True:
         values = {f"parallel.{axis}": rng.choice([1, 1, 2, 4]) for axis in ("tp", "pp", "cp")} | {
-            "parallel.vp": rng.choice([1, 2]), "parallel.cp_style": rng.choice(["ring", "allgather", "ulysses"]),
+            "parallel.vp": rng.choice([1, 2]),
+            "parallel.cp_style": rng.choice(["ring", "allgather", "ulysses"]),
             "parallel.sequence_parallel": rng.choice(["true", "false"]),
             "parallel.overlap_grads": rng.choice(["true", "false"]),
             "train.recompute": rng.choice(["none", "selective", "full"]),
             "checkpoint.every": rng.choice([1, 1, 1, 2]),
-            "checkpoint.async_save": rng.choice(["true", "true", "false"])}
+            "checkpoint.async_save": rng.choice(["true", "true", "false"]),
+        }
         argv = [f"{key}={value}" for key, value in values.items()]
         cfg = cli.load([*MODEL, *argv])
         try:
@@ -280,9 +305,17 @@ def campaign(folder: Path, kills: int, seed: int, steps: int) -> dict:
             counts.update(getattr(victim, name))
         made, runs = made + len(found), runs + 1
     inside = sum(count for where, count in totals["landed"].items() if where.startswith("save"))
-    return {"kills": kills, "seed": seed, "steps": steps, "runs": runs, "inside_saves": inside, "made_steps": made,
-            **{name: dict(counts.most_common()) for name, counts in totals.items()},
-            "largest_relative_difference": worst, "seconds": time.monotonic() - begun}
+    return {
+        "kills": kills,
+        "seed": seed,
+        "steps": steps,
+        "runs": runs,
+        "inside_saves": inside,
+        "made_steps": made,
+        **{name: dict(counts.most_common()) for name, counts in totals.items()},
+        "largest_relative_difference": worst,
+        "seconds": time.monotonic() - begun,
+    }
 
 
 def main() -> None:

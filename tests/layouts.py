@@ -18,8 +18,14 @@ from minitron.model.lora import Adapter
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.train import Trainer, build
 
-DATA_PARALLEL = ["parallel.tp=1", "parallel.pp=1", "parallel.vp=1", "parallel.cp=1", "parallel.layers_per_stage=null",
-                 "train.recompute=none"]  # in the place of a recipe's layout
+DATA_PARALLEL = [
+    "parallel.tp=1",
+    "parallel.pp=1",
+    "parallel.vp=1",
+    "parallel.cp=1",
+    "parallel.layers_per_stage=null",
+    "train.recompute=none",
+]  # in the place of a recipe's layout
 LLAMA = dict(
     model=dict(
         num_layers=8,
@@ -141,7 +147,7 @@ class Pieces(ProcessGroupComm):
         whole, m = [gather_along(part, self.axis) for part in x.parts()], x.rows.shape[0]
         y = weight.new_empty(self.axis.size * m, n)
         for rank, parts in enumerate(zip(*(part.chunk(self.axis.size) for part in whole))):
-            product(x.of(parts), weight, y[rank * m:(rank + 1) * m])
+            product(x.of(parts), weight, y[rank * m : (rank + 1) * m])
         return y, x.of(whole) if keep else None
 
     def matmul_scatter(self, x, product, weight, n):

@@ -14,4 +14,5 @@ use_venv plot,test
     echo "No helm to be had; tests/launch/test_helm.py will be skipped"
 export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
 "$python" -m ruff check --quiet
+"$python" -m ruff format --check --quiet
 exec "$python" -m pytest -n auto "$@"

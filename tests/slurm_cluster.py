@@ -92,8 +92,11 @@ class Cluster:
     def wait(self, job: int, *states: str, seconds: float = 400) -> dict[str, str]:
         """Until the job is in one of these states, by default any that it ends in."""
         states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        return until(lambda: (facts := self.job(job)).get("JobState") in states and facts, seconds,
-                     lambda: f"{self.job(job)}\n{self.logs()}")
+        return until(
+            lambda: (facts := self.job(job)).get("JobState") in states and facts,
+            seconds,
+            lambda: f"{self.job(job)}\n{self.logs()}",
+        )
 
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in self.folder.glob("*.log"))
@@ -106,8 +109,9 @@ class Cluster:
             ports = [listener.getsockname()[1] for listener in listeners]
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
         configuration = self.folder / "slurm.conf"
-        configuration.write_text(CONFIG.format(folder=self.folder, user=user, ports=ports,
-                                               host=socket.gethostname().split(".")[0]))
+        configuration.write_text(
+            CONFIG.format(folder=self.folder, user=user, ports=ports, host=socket.gethostname().split(".")[0])
+        )
         (self.folder / "gres.conf").write_text("NodeName=node[1-2] Name=gpu File=/dev/null\n")
         for name in ("state", "spool-node1", "spool-node2"):
             (self.folder / name).mkdir()
@@ -115,9 +119,15 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         self.environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(configuration)}
-        self._daemon(stack, "munged", "--foreground", "--force", f"--key-file={key}",
-                     *(f"--{what}-file={self.folder}/munge.{what}" for what in ("pid", "seed", "log")),
-                     f"--socket={self.folder}/munge.socket")
+        self._daemon(
+            stack,
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            *(f"--{what}-file={self.folder}/munge.{what}" for what in ("pid", "seed", "log")),
+            f"--socket={self.folder}/munge.socket",
+        )
         until((self.folder / "munge.socket").exists, 20, self.logs)
         self._daemon(stack, "slurmctld", "-D", "-c")
         for node in ("node1", "node2"):
@@ -126,8 +136,14 @@ class Cluster:
 
     def _daemon(self, stack: ExitStack, *command: str) -> None:
         with open(self.folder / f"{command[0]}.{len(list(self.folder.iterdir()))}.log", "w") as output:
-            process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         stack.callback(_end, process)
 
 

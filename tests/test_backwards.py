@@ -11,17 +11,17 @@ from functools import partial
 
 import pytest
 import torch
-from test_context import STYLES, Case, expect, run_whole
 
 from minitron.kernels import plain
 from minitron.kernels.gemm import Gemm
+from minitron.kernels.param import GradSlot
 from minitron.model.layers import gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel.gated import swiglu, swiglu_mlp
-from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from minitron.parallel.vocab import lookup
 from minitron.testing import assert_close_rel
+from test_context import STYLES, Case, expect, run_whole
 
 # 2^-53 and 2^-24, some tens of roundings.
 EXACT, SINGLE = 1e-13, 1e-6
@@ -159,11 +159,11 @@ def test_heads_are_split_and_turned(sizes, batch):
     turn = torch.polar(torch.ones_like(angles), angles)
 
     def turned(x):
-        pairs = torch.complex(x[..., :d // 2], x[..., d // 2:]) * turn
+        pairs = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn
         return torch.cat([pairs.real, pairs.imag], -1)
 
     exact = qkv.double()
-    q, k, v = exact[:, :, :sizes[0]], exact[:, :, sizes[0]:-sizes[2]], exact[:, :, -sizes[2]:]
+    q, k, v = exact[:, :, : sizes[0]], exact[:, :, sizes[0] : -sizes[2]], exact[:, :, -sizes[2] :]
     ours, twins = split_heads(qkv, sizes, rope, plain), (turned(q), turned(k), v)
     assert [x.shape for x in ours] == [x.shape for x in twins]
     for name, mine, twin in zip("qkv", ours, twins):
@@ -186,8 +186,12 @@ def test_heads_without_rotation_are_only_split():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_style_of_attention(ranks, world):
     """Blocks merged and their gradients added in float64 equal one masked softmax: nothing is approximated."""
-    cases = [Case(style, 8, 4, documents, backend, torch.float64) for style in STYLES for documents in (False, True)
-             for backend in ("reference", "flash")]
+    cases = [
+        Case(style, 8, 4, documents, backend, torch.float64)
+        for style in STYLES
+        for documents in (False, True)
+        for backend in ("reference", "flash")
+    ]
     for case, actual in run_whole(ranks, world, cases):
         for name, value in expect(case).items():
             assert actual[name].dtype == torch.float64

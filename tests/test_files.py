@@ -7,12 +7,23 @@ import pytest
 from minitron.config import files
 
 
-@pytest.mark.parametrize("what, message", [("pipe", "no regular file"), ("device", "no regular file"),
-                                           ("folder", "Is a directory"), ("nothing", "No such file")])
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("pipe", "no regular file"),
+        ("device", "no regular file"),
+        ("folder", "Is a directory"),
+        ("nothing", "No such file"),
+    ],
+)
 def test_only_regular_files_are_read(tmp_path, what, message):
     path = tmp_path / "x"
-    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: path.symlink_to("/dev/zero"),
-     "nothing": lambda path: None}[what](path)
+    {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "nothing": lambda path: None,
+    }[what](path)
     with pytest.raises(OSError, match=message) as caught:  # without waiting for whoever writes into the pipe
         files.read_bytes(path, 10)
     assert caught.value.filename == str(path)
@@ -25,9 +36,18 @@ def test_a_file_may_be_too_large(tmp_path):
         files.read_bytes(tmp_path / "x", 10)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("[" * 2000 + "]" * 2000, "nested too deeply"), ("NaN", "NaN is no number of JSON"), ("[-Infinity]", "no number"),
-    ("1e400", "1e400 is too large a number"), ("9" * 5000, "digits"), ("{", "Expecting"), (b"\xff", "decode")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[" * 2000 + "]" * 2000, "nested too deeply"),
+        ("NaN", "NaN is no number of JSON"),
+        ("[-Infinity]", "no number"),
+        ("1e400", "1e400 is too large a number"),
+        ("9" * 5000, "digits"),
+        ("{", "Expecting"),
+        (b"\xff", "decode"),
+    ],
+)
 def test_what_is_no_json(text, message):
     with pytest.raises(ValueError, match=message):
         files.parse_json(text)

@@ -58,13 +58,14 @@ def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layo
 
 
 def axes(text: str) -> dict:
-    """"tp=2 cp=4 cp_style=ulysses" -> the parallel section."""
+    """ "tp=2 cp=4 cp_style=ulysses" -> the parallel section."""
     pairs = (item.split("=") for item in text.split())
     words = {"on": True, "off": False}
     return {"parallel": {name: int(value) if value.isdigit() else words.get(value, value) for name, value in pairs}}
 
 
 # world, axes: every axis alone, every pair, three and four at once. dp is what is left.
+# fmt: off
 LAYOUTS = [
     (2, "tp=2"), (4, "tp=4"), (2, "tp=2 sequence_parallel=off"), (4, "tp=4 overlap_tp=off"),
     (2, "pp=2"), (4, "pp=4"), (2, "pp=2 vp=2"), (4, "pp=4 vp=2"), (2, "pp=2 vp=4"),
@@ -78,6 +79,7 @@ LAYOUTS = [
     (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 pp=2 vp=4 cp=2 cp_style=allgather"), (8, "tp=2 pp=2 cp=2 cp_style=ulysses"),
     (8, "tp=2 pp=2 vp=2 sequence_parallel=off overlap_grads=off"), (8, "tp=2 pp=2 vp=2 overlap_tp=off"),
 ]
+# fmt: on
 NONE: dict = {}
 DOCUMENTS = {"data": {"separate_documents": True}}
 DROPOUT = {"model": {"hidden_dropout": 0.2}}
@@ -89,61 +91,114 @@ def test_llama(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, NONE, axes(layout))
 
 
-@pytest.mark.parametrize("world,layout", [
-    (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "pp=2"), (2, "pp=2 vp=4"), (2, "cp=2"), (2, ""),
-    (4, "pp=4 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 pp=2 cp=2 cp_style=ulysses"),
-    (8, "tp=2 cp=2 cp_style=allgather"),
-    (8, "pp=4"), (8, "pp=2 vp=2 sequence_parallel=off tp=2"),
-])
+@pytest.mark.parametrize(
+    "world,layout",
+    [
+        (2, "tp=2"),
+        (2, "tp=2 sequence_parallel=off"),
+        (2, "pp=2"),
+        (2, "pp=2 vp=4"),
+        (2, "cp=2"),
+        (2, ""),
+        (4, "pp=4 vp=2"),
+        (8, "tp=2 pp=2 vp=2 cp=2"),
+        (8, "tp=2 pp=2 cp=2 cp_style=ulysses"),
+        (8, "tp=2 cp=2 cp_style=allgather"),
+        (8, "pp=4"),
+        (8, "pp=2 vp=2 sequence_parallel=off tp=2"),
+    ],
+)
 def test_gpt_with_tied_embeddings(ranks, world, layout):
     assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout))
 
 
-@pytest.mark.parametrize("world,layout", [
-    (1, ""), (2, "cp=2"), (4, "cp=4"), (2, "cp=2 cp_style=allgather"), (2, "cp=2 cp_style=ulysses"), (4, "tp=2 pp=2"),
-    (4, "cp=4 cp_style=ulysses"), (4, "cp=4 cp_style=allgather"), (8, "tp=2 pp=2 vp=2 cp=2"),
-    (8, "tp=2 cp=2 cp_style=ulysses"),
-])
+@pytest.mark.parametrize(
+    "world,layout",
+    [
+        (1, ""),
+        (2, "cp=2"),
+        (4, "cp=4"),
+        (2, "cp=2 cp_style=allgather"),
+        (2, "cp=2 cp_style=ulysses"),
+        (4, "tp=2 pp=2"),
+        (4, "cp=4 cp_style=ulysses"),
+        (4, "cp=4 cp_style=allgather"),
+        (8, "tp=2 pp=2 vp=2 cp=2"),
+        (8, "tp=2 cp=2 cp_style=ulysses"),
+    ],
+)
 def test_documents_kept_apart(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, DOCUMENTS, axes(layout))
 
 
-@pytest.mark.parametrize("world,layout", [
-    (2, ""), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "pp=2 vp=2"), (2, "cp=2"),
-    (2, "cp=2 cp_style=ulysses"),
-    (8, "tp=2 pp=2 vp=2 cp=2"), (8, "tp=2 pp=2"), (8, "tp=2 cp=2 cp_style=allgather"),
-])
+@pytest.mark.parametrize(
+    "world,layout",
+    [
+        (2, ""),
+        (2, "tp=2"),
+        (2, "tp=2 sequence_parallel=off"),
+        (2, "pp=2 vp=2"),
+        (2, "cp=2"),
+        (2, "cp=2 cp_style=ulysses"),
+        (8, "tp=2 pp=2 vp=2 cp=2"),
+        (8, "tp=2 pp=2"),
+        (8, "tp=2 cp=2 cp_style=allgather"),
+    ],
+)
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_dropout(ranks, base, world, layout):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout))
 
 
-@pytest.mark.parametrize("world,layout", [(2, ""), (2, "tp=2"), (4, "tp=4 sequence_parallel=off"),
-                                          (4, "tp=2 pp=2 vp=2")])
+@pytest.mark.parametrize(
+    "world,layout", [(2, ""), (2, "tp=2"), (4, "tp=4 sequence_parallel=off"), (4, "tp=2 pp=2 vp=2")]
+)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_attention_dropout(ranks, world, layout, recompute):
     assert_equals_one_process(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
-@pytest.mark.parametrize("world,layout", [(1, ""), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (2, "cp=2"),
-                                          (2, "pp=2 vp=2"),
-                                          (8, "tp=2 pp=2 vp=2 cp=2")])
+@pytest.mark.parametrize(
+    "world,layout",
+    [
+        (1, ""),
+        (2, "tp=2"),
+        (2, "tp=2 sequence_parallel=off"),
+        (2, "cp=2"),
+        (2, "pp=2 vp=2"),
+        (8, "tp=2 pp=2 vp=2 cp=2"),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
-@pytest.mark.parametrize("world,layout,counts", [(2, "pp=2", [5, 3]), (2, "pp=2 vp=2", [1, 3, 2, 2]),
-                                                 (4, "pp=4", [1, 2, 4, 1]),
-                                                 (8, "tp=2 pp=2 vp=2", [3, 1, 1, 3])])
+@pytest.mark.parametrize(
+    "world,layout,counts",
+    [
+        (2, "pp=2", [5, 3]),
+        (2, "pp=2 vp=2", [1, 3, 2, 2]),
+        (4, "pp=4", [1, 2, 4, 1]),
+        (8, "tp=2 pp=2 vp=2", [3, 1, 1, 3]),
+    ],
+)
 def test_uneven_stages(ranks, world, layout, counts):
     assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout), {"parallel": {"layers_per_stage": counts}})
 
 
-@pytest.mark.parametrize("world,layout,micro", [(2, "pp=2", 2), (4, "pp=4 vp=2", 2), (4, "pp=4 vp=2", 4),
-                                                (2, "tp=2", 8),
-                                                (4, "cp=2", 4), (8, "tp=2 pp=2 cp=2", 2)])
+@pytest.mark.parametrize(
+    "world,layout,micro",
+    [
+        (2, "pp=2", 2),
+        (4, "pp=4 vp=2", 2),
+        (4, "pp=4 vp=2", 4),
+        (2, "tp=2", 8),
+        (4, "cp=2", 4),
+        (8, "tp=2 pp=2 cp=2", 2),
+    ],
+)
 def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
     """Also fewer microbatches than stages, and a number that is no multiple of the stages."""
     change = {**DOCUMENTS, "train": {"global_batch_size": 8}}
@@ -158,18 +213,24 @@ def test_microbatches_that_are_no_multiple_of_the_stages(ranks, world, layout):
 TIED = {"model": {"tie_embeddings": True}}
 
 
-@pytest.mark.parametrize("world,layout,recompute,micro", [
-    (8, "tp=2 pp=2 vp=2 cp=2", "full", 1), (4, "cp=2 cp_style=allgather", "full", 2),
-    (4, "tp=2 cp=2 cp_style=ulysses", "selective", 2),
-    (4, "tp=2 pp=2", "selective", 1)])
+@pytest.mark.parametrize(
+    "world,layout,recompute,micro",
+    [
+        (8, "tp=2 pp=2 vp=2 cp=2", "full", 1),
+        (4, "cp=2 cp_style=allgather", "full", 2),
+        (4, "tp=2 cp=2 cp_style=ulysses", "selective", 2),
+        (4, "tp=2 pp=2", "selective", 1),
+    ],
+)
 def test_documents_dropout_and_recomputation_together(ranks, world, layout, recompute, micro):
     change = {**DOCUMENTS, **DROPOUT}
     more = {"train": {"recompute": recompute, "micro_batch_size": micro}}
     assert_equals_one_process(ranks, world, GPT3, change, axes(layout), more)
 
 
-@pytest.mark.parametrize("world,layout", [(2, "pp=2"), (2, "tp=2"), (8, "tp=2 pp=2 vp=2"),
-                                          (4, "pp=2 cp=2 sequence_parallel=off")])
+@pytest.mark.parametrize(
+    "world,layout", [(2, "pp=2"), (2, "tp=2"), (8, "tp=2 pp=2 vp=2"), (4, "pp=2 cp=2 sequence_parallel=off")]
+)
 def test_llama_with_tied_embeddings(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, TIED, axes(layout))
 
@@ -197,8 +258,9 @@ def test_many_buckets(ranks, world, layout):
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-@pytest.mark.parametrize("world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"),
-                                          (8, "tp=2 pp=2 vp=2 cp=2")])
+@pytest.mark.parametrize(
+    "world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
+)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_half_precision_is_as_near_to_float32_in_every_layout(ranks, base, world, layout, dtype):
@@ -223,15 +285,17 @@ def mean_error(parts: dict, whole: dict) -> float:
 @pytest.mark.parametrize("world,layout", [(1, "pp=1"), (4, "tp=2 pp=2")])
 def test_fp16_overflow_skips_the_step_and_lowers_the_scale(ranks, world, layout):
     """A scale that overflows halves until a step goes through; until then nothing is updated."""
-    overflowing = {"precision": {"dtype": "fp16", "loss_scale": 2.0**24, "loss_scale_hysteresis": 1},
-                   "train": {"steps": 12}}
+    overflowing = {
+        "precision": {"dtype": "fp16", "loss_scale": 2.0**24, "loss_scale_hysteresis": 1},
+        "train": {"steps": 12},
+    }
     figures = ranks(world, train_steps, config(LLAMA, SMALL, axes(layout), overflowing))[0][0][:-1]
     skipped = [f["skipped"] for f in figures]
     first = skipped.index(0)
     assert first >= 2 and sum(skipped) < 10
-    assert [f["loss_scale"] for f in figures] == [2.0 ** (24 - sum(skipped[:i + 1])) for i in range(12)]
+    assert [f["loss_scale"] for f in figures] == [2.0 ** (24 - sum(skipped[: i + 1])) for i in range(12)]
     untrained, _ = twin(LLAMA, SMALL, {"optimizer": {"lr": 0.0}, "train": {"steps": 12}})
     losses = [(f["loss"], u["loss"]) for f, u in zip(figures, untrained)]
-    for mine, expected in losses[:first + 1]:
+    for mine, expected in losses[: first + 1]:
         assert mine == pytest.approx(expected, rel=2e-3)  # fp16 against float32
     assert losses[-1][0] < losses[-1][1] - 0.01, "the later steps do train"

@@ -29,8 +29,7 @@ DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}
 # Tools read configurations, datasets and schedules, and plan a job, without torch, whose import takes seconds.
 NO_TORCH = {"config", "data", "pipeline", "planning"}
-BUT = {"data.batch", "data.loader", "pipeline.executor", "planning.dryrun", "planning.fits",
-       "planning.memory_walk"}
+BUT = {"data.batch", "data.loader", "pipeline.executor", "planning.dryrun", "planning.fits", "planning.memory_walk"}
 
 
 def layer_of(module):
@@ -101,36 +100,72 @@ def test_imports_point_downwards():
 
 def test_at_the_top_stand_the_entry_points_alone():
     assert {path.stem for path in Path(minitron.__file__).parent.glob("*.py")} == {
-        "__init__", "pretrain", "finetune", "train", "testing"}
+        "__init__",
+        "pretrain",
+        "finetune",
+        "train",
+        "testing",
+    }
 
 
-@pytest.mark.parametrize("module, source, expected", [
-    ("comm.collectives", "from minitron.comm.mesh import Axis", []),
-    ("train", "import numpy, torch\nfrom minitron.config import schema\nimport minitron.optim.zero1", []),
-    ("model.gpt", "from minitron.data.batch import Batch", []),
-    ("data.gpt", "from minitron.data import indexed", []),
-    ("comm.mesh", "import minitron.model.gpt as gpt", ["comm.mesh imports model.gpt, which is not below it"]),
-    ("comm.mesh", "from minitron.model import gpt", ["comm.mesh imports model.gpt, which is not below it"]),
-    ("comm.mesh", "def f():\n    if x:\n        from minitron import train",
-     ["comm.mesh imports train, which is not below it"]),
-    ("data.loader", "from minitron.model.gpt import GPT", ["data.loader imports model.gpt, which is not below it"]),
-    ("pipeline.executor", "from minitron.pipeline.schedule import Action", []),
-    ("pipeline.schedule", "import minitron.pipeline.executor",
-     ["pipeline.schedule imports pipeline.executor, which may import torch"]),
-    ("config.schema", "def f():\n    import torch.distributed", ["config.schema imports torch"]),
-    ("data.indexed", "import torch", ["data.indexed imports torch"]),
-    ("data.gpt", "from minitron.data.loader import Loader", ["data.gpt imports data.loader, which may import torch"]),
-    ("data.gpt", "from minitron.comm.mesh import Mesh", ["data.gpt imports comm.mesh, which may import torch"]),
-    ("helpers", "", ["helpers is in no layer; add it to LAYERS"]),
-    ("comm.mesh", "if TYPE_CHECKING:\n    from minitron import train",
-     ["comm.mesh imports train, which is not below it"]),
-    ("model.gpt", "from minitron.model.layers import rope", ["cycle: model.gpt -> model.layers -> model.gpt"]),
-    ("model.gpt", "if TYPE_CHECKING:\n    from minitron.model.layers import rope",
-     ["cycle: model.gpt -> model.layers -> model.gpt"]),
-])
+@pytest.mark.parametrize(
+    "module, source, expected",
+    [
+        ("comm.collectives", "from minitron.comm.mesh import Axis", []),
+        ("train", "import numpy, torch\nfrom minitron.config import schema\nimport minitron.optim.zero1", []),
+        ("model.gpt", "from minitron.data.batch import Batch", []),
+        ("data.gpt", "from minitron.data import indexed", []),
+        ("comm.mesh", "import minitron.model.gpt as gpt", ["comm.mesh imports model.gpt, which is not below it"]),
+        ("comm.mesh", "from minitron.model import gpt", ["comm.mesh imports model.gpt, which is not below it"]),
+        (
+            "comm.mesh",
+            "def f():\n    if x:\n        from minitron import train",
+            ["comm.mesh imports train, which is not below it"],
+        ),
+        ("data.loader", "from minitron.model.gpt import GPT", ["data.loader imports model.gpt, which is not below it"]),
+        ("pipeline.executor", "from minitron.pipeline.schedule import Action", []),
+        (
+            "pipeline.schedule",
+            "import minitron.pipeline.executor",
+            ["pipeline.schedule imports pipeline.executor, which may import torch"],
+        ),
+        ("config.schema", "def f():\n    import torch.distributed", ["config.schema imports torch"]),
+        ("data.indexed", "import torch", ["data.indexed imports torch"]),
+        (
+            "data.gpt",
+            "from minitron.data.loader import Loader",
+            ["data.gpt imports data.loader, which may import torch"],
+        ),
+        ("data.gpt", "from minitron.comm.mesh import Mesh", ["data.gpt imports comm.mesh, which may import torch"]),
+        ("helpers", "", ["helpers is in no layer; add it to LAYERS"]),
+        (
+            "comm.mesh",
+            "if TYPE_CHECKING:\n    from minitron import train",
+            ["comm.mesh imports train, which is not below it"],
+        ),
+        ("model.gpt", "from minitron.model.layers import rope", ["cycle: model.gpt -> model.layers -> model.gpt"]),
+        (
+            "model.gpt",
+            "if TYPE_CHECKING:\n    from minitron.model.layers import rope",
+            ["cycle: model.gpt -> model.layers -> model.gpt"],
+        ),
+    ],
+)
 def test_the_checker_finds_planted_violations(module, source, expected):
-    names = ["comm.collectives", "comm.mesh", "train", "config.schema", "optim.zero1", "data.loader", "data.gpt",
-             "data.batch", "data.indexed", "model.gpt", "pipeline.executor", "pipeline.schedule"]
+    names = [
+        "comm.collectives",
+        "comm.mesh",
+        "train",
+        "config.schema",
+        "optim.zero1",
+        "data.loader",
+        "data.gpt",
+        "data.batch",
+        "data.indexed",
+        "model.gpt",
+        "pipeline.executor",
+        "pipeline.schedule",
+    ]
     sources = dict.fromkeys(names, "") | {"model.layers": "from minitron.model import gpt"} | {module: source}
     found = violations(sources)
     if expected and expected[0].startswith("cycle"):  # a cycle may be told from any of its members

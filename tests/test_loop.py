@@ -11,8 +11,8 @@ from itertools import count
 
 import pytest
 import torch
-from layouts import GPT3, LLAMA, config, dataset_of
 
+from layouts import GPT3, LLAMA, config, dataset_of
 from minitron import pretrain, train
 from minitron.checkpoint.format import Reader
 from minitron.comm.mesh import Mesh
@@ -24,12 +24,30 @@ from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
 
 STEPS, BATCH, EVAL_STEPS = 6, 4, 3
-RUN = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_heads=4",
-       "model.num_kv_heads=2", "model.vocab_size=96", "model.hidden_dropout=0.3", "model.init_std=0.2",
-       "train.seq_len=32", "train.micro_batch_size=2", f"train.global_batch_size={BATCH}", f"train.steps={STEPS}",
-       "train.eval_every=3", f"train.eval_steps={EVAL_STEPS}", "optimizer.lr=0.01", "optimizer.min_lr=0.001",
-       "optimizer.warmup_steps=2", "precision.dtype=fp32", "data.source=mock", "data.separate_documents=true",
-       "checkpoint.every=3", "checkpoint.keep=0"]
+RUN = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.vocab_size=96",
+    "model.hidden_dropout=0.3",
+    "model.init_std=0.2",
+    "train.seq_len=32",
+    "train.micro_batch_size=2",
+    f"train.global_batch_size={BATCH}",
+    f"train.steps={STEPS}",
+    "train.eval_every=3",
+    f"train.eval_steps={EVAL_STEPS}",
+    "optimizer.lr=0.01",
+    "optimizer.min_lr=0.001",
+    "optimizer.warmup_steps=2",
+    "precision.dtype=fp32",
+    "data.source=mock",
+    "data.separate_documents=true",
+    "checkpoint.every=3",
+    "checkpoint.keep=0",
+]
 
 
 def rate_of(step: int) -> float:
@@ -60,8 +78,9 @@ def masters_of(trainer: Trainer) -> dict:
 
 def masters_in(folder) -> dict:
     reader = Reader(folder)
-    return {name: reader.read(name, "master", [0] * len(reader.shape(name)), reader.shape(name))
-            for name in reader.names()}
+    return {
+        name: reader.read(name, "master", [0] * len(reader.shape(name)), reader.shape(name)) for name in reader.names()
+    }
 
 
 def test_a_run_is_a_plain_loop_over_steps(run):
@@ -105,16 +124,24 @@ def test_an_evaluation_is_the_mean_of_all_its_batches_without_dropout(run):
         weights = masters_in(saves / f"step_{record['step']:08d}")
         mean = mean_loss(plain, weights, data.valid, everything, False)
         assert record["loss"] == pytest.approx(mean, rel=1e-6)  # float32 sums in another order
-        for other in (mean_loss(plain, weights, data.valid, BATCH, False),  # the first batch alone
-                      mean_loss(plain, weights, data.train, everything, False),
-                      mean_loss(cfg, weights, data.valid, everything, True)):
+        for other in (
+            mean_loss(plain, weights, data.valid, BATCH, False),  # the first batch alone
+            mean_loss(plain, weights, data.train, everything, False),
+            mean_loss(cfg, weights, data.valid, everything, True),
+        ):
             assert abs(other - mean) > 1e-4, "the comparison would prove nothing"
 
 
 def test_the_logged_loss_scale_is_the_one_that_the_step_had(tmp_path):
     """Of fp16 whose first scale overflows: the step that halves it was made with the whole."""
-    argv = [*RUN, "precision.dtype=fp16", "precision.loss_scale=1e9", "precision.loss_scale_hysteresis=1",
-            "train.eval_every=0", f"log.dir={tmp_path}"]
+    argv = [
+        *RUN,
+        "precision.dtype=fp16",
+        "precision.loss_scale=1e9",
+        "precision.loss_scale_hysteresis=1",
+        "train.eval_every=0",
+        f"log.dir={tmp_path}",
+    ]
     pretrain.main(argv)
     cfg = cli.load(argv)
     trainer, data = build(cfg, Mesh.offline(1)), pretrain.build_data(cfg)
@@ -123,7 +150,7 @@ def test_the_logged_loss_scale_is_the_one_that_the_step_had(tmp_path):
         expected.append((float(trainer.loss_scale()), trainer.step(loader.step((step - 1) * BATCH, step), 0.0).skipped))
     loader.close()
     assert expected[0][1] == 1 and expected[1][0] == expected[0][0] / 2
-    skipped = [float(sum(flag for _, flag in expected[:i + 1])) for i in range(STEPS)]
+    skipped = [float(sum(flag for _, flag in expected[: i + 1])) for i in range(STEPS)]
     assert [r["loss_scale"] for r in steps] == [scale for scale, _ in expected]
     assert [r["skipped_total"] for r in steps] == skipped and not any(r["nan_total"] for r in steps)
 
@@ -158,14 +185,18 @@ def test_samples_are_those_of_the_seed(documents):
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
     """At learning rate 0, so that nothing but the step's number can make a difference."""
     dropping = config(GPT3, {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2, "num_layers": 2}})
-    for cfg in (dropping, dataclasses.replace(dropping, model=dataclasses.replace(dropping.model, hidden_dropout=0.0)),
-                dataclasses.replace(dropping, model=dataclasses.replace(dropping.model, attention_dropout=0.0))):
+    for cfg in (
+        dropping,
+        dataclasses.replace(dropping, model=dataclasses.replace(dropping.model, hidden_dropout=0.0)),
+        dataclasses.replace(dropping, model=dataclasses.replace(dropping.model, attention_dropout=0.0)),
+    ):
         trainer = build(cfg, Mesh.offline(1))
         loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
         figures = [trainer.step(loader.step(0, step), 0.0).read() for step in (1, 2, 3, 1)]
         assert len({f["loss"] for f in figures}) == 3 and figures[0] == figures[3]  # nothing is left of those between
-        plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, hidden_dropout=0.0,
-                                                                   attention_dropout=0.0))
+        plain = dataclasses.replace(
+            cfg, model=dataclasses.replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0)
+        )
         without = build(plain, Mesh.offline(1)).step(loader.step(0, 1), 0.0).read()["loss"]
         for step in (0, 1):
             total, tokens = trainer.evaluate(loader.step(0, step)).tolist()
@@ -178,8 +209,11 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
 
 def expected_of(model: torch.nn.Module) -> dict:
     """{name: whether it is a matrix that weight decay is for}: weights of products and embeddings, no norm, no bias."""
-    return {param.spec.name: not isinstance(module, Norm) and name != "bias"
-            for module in model.modules() for name, param in module.named_parameters(recurse=False)}
+    return {
+        param.spec.name: not isinstance(module, Norm) and name != "bias"
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+    }
 
 
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])

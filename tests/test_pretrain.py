@@ -59,7 +59,12 @@ def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| consumed samples:") == 4 and done.stdout.count("validation loss at iteration") == 2
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
-        "config.yaml", "metrics.jsonl", "dllogger.json", "rank-0.log", "rank-1.log"}
+        "config.yaml",
+        "metrics.jsonl",
+        "dllogger.json",
+        "rank-0.log",
+        "rank-1.log",
+    }
     steps = records(tmp_path / "a", "step")
     assert [r["step"] for r in steps] == [1, 2, 3, 4] and [r["step"] for r in records(tmp_path / "a", "eval")] == [2, 4]
     again = pretrain(str(tmp_path / "a" / "config.yaml"), f"log.dir={tmp_path / 'b'}", "parallel.tp=1")
@@ -96,17 +101,25 @@ def test_a_world_without_torchrun_is_one_line():
     """As schedulers set WORLD_SIZE for jobs that then start python by itself."""
     done = pretrain(WORLD_SIZE="2", RANK="0")
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == ("error: WORLD_SIZE=2 is set, but MASTER_ADDR, MASTER_PORT are not; start ranks with "
-                           "torchrun, or unset WORLD_SIZE\n")
+    assert done.stderr == (
+        "error: WORLD_SIZE=2 is set, but MASTER_ADDR, MASTER_PORT are not; start ranks with "
+        "torchrun, or unset WORLD_SIZE\n"
+    )
 
 
-@pytest.mark.parametrize("environ, message", [
-    ({"RANK": "abc"}, "RANK='abc' is no number of a rank or of ranks"),
-    ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number"),
-    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is no number"),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is none of WORLD_SIZE=2 ranks"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT='abc' is no port"),
-])
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ({"RANK": "abc"}, "RANK='abc' is no number of a rank or of ranks"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is none of WORLD_SIZE=2 ranks"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
+            "MASTER_PORT='abc' is no port",
+        ),
+    ],
+)
 def test_a_place_in_no_world_is_one_line(monkeypatch, capsys, environ, message):
     """It was a traceback, of int and of torch's rendezvous."""
     for name, value in environ.items():
@@ -136,12 +149,25 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
         for _ in range(40):
             writer.add_document([np.arange(200, dtype=np.int32)])
         writer.add_document([np.full(9000, 299, np.int32)])
-    scanned = ("import minitron.data.build as b; b.SCAN_BYTES = 0; b.PEEK_TOKENS = 100; "
-               "import minitron.pretrain as p; p.main()")
-    argv = ["data.source=indexed", f"data.paths=[{prefix}]", "data.split=1", "model.vocab_size=250", "train.steps=200",
-            f"data.cache_dir={tmp_path}"]
-    done = subprocess.run([sys.executable, "-c", scanned, *TINY, *argv], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    scanned = (
+        "import minitron.data.build as b; b.SCAN_BYTES = 0; b.PEEK_TOKENS = 100; "
+        "import minitron.pretrain as p; p.main()"
+    )
+    argv = [
+        "data.source=indexed",
+        f"data.paths=[{prefix}]",
+        "data.split=1",
+        "model.vocab_size=250",
+        "train.steps=200",
+        f"data.cache_dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", scanned, *TINY, *argv],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "299" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -152,23 +178,41 @@ def test_an_id_that_only_training_meets_is_one_line(tmp_path, monkeypatch):
 def test_a_model_larger_than_the_machine_is_refused_before_it_is_built():
     done = pretrain("model.hidden_size=1048576")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert re.match(r"error: a rank's part of the model needs [\d,.]+ GiB \(parameters [\d,.]+, gradients [\d,.]+, optimizer "
-                    r"[\d,.]+\), and this cpu has [\d.]+; use more ranks .*tools/plan.py", done.stderr)
+    assert re.match(
+        r"error: a rank's part of the model needs [\d,.]+ GiB \(parameters [\d,.]+, gradients [\d,.]+, optimizer "
+        r"[\d,.]+\), and this cpu has [\d.]+; use more ranks .*tools/plan.py",
+        done.stderr,
+    )
 
 
-@pytest.mark.parametrize("options, part", [
-    (["model.vocab_size=4000000"], "the embedding"), (["model.ffn_hidden_size=4000000"], r"block 0 of 2"),
-    (["model.num_layers=60", "model.ffn_hidden_size=20000"], r"block \d+ of 60|the first values of blocks\.\d+\..*")])
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["model.vocab_size=4000000"], "the embedding"),
+        (["model.ffn_hidden_size=4000000"], r"block 0 of 2"),
+        (
+            ["model.num_layers=60", "model.ffn_hidden_size=20000"],
+            r"block \d+ of 60|the first values of blocks\.\d+\..*",
+        ),
+    ],
+)
 def test_out_of_memory_names_the_part(options, part):
     """Under a limit of address space, as the kernel has none for memory that is touched later."""
-    code = ("import resource, sys\nfrom minitron import pretrain\n"
-            "import minitron.train\nfrom minitron.train import build as build_\n"
-            "def build(*args):\n"
-            "    here = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-            "    resource.setrlimit(resource.RLIMIT_AS, (here + (200 << 20),) * 2)\n"
-            "    return build_(*args)\n"
-            "pretrain.build = build\npretrain.main(sys.argv[1:])\n")
-    done = subprocess.run([sys.executable, "-c", code, *TINY, *options], capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    code = (
+        "import resource, sys\nfrom minitron import pretrain\n"
+        "import minitron.train\nfrom minitron.train import build as build_\n"
+        "def build(*args):\n"
+        "    here = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (here + (200 << 20),) * 2)\n"
+        "    return build_(*args)\n"
+        "pretrain.build = build\npretrain.main(sys.argv[1:])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *TINY, *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(rf"error: out of memory at ({part}); use more ranks .*tools/plan.py", done.stderr), done.stderr

@@ -72,12 +72,15 @@ def test_results_keep_dtype_shape_and_values(ranks):
     assert torch.equal(result["graph"], plain["graph"]) and torch.equal(result["parameter"], plain["parameter"])
 
 
-@pytest.mark.parametrize("fn, args, message", [
-    (fail_on, (1,), r"rank 1 of 3 running [\w.]*fail_on: Traceback(.|\n)*in fail_on\n(.|\n)*planted on 1"),
-    (leave_on, (2, os._exit), r"rank 2 of 3 running [\w.]*leave_on: died with exit code 3"),
-    (leave_on, (0, exit), r"rank 0 of 3 running [\w.]*leave_on: Traceback(.|\n)*SystemExit: 3"),
-    (return_what_cannot_be_pickled, (), r"rank 0 of 3 running (.|\n)*Can't pickle"),
-])
+@pytest.mark.parametrize(
+    "fn, args, message",
+    [
+        (fail_on, (1,), r"rank 1 of 3 running [\w.]*fail_on: Traceback(.|\n)*in fail_on\n(.|\n)*planted on 1"),
+        (leave_on, (2, os._exit), r"rank 2 of 3 running [\w.]*leave_on: died with exit code 3"),
+        (leave_on, (0, exit), r"rank 0 of 3 running [\w.]*leave_on: Traceback(.|\n)*SystemExit: 3"),
+        (return_what_cannot_be_pickled, (), r"rank 0 of 3 running (.|\n)*Can't pickle"),
+    ],
+)
 def test_a_failing_rank_is_reported_at_once_and_the_pool_lives_on(ranks, fn, args, message):
     patience, start = 600.0, time.monotonic()
     with pytest.raises(RuntimeError, match=message):

@@ -17,17 +17,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
+
 from kill_run import Ranks, new_store, records
 from layouts import config, first_gradients
-from safetensors.torch import load_file
-from test_data_gpt import plain_samples
-
 from minitron.checkpoint import hf
 from minitron.checkpoint.load import Start, restore
 from minitron.comm.mesh import Mesh
 from minitron.data.batch import Batch
 from minitron.testing import assert_close_rel
 from minitron.train import build
+from test_data_gpt import plain_samples
 from tools import convert_hf
 
 # The twin is in float64 but for what transformers casts (RMSNorm, rotary angles, softmax); float32's rounding step is
@@ -35,13 +35,27 @@ from tools import convert_hf
 TOLERANCE = 1e-5
 SEQ_LEN, BATCH, MICRO, STEPS, SEED = 32, 8, 2, 20, 1234
 
-LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-             vocab_size=96, max_position_embeddings=64, rms_norm_eps=1e-5)
+LLAMA = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
 # Four frequencies, which turn 2.5, 0.5, 0.1 and 0.02 times in 16 positions: one stays, one is blended, two stretched.
-SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.25, "high_freq_factor": 2.0,
-          "original_max_position_embeddings": 16}
-GPT = dict(n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-           attn_pdrop=0.0)
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 0.25,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
+GPT = dict(
+    n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+)
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_theta=500.0, rope_scaling=SCALED),
     "llama tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
@@ -95,8 +109,11 @@ def microbatches(vocab: int, number: int, b: int) -> list[Batch]:
     for i in range(number):
         tokens = torch.randint(0, vocab, (SEQ_LEN + 1, b), generator=generator)
         mask = torch.randint(0, 2, (SEQ_LEN, b), generator=generator).float()
-        batches.append(Batch(tokens[:-1], tokens[1:], mask, order[:, None], order, i * b + torch.arange(b),
-                             count=float(mask.sum())))
+        batches.append(
+            Batch(
+                tokens[:-1], tokens[1:], mask, order[:, None], order, i * b + torch.arange(b), count=float(mask.sum())
+            )
+        )
     return batches
 
 
@@ -117,8 +134,15 @@ def test_logits_loss_and_every_gradient_equal_transformers(models, name):
             assert_close_rel(trainer.chunks[0].logits(batch)[..., :vocab], logits, TOLERANCE, "logits")
 
     count = sum(batch.count for batch in batches)
-    loss = sum((F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-                * batch.mask.flatten()).sum() for batch, logits in zip(batches, expected)) / count
+    loss = (
+        sum(
+            (
+                F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none") * batch.mask.flatten()
+            ).sum()
+            for batch, logits in zip(batches, expected)
+        )
+        / count
+    )
     loss.backward()
     gradients = first_gradients(trainer)
     figures = trainer.step(batches, lr=0.0).read()
@@ -192,12 +216,17 @@ def twin_run(twin: torch.nn.Module, prefix: Path) -> list[dict]:
     training = range(round(0.969 * len(documents)))  # of the default split, 969,30,1
     order = [tokens for tokens, _ in plain_samples(documents, training, STEPS * BATCH, SEQ_LEN, SEED)]
     plain = {name for name, _ in twin.named_parameters() if re.search(r"bias$|norm|\bln_", name)}
-    groups = [{"params": [p for name, p in twin.named_parameters() if (name in plain) == apart],
-               "weight_decay": 0.0 if apart else OPTIMIZER["weight_decay"]} for apart in (False, True)]
+    groups = [
+        {
+            "params": [p for name, p in twin.named_parameters() if (name in plain) == apart],
+            "weight_decay": 0.0 if apart else OPTIMIZER["weight_decay"],
+        }
+        for apart in (False, True)
+    ]
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=OPTIMIZER["eps"])
     figures = []
     for step in range(1, STEPS + 1):
-        tokens = torch.tensor(order[(step - 1) * BATCH:step * BATCH])
+        tokens = torch.tensor(order[(step - 1) * BATCH : step * BATCH])
         logits = twin(tokens[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
@@ -213,11 +242,21 @@ def twin_run(twin: torch.nn.Module, prefix: Path) -> list[dict]:
 def our_run(model: Model, prefix: Path, world: int, parallel: dict, folder: Path) -> dict:
     """minitron.pretrain on that many ranks; its records are in folder. Returns the exported weights."""
     keys = {f"optimizer.{key}": value for key, value in OPTIMIZER.items()} | {
-        "optimizer.betas": list(BETAS), "precision.dtype": "fp32", "train.steps": STEPS,
-        "train.seq_len": SEQ_LEN, "train.micro_batch_size": MICRO, "train.global_batch_size": BATCH,
-        "train.seed": SEED, "data.source": "indexed", "data.paths": f"['{prefix}']",
-        "data.cache_dir": folder / "cache", "log.dir": folder, "checkpoint.load": f"'{model.imported}'",
-        "checkpoint.dir": folder / "saves", "checkpoint.every": 0}
+        "optimizer.betas": list(BETAS),
+        "precision.dtype": "fp32",
+        "train.steps": STEPS,
+        "train.seq_len": SEQ_LEN,
+        "train.micro_batch_size": MICRO,
+        "train.global_batch_size": BATCH,
+        "train.seed": SEED,
+        "data.source": "indexed",
+        "data.paths": f"['{prefix}']",
+        "data.cache_dir": folder / "cache",
+        "log.dir": folder,
+        "checkpoint.load": f"'{model.imported}'",
+        "checkpoint.dir": folder / "saves",
+        "checkpoint.every": 0,
+    }
     keys |= {f"parallel.{axis}": size for axis, size in parallel.items()}
     argv = [str(model.imported / "model.yaml"), *(f"{key}={value}" for key, value in keys.items())]
     folder.mkdir()

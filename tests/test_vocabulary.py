@@ -12,12 +12,8 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, first_gradients, mesh_of, part_of
-from test_checkpoint import contents, save, saving, start_trainer, train
-from test_invariance import axes
-from test_lora import ALL, lora
-from test_model import model_of, twin_of
 
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, first_gradients, mesh_of, part_of
 from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -25,9 +21,15 @@ from minitron.data.loader import Loader
 from minitron.parallel.vocab import vocab_parallel_cross_entropy
 from minitron.testing import assert_close_rel
 from minitron.train import build
+from test_checkpoint import contents, save, saving, start_trainer, train
+from test_invariance import axes
+from test_lora import ALL, lora
+from test_model import model_of, twin_of
 
-SIZES = {"model": {"num_layers": 2, "vocab_size": 1003, "vocab_multiple": 1},
-         "train": {"global_batch_size": 4, "steps": 3}}
+SIZES = {
+    "model": {"num_layers": 2, "vocab_size": 1003, "vocab_multiple": 1},
+    "train": {"global_batch_size": 4, "steps": 3},
+}
 TIED = {"model": {"tie_embeddings": True}}
 VOCABULARY = ("embedding.words.weight", "head.weight")
 # float32: sums in another order, of gradients through two layers; and AdamW divides small gradients by their size.
@@ -62,11 +64,13 @@ def logits_of(num_tokens: int, mean: float):
     return logits, labels, torch.randn(8, 3, generator=generator)
 
 
-@pytest.mark.parametrize("world, num_tokens, columns", [(1, 13, 16), (2, 13, 8), (2, 8, 8), (4, 13, 8), (4, 16, 16),
-                                                        (4, 1, 8)])
+@pytest.mark.parametrize(
+    "world, num_tokens, columns", [(1, 13, 16), (2, 13, 8), (2, 8, 8), (4, 13, 8), (4, 16, 16), (4, 1, 8)]
+)
 @pytest.mark.parametrize("mean, tolerance", [(0.0, LOSS), (-200.0, 3e-5)])  # rounded to 2^-17 are numbers about 200
-def test_padding_columns_count_for_nothing_and_get_a_gradient_of_zero(ranks, world, num_tokens, columns, mean,
-                                                                      tolerance):
+def test_padding_columns_count_for_nothing_and_get_a_gradient_of_zero(
+    ranks, world, num_tokens, columns, mean, tolerance
+):
     """Also beside logits far below zero: the maximum of a rank that has nothing else is below any of them."""
     whole, labels, dloss = logits_of(num_tokens, mean)
     whole.requires_grad_()
@@ -106,8 +110,10 @@ def transformers_steps(family: str, tied: bool):
     twin = twin_of(cfg, model_of(cfg, std=0.0))
     params = dict(twin.named_parameters())
     before = {name: p.detach().clone() for name, p in params.items()}
-    groups = [{"params": [p for p in params.values() if (p.dim() > 1) == decays], "weight_decay": decay}
-              for decays, decay in ((True, o.weight_decay), (False, 0.0))]
+    groups = [
+        {"params": [p for p in params.values() if (p.dim() > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, o.weight_decay), (False, 0.0))
+    ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     loader, figures, gradients = Loader(dataset_of(cfg), cfg, Mesh.offline(1)), [], {}
 
@@ -117,8 +123,10 @@ def transformers_steps(family: str, tied: bool):
         return F.cross_entropy(twin(tokens).logits.flatten(0, 1), labels.flatten())
 
     def ours(tensors):
-        return {name: torch.cat([tensors[p.name].T if p.across else tensors[p.name] for p in parts])
-                for name, parts in hf.tensor_map(m).items()}
+        return {
+            name: torch.cat([tensors[p.name].T if p.across else tensors[p.name] for p in parts])
+            for name, parts in hf.tensor_map(m).items()
+        }
 
     for step in range(t.steps):
         adamw.zero_grad()
@@ -157,18 +165,23 @@ def assert_equals_unpadded(cfg: Config, results: list, twin: tuple, tolerances: 
 
 
 LAYOUTS = [
-    (1, "", 128),                             # 1,003 tokens and 21 of padding
-    (2, "tp=2", 1024),                        # 512 | 491 and 21
+    (1, "", 128),  # 1,003 tokens and 21 of padding
+    (2, "tp=2", 1024),  # 512 | 491 and 21
     (2, "tp=2 sequence_parallel=off", 2048),  # 1,003 and 21 | 1,024 of padding
-    (4, "tp=4", 2048),                        # 512 | 491 and 21 | 512 of padding | 512 of padding
+    (4, "tp=4", 2048),  # 512 | 491 and 21 | 512 of padding | 512 of padding
 ]
 
 
 @pytest.mark.parametrize("world, layout, multiple", [*LAYOUTS, (4, "tp=2 pp=2", 2048), (2, "cp=2", 1024)])
 @pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("gpt", True)])
 def test_a_padded_model_trains_as_transformers_does(ranks, family, tied, world, layout, multiple):
-    cfg = config({"llama": LLAMA, "gpt": GPT3}[family], SIZES, {"model": {"tie_embeddings": tied}},
-                 padded_to(multiple), axes(layout))
+    cfg = config(
+        {"llama": LLAMA, "gpt": GPT3}[family],
+        SIZES,
+        {"model": {"tie_embeddings": tied}},
+        padded_to(multiple),
+        axes(layout),
+    )
     twin = transformers_steps(family, tied)
     assert any(f["grad_norm"] > 1 for f in twin[0][:-1]), "some steps clip"
     assert_equals_unpadded(cfg, ranks(world, train_steps, cfg), twin, (LOSS, GRADIENT, CHANGE))
@@ -177,8 +190,11 @@ def test_a_padded_model_trains_as_transformers_does(ranks, family, tied, world, 
 ADAPTERS = lora(*ALL) | {"data": {"separate_documents": True}}
 
 
-@pytest.mark.parametrize("change", [{}, ADAPTERS, {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "fp16"}}],
-                         ids=["all weights", "adapters", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, ADAPTERS, {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "fp16"}}],
+    ids=["all weights", "adapters", "bf16", "fp16"],
+)
 @pytest.mark.parametrize("world, layout, multiple", LAYOUTS)
 def test_a_padded_model_trains_as_an_unpadded_one(ranks, change, world, layout, multiple):
     cfg = config(LLAMA, change, SIZES, padded_to(multiple), axes(layout))

@@ -48,9 +48,11 @@ def check_dataset(dataset: IndexedDataset, vocab_size: int | None, tokenizer: To
     check_index(dataset)
     sidecar = read_sidecar(prefix)
     if sidecar and tokenizer and sidecar["fingerprint"] != tokenizer.fingerprint:
-        raise DataError(f"{prefix}.json says tokenizer {sidecar['tokenizer']} with fingerprint "
-                        f"{sidecar['fingerprint']}, but --tokenizer has {tokenizer.fingerprint}; give the one that "
-                        "made the data")
+        raise DataError(
+            f"{prefix}.json says tokenizer {sidecar['tokenizer']} with fingerprint "
+            f"{sidecar['fingerprint']}, but --tokenizer has {tokenizer.fingerprint}; give the one that "
+            "made the data"
+        )
     if vocab_size is not None:
         return scan_ids(dataset, vocab_size, "--vocab-size")
     if sidecar is not None:
@@ -63,12 +65,15 @@ def describe(dataset: IndexedDataset, largest: int) -> str:
     lengths = [f"{share:.0%} {length:,}" for share, length in zip(QUANTILES, quantiles, strict=True)]
     sidecar, documents = read_sidecar(dataset.prefix), len(dataset.document_indices) - 1
     made_by = f"{sidecar['tokenizer']} of {sidecar['vocab_size']} ids" if sidecar else "unknown (no .json)"
-    return "\n".join([
-        dataset.prefix,
-        f"  documents {documents:,}   sequences {len(dataset):,}   tokens {dataset.num_tokens:,}",
-        f"  dtype {dataset.dtype}   largest id {largest}   fingerprint {dataset.fingerprint}",
-        "  sequence lengths   " + "   ".join(lengths),
-        f"  tokenizer {made_by}"])
+    return "\n".join(
+        [
+            dataset.prefix,
+            f"  documents {documents:,}   sequences {len(dataset):,}   tokens {dataset.num_tokens:,}",
+            f"  dtype {dataset.dtype}   largest id {largest}   fingerprint {dataset.fingerprint}",
+            "  sequence lengths   " + "   ".join(lengths),
+            f"  tokenizer {made_by}",
+        ]
+    )
 
 
 def show(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:

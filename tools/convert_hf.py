@@ -41,7 +41,7 @@ from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
 from tools.command import Parser, run
 
-BLOCK_VALUES = 1 << 26          # of a tensor, read at a time: 256 MB in float32
+BLOCK_VALUES = 1 << 26  # of a tensor, read at a time: 256 MB in float32
 
 
 def main(argv: list[str]) -> None:
@@ -50,8 +50,13 @@ def main(argv: list[str]) -> None:
     importer = commands.add_parser("import", help="HF_FOLDER CHECKPOINT_DIR: Hugging Face to minitron")
     importer.add_argument("source", metavar="HF_FOLDER", help="with config.json and safetensors")
     importer.add_argument("target", metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml")
-    importer.add_argument("--vocab-multiple", type=int, default=ModelConfig.vocab_multiple, metavar="N",
-                          help="pad the vocabulary to a multiple of N, so that parallel.tp divides it (%(default)s)")
+    importer.add_argument(
+        "--vocab-multiple",
+        type=int,
+        default=ModelConfig.vocab_multiple,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N, so that parallel.tp divides it (%(default)s)",
+    )
     exporter = commands.add_parser("export", help="CHECKPOINT_DIR HF_FOLDER: minitron to Hugging Face")
     exporter.add_argument("source", metavar="CHECKPOINT_DIR", help="the newest in it, or one step_... folder")
     exporter.add_argument("target", metavar="HF_FOLDER", help="new")
@@ -87,8 +92,10 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
                     writer.add(name, "param", shape, start, tensor)
                     bar.update(tensor.numel())
         (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(reader.model)}, sort_keys=False))
-    print(f"{values:,} weights of a {reader.model.family} model in {dtype}; to train them:\n"
-          f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=...")
+    print(
+        f"{values:,} weights of a {reader.model.family} model in {dtype}; to train them:\n"
+        f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=..."
+    )
 
 
 def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, base: str | None) -> None:
@@ -103,14 +110,16 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
         for (row, *rest), block in row_blocks(shape):
-            tensor[row:row + block[0]] = reader.read(name, kinds[name], (start[0] + row, *rest), block)
+            tensor[row : row + block[0]] = reader.read(name, kinds[name], (start[0] + row, *rest), block)
         return tensor
 
     with new_folder(target) as folder:
         write_model(folder, cfg.model, DTYPES[dtype], hf.export(cfg.model, read), max_bytes)
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    print(f"iteration {reader.iteration} in {dtype}; to load it, copy the tokenizer's files there and call\n"
-          f"transformers.AutoModelForCausalLM.from_pretrained({target!r})")
+    print(
+        f"iteration {reader.iteration} in {dtype}; to load it, copy the tokenizer's files there and call\n"
+        f"transformers.AutoModelForCausalLM.from_pretrained({target!r})"
+    )
 
 
 def export_adapter(source: str, target: str, dtype: str | None, base: str | None) -> None:
@@ -125,8 +134,10 @@ def export_adapter(source: str, target: str, dtype: str | None, base: str | None
         whole = save(tensors, metadata={"format": "pt"})  # save_file would let nobody else read it
         (folder / "adapter_model.safetensors").write_bytes(whole)
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    print(f"{len(tensors) // 2} adapters of iteration {reader.iteration} in {dtype}; to load them:\n"
-          f"peft.PeftModel.from_pretrained(model, {target!r})")
+    print(
+        f"{len(tensors) // 2} adapters of iteration {reader.iteration} in {dtype}; to load them:\n"
+        f"peft.PeftModel.from_pretrained(model, {target!r})"
+    )
 
 
 def check_tensors(reader: Weights, model: ModelConfig) -> dict[str, str]:
@@ -139,13 +150,22 @@ def check_tensors(reader: Weights, model: ModelConfig) -> dict[str, str]:
     wanted = hf.global_shapes(model)
     for name in sorted(have.keys() | wanted.keys()):
         if have.get(name) != wanted.get(name):
-            raise ValueError(f"{reader.path}: {name} has shape {have.get(name)}, and {wanted.get(name)} in the Hugging "
-                             "Face model that its configuration describes; only such models can be exported")
+            raise ValueError(
+                f"{reader.path}: {name} has shape {have.get(name)}, and {wanted.get(name)} in the Hugging "
+                "Face model that its configuration describes; only such models can be exported"
+            )
     if isinstance(reader, Merged):
         reader.verify()
     else:
-        reader.verify(sorted({file for name, shape in have.items()
-                              for file in reader.files_of(name, best[name], Box((0,) * len(shape), shape))}))
+        reader.verify(
+            sorted(
+                {
+                    file
+                    for name, shape in have.items()
+                    for file in reader.files_of(name, best[name], Box((0,) * len(shape), shape))
+                }
+            )
+        )
     return {name: best[name] for name in have}
 
 
@@ -156,8 +176,9 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[
         yield (row, *(0 for _ in shape[1:])), (min(rows, shape[0] - row), *shape[1:])
 
 
-def write_model(folder: Path, model: ModelConfig, dtype: torch.dtype, tensors: Iterator[tuple[str, Tensor]],
-                max_bytes: int) -> None:
+def write_model(
+    folder: Path, model: ModelConfig, dtype: torch.dtype, tensors: Iterator[tuple[str, Tensor]], max_bytes: int
+) -> None:
     """Safetensors files of at most `max_bytes`, or of one tensor, with an index if they are several."""
     parts = [part for stack in hf.tensor_map(model).values() for part in stack]
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part in parts}

@@ -64,11 +64,16 @@ def main(argv: list[str]) -> None:
     add("--tokenizer", metavar="SPEC", help="as data.tokenizer; needed where the model's folder does not say it")
     add("--cache-dir", default=DataConfig.cache_dir, metavar="DIR", help="where the corpus is kept (%(default)s)")
     o = parser.parse_args(argv)
-    for name, value, good in (("max-tokens", o.max_tokens, o.max_tokens > 0), ("top-p", o.top_p, 0 < o.top_p <= 1),
-                              ("temperature", o.temperature, 0 <= o.temperature < float("inf"))):
+    for name, value, good in (
+        ("max-tokens", o.max_tokens, o.max_tokens > 0),
+        ("top-p", o.top_p, 0 < o.top_p <= 1),
+        ("temperature", o.temperature, 0 <= o.temperature < float("inf")),
+    ):
         if not good:
-            raise ValueError(f"--{name}={value} is out of range; --max-tokens is at least 1, --temperature at least 0, "
-                             "--top-p above 0 and at most 1")
+            raise ValueError(
+                f"--{name}={value} is out of range; --max-tokens is at least 1, --temperature at least 0, "
+                "--top-p above 0 and at most 1"
+            )
     device = torch.device("cuda" if torch.cuda.is_available() and not o.cpu else "cpu")
     model, tokenizer, cfg = load_model(o.model, device, o.dtype, o.tokenizer, o.cache_dir, o.base)
     stop = {tokenizer.eod, tokenizer.special.get("<|eot_id|>")}
@@ -76,20 +81,28 @@ def main(argv: list[str]) -> None:
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
         prompt = encode_chat(turns, tokenizer)[0] if o.chat else encode_prompt(text, tokenizer)
         if not prompt or len(prompt) + o.max_tokens > cfg.model.max_positions:
-            raise ValueError(f"a prompt of {len(prompt)} tokens and --max-tokens={o.max_tokens} do not fit into "
-                             f"model.max_positions={cfg.model.max_positions}; at least one and no more than that")
-        draw = partial(choose, vocab_size=tokenizer.vocab_size, temperature=o.temperature, top_p=o.top_p,
-                       generator=torch.Generator().manual_seed(o.seed))
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and --max-tokens={o.max_tokens} do not fit into "
+                f"model.max_positions={cfg.model.max_positions}; at least one and no more than that"
+            )
+        draw = partial(
+            choose,
+            vocab_size=tokenizer.vocab_size,
+            temperature=o.temperature,
+            top_p=o.top_p,
+            generator=torch.Generator().manual_seed(o.seed),
+        )
         answer = list(generate(model, prompt, o.max_tokens, stop, draw))
         # a SentencePiece model drops the space before the first token it decodes
-        print(text + tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)):] + "\n", flush=True)
+        print(text + tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :] + "\n", flush=True)
 
 
 # ---- generation -----------------------------------------------------------------------------------------------------
 
 
-def generate(model: GPT, prompt: list[int], max_tokens: int, stop: set[int | None],
-             draw: Callable[[Tensor], int]) -> Iterator[int]:
+def generate(
+    model: GPT, prompt: list[int], max_tokens: int, stop: set[int | None], draw: Callable[[Tensor], int]
+) -> Iterator[int]:
     """The tokens after `prompt`, until one of `stop`, which is left out.  draw: logits [v] on the CPU -> token."""
     with cached(model):
         new, seen = prompt, 0
@@ -107,8 +120,15 @@ def next_logits(model: GPT, new: list[int], seen: int) -> Tensor:
     device = model.mesh.device
     tokens = torch.tensor(new, device=device)[:, None]
     order = torch.arange(seen, seen + len(new), device=device)
-    batch = Batch(tokens, labels=tokens, mask=torch.zeros_like(tokens, dtype=torch.float32), positions=order[:, None],
-                  order=order, samples=torch.zeros(1, dtype=torch.int64, device=device), count=0.0)
+    batch = Batch(
+        tokens,
+        labels=tokens,
+        mask=torch.zeros_like(tokens, dtype=torch.float32),
+        positions=order[:, None],
+        order=order,
+        samples=torch.zeros(1, dtype=torch.int64, device=device),
+        count=0.0,
+    )
     return model.logits(batch)[-1, 0].float().cpu()
 
 
@@ -119,7 +139,7 @@ def choose(logits: Tensor, vocab_size: int, temperature: float, top_p: float, ge
         return int(logits.argmax())
     below = (logits - logits.max()).double()  # so that no temperature, however low, overflows
     likeliest, tokens = (below / temperature).softmax(-1).sort(descending=True)
-    likeliest[likeliest.cumsum(-1) - likeliest >= top_p] = 0    # the sum before it has reached top-p
+    likeliest[likeliest.cumsum(-1) - likeliest >= top_p] = 0  # the sum before it has reached top-p
     return int(tokens[torch.multinomial(likeliest, 1, generator=generator)])
 
 
@@ -154,8 +174,14 @@ def cached(model: GPT) -> Iterator[None]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def load_model(path: str, device: torch.device, dtype: str | None = None, tokenizer: str | None = None,
-               cache_dir: str = DataConfig.cache_dir, base: str | None = None) -> tuple[GPT, Tokenizer, Config]:
+def load_model(
+    path: str,
+    device: torch.device,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    cache_dir: str = DataConfig.cache_dir,
+    base: str | None = None,
+) -> tuple[GPT, Tokenizer, Config]:
     """The whole model in evaluation mode, its tokenizer, and the configuration it was built with.
 
     dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
@@ -184,8 +210,10 @@ def load_model(path: str, device: torch.device, dtype: str | None = None, tokeni
 def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cache_dir: str) -> Tokenizer:
     """What `spec` says, or the tokenizer of the run that left `folder`.  data: what its checkpoint says of its data."""
     if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data["source"] not in ("corpus", "sft"))):
-        raise ValueError(f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
-                         "gpt2:DIR, llama2:FILE, bytes or corpus")
+        raise ValueError(
+            f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
+            "gpt2:DIR, llama2:FILE, bytes or corpus"
+        )
     chosen = spec or cfg.data.tokenizer
     if chosen == "corpus":
         tokenizer = build_corpus(Path(cache_dir).expanduser(), cfg.model.vocab_size).tokenizer
@@ -193,9 +221,11 @@ def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cach
         tokenizer = load_tokenizer(chosen, "--tokenizer")
     trained = data.get("tokenizer")
     if tokenizer.vocab_size > cfg.model.vocab_size or trained not in (None, tokenizer.fingerprint):
-        raise ValueError(f"{folder} was not trained with the tokenizer {chosen}, which has {tokenizer.vocab_size} ids "
-                         f"and the fingerprint {tokenizer.fingerprint}, not {cfg.model.vocab_size} and {trained}; give "
-                         "the right one with --tokenizer (that of the corpus differs from Python to Python)")
+        raise ValueError(
+            f"{folder} was not trained with the tokenizer {chosen}, which has {tokenizer.vocab_size} ids "
+            f"and the fingerprint {tokenizer.fingerprint}, not {cfg.model.vocab_size} and {trained}; give "
+            "the right one with --tokenizer (that of the corpus differs from Python to Python)"
+        )
     return tokenizer
 
 

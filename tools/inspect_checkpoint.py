@@ -44,15 +44,18 @@ def describe(reader: Reader) -> str:
     others = [folder.name for folder in checkpoints(reader.path.parent).values() if folder != reader.path]
     size = sum(record["bytes"] for record in reader.files.values())
     state = [f"{name} {value}" for name, value in reader.state.items() if name != "data"]
-    return "\n".join([
-        str(reader.path),
-        f"  iteration {reader.iteration:,}   consumed samples {reader.consumed_samples:,}",
-        f"  saved by {'   '.join(f'{axis} {size}' for axis, size in reader.layout.items())}",
-        f"  parameters {sum(elements[name] for name in weights):,} in {len(weights)} tensors",
-        f"  {size / 1e9:.3f} GB in {len(reader.files)} files: "
-        + ", ".join(f"{kind} {num_bytes / 1e9:.3f} GB" for kind, num_bytes in total.items()),
-        f"  state: {', '.join(state) or 'weights only'}",
-        f"  beside it: {', '.join(others) or 'no other checkpoint'}"])
+    return "\n".join(
+        [
+            str(reader.path),
+            f"  iteration {reader.iteration:,}   consumed samples {reader.consumed_samples:,}",
+            f"  saved by {'   '.join(f'{axis} {size}' for axis, size in reader.layout.items())}",
+            f"  parameters {sum(elements[name] for name in weights):,} in {len(weights)} tensors",
+            f"  {size / 1e9:.3f} GB in {len(reader.files)} files: "
+            + ", ".join(f"{kind} {num_bytes / 1e9:.3f} GB" for kind, num_bytes in total.items()),
+            f"  state: {', '.join(state) or 'weights only'}",
+            f"  beside it: {', '.join(others) or 'no other checkpoint'}",
+        ]
+    )
 
 
 def _stored(reader: Reader, name: str) -> list[str]:

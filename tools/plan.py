@@ -32,9 +32,16 @@ from tools.plan_search import Found, changes, remedy, search, written
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
 MEANINGS = {
-    "gemm": "matrix products", "attention": "attention", "pointwise": "norms, activations, casts, gaps",
-    "tp_exposed": "tensor parallel", "cp_exposed": "context parallel", "pp_exposed": "between stages",
-    "dp_exposed": "gradients and parameters", "bubble": "waiting for other stages", "optimizer": "optimizer"}
+    "gemm": "matrix products",
+    "attention": "attention",
+    "pointwise": "norms, activations, casts, gaps",
+    "tp_exposed": "tensor parallel",
+    "cp_exposed": "context parallel",
+    "pp_exposed": "between stages",
+    "dp_exposed": "gradients and parameters",
+    "bubble": "waiting for other stages",
+    "optimizer": "optimizer",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -52,6 +59,7 @@ def main(argv: list[str]) -> None:
     print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
     if o.draw is not None:
         from tools import plan_pictures  # needs matplotlib
+
         for path in plan_pictures.draw(job, o.draw):
             print(path, file=sys.stderr)
     if not job.fits:
@@ -109,20 +117,38 @@ def chosen(o: argparse.Namespace) -> Machine:
 def record(job: Plan, tokens: float) -> dict:
     """What --json prints: seconds and GiB, of a rank; the layout as the configuration's keys."""
     p, t = job.cfg.parallel, job.cfg.train
-    return {"step_seconds": job.step_seconds, "mfu_percent": job.mfu_percent, "memory_gib": job.memory_gib,
-            "room_gib": room_gib(job.machine), "fits": job.fits, "tokens_per_second": job.tokens_per_second,
-            "days": tokens / job.tokens_per_second / 86400, "world": job.world, "gpu": job.machine.device.gpu,
-            "layout": {"tp": p.tp, "pp": p.pp, "vp": p.vp, "cp": p.cp, "dp": job.cfg.dp(job.world),
-                       "micro_batch_size": t.micro_batch_size, "recompute": t.recompute},
-            "microbatches": job.cfg.num_microbatches(job.cfg.dp(job.world)),
-            "seconds": {part: job.seconds[part] for part in (*MEANINGS, *HIDDEN)},
-            "memory": {part: size / 2**30 for part, size in job.memory.items()}, "fullest_pipeline_rank": job.fullest}
+    return {
+        "step_seconds": job.step_seconds,
+        "mfu_percent": job.mfu_percent,
+        "memory_gib": job.memory_gib,
+        "room_gib": room_gib(job.machine),
+        "fits": job.fits,
+        "tokens_per_second": job.tokens_per_second,
+        "days": tokens / job.tokens_per_second / 86400,
+        "world": job.world,
+        "gpu": job.machine.device.gpu,
+        "layout": {
+            "tp": p.tp,
+            "pp": p.pp,
+            "vp": p.vp,
+            "cp": p.cp,
+            "dp": job.cfg.dp(job.world),
+            "micro_batch_size": t.micro_batch_size,
+            "recompute": t.recompute,
+        },
+        "microbatches": job.cfg.num_microbatches(job.cfg.dp(job.world)),
+        "seconds": {part: job.seconds[part] for part in (*MEANINGS, *HIDDEN)},
+        "memory": {part: size / 2**30 for part, size in job.memory.items()},
+        "fullest_pipeline_rank": job.fullest,
+    }
 
 
 def layout(cfg: Config, world: int) -> str:
     p, t = cfg.parallel, cfg.train
-    return (f"tp {p.tp}, pp {p.pp}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
-            f"microbatches of {t.micro_batch_size}, recompute {t.recompute}")
+    return (
+        f"tp {p.tp}, pp {p.pp}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
+        f"microbatches of {t.micro_batch_size}, recompute {t.recompute}"
+    )
 
 
 def mfu(job: Plan) -> str:
@@ -131,19 +157,28 @@ def mfu(job: Plan) -> str:
 
 def table(job: Plan, tokens: float) -> str:
     total, seconds = job.memory.total(), job.step_seconds
-    lines = [f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}", "",
-             f"memory {job.memory_gib:8.2f} GiB of {room_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
-             f"{'fits' if job.fits else 'does not fit'}"]
-    lines += [f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %"
-              for part, size in job.memory.items() if size]
-    lines += ["", f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "
-              f"{tokens / job.tokens_per_second / 86400:,.1f} days for {tokens:g} tokens"]
+    lines = [
+        f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
+        "",
+        f"memory {job.memory_gib:8.2f} GiB of {room_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
+        f"{'fits' if job.fits else 'does not fit'}",
+    ]
+    lines += [
+        f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %" for part, size in job.memory.items() if size
+    ]
+    lines += [
+        "",
+        f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "
+        f"{tokens / job.tokens_per_second / 86400:,.1f} days for {tokens:g} tokens",
+    ]
     for part, meaning in MEANINGS.items():
         hidden = job.seconds[part.replace("_exposed", "_hidden")] if part.endswith("_exposed") else 0.0
         beside = f"   and {hidden:.3f} s hidden" if hidden > 5e-4 else ""
         if job.seconds[part] > 5e-4 * seconds or beside:
-            lines.append(f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
-                         f"{meaning}{beside}")
+            lines.append(
+                f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
+                f"{meaning}{beside}"
+            )
     return "\n".join(lines)
 
 
@@ -167,23 +202,31 @@ def searchable(cfg: Config, world: int) -> Config:
 
 def search_record(found: Found, job: Plan, given: Config, tokens: float) -> dict:
     """given: the configuration that the changes are of; `job` has another layout where `given` breaks a rule."""
-    return {"given": record(job, tokens), "best": [record(best, tokens) for best in found.best],
-            "changes": [changes(given, best.cfg) for best in found.best], "others_that_fit": len(found.others),
-            "reasons": found.reasons}
+    return {
+        "given": record(job, tokens),
+        "best": [record(best, tokens) for best in found.best],
+        "changes": [changes(given, best.cfg) for best in found.best],
+        "others_that_fit": len(found.others),
+        "reasons": found.reasons,
+    }
 
 
 def ranking(found: Found, job: Plan, given: Config) -> str:
     """The best layouts, what the first would change, and what became of the others."""
     figures = f"{job.step_seconds:.3f} s, MFU {mfu(job)}, {job.memory_gib:.1f} GiB"
-    lines = [f"given: {layout(job.cfg, job.world)}: {figures}{'' if job.fits else ', does not fit'}", "",
-             f"{'step s':>8} {'MFU':>8} {'GiB':>6}  layout"]
-    lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}"
-              for p in found.best]
+    lines = [
+        f"given: {layout(job.cfg, job.world)}: {figures}{'' if job.fits else ', does not fit'}",
+        "",
+        f"{'step s':>8} {'MFU':>8} {'GiB':>6}  layout",
+    ]
+    lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}" for p in found.best]
     lines += ["", difference(job, found.best[0], changes(given, found.best[0].cfg))]
     if found.others:
         cfg, seconds = found.others[0]
-        lines.append(f"{len(found.others)} other layouts fit; the next one takes {seconds:.3f} s or more: "
-                     f"{layout(cfg, job.world)}")
+        lines.append(
+            f"{len(found.others)} other layouts fit; the next one takes {seconds:.3f} s or more: "
+            f"{layout(cfg, job.world)}"
+        )
     lines += [f"{count:6} layouts: {reason}" for reason, count in found.reasons.most_common()]
     return "\n".join(lines)
 

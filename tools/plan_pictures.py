@@ -17,9 +17,17 @@ from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools.draw_pipeline import draw_svg
 
 MOST_GPUS = 4096
-COLORS = {"gemm": "#2a6fbb", "attention": "#5aa0dd", "pointwise": "#9cc7ea", "tp_exposed": "#e07b39",
-          "cp_exposed": "#efa36b", "pp_exposed": "#f5c9a4", "dp_exposed": "#c94f4f", "bubble": "#d9d9d9",
-          "optimizer": "#6b8f5e"}
+COLORS = {
+    "gemm": "#2a6fbb",
+    "attention": "#5aa0dd",
+    "pointwise": "#9cc7ea",
+    "tp_exposed": "#e07b39",
+    "cp_exposed": "#efa36b",
+    "pp_exposed": "#f5c9a4",
+    "dp_exposed": "#c94f4f",
+    "bubble": "#d9d9d9",
+    "optimizer": "#6b8f5e",
+}
 
 
 def draw(job: Plan, folder: Path) -> Iterator[Path]:
@@ -35,8 +43,11 @@ def draw(job: Plan, folder: Path) -> Iterator[Path]:
         path.write_text(draw_svg(job.timeline), encoding="utf-8")
         yield path
         scaled = scaling(job, in_proportion=True)
-        for name, picture in (("memory", memory(job)), ("time", time_bars(scaled)),
-                              ("scaling", curves(scaled, scaling(job, in_proportion=False)))):
+        for name, picture in (
+            ("memory", memory(job)),
+            ("time", time_bars(scaled)),
+            ("scaling", curves(scaled, scaling(job, in_proportion=False))),
+        ):
             path = folder / f"{name}.png"
             picture.savefig(path, dpi=150, bbox_inches="tight")
             yield path
@@ -77,10 +88,13 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
 
 def memory(job: Plan):
     from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(8, 4))
     bottom = 0.0
-    for part, color in zip(("parameters", "gradients", "optimizer", "fp8 weights", "messages"),
-                           ("#2a6fbb", "#5aa0dd", "#6b8f5e", "#9cc7ea", "#efa36b")):
+    for part, color in zip(
+        ("parameters", "gradients", "optimizer", "fp8 weights", "messages"),
+        ("#2a6fbb", "#5aa0dd", "#6b8f5e", "#9cc7ea", "#efa36b"),
+    ):
         size = job.memory[part] / 2**30
         if size:
             axes.axhspan(bottom, bottom + size, color=color, label=part, lw=0)
@@ -88,14 +102,20 @@ def memory(job: Plan):
     times, sizes = zip(*memory_curve(job))
     axes.fill_between(times, bottom, sizes, color="#e07b39", label="activations", lw=0)
     axes.axhline(room_gib(job.machine), color="#c94f4f", ls="--", label="room")
-    axes.set(xlabel="seconds of a step", ylabel="GiB", xlim=(0, job.timeline.makespan), ylim=(0, None),
-             title=f"Memory of pipeline rank {job.fullest}, the fullest")
+    axes.set(
+        xlabel="seconds of a step",
+        ylabel="GiB",
+        xlim=(0, job.timeline.makespan),
+        ylim=(0, None),
+        title=f"Memory of pipeline rank {job.fullest}, the fullest",
+    )
     axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return figure
 
 
 def time_bars(plans: list[Plan]):
     from matplotlib import pyplot
+
     height = 0.9 + 0.5 * len(plans)
     figure, axes = pyplot.subplots(figsize=(8, height))
     names, left = [f"{p.world} GPUs" for p in plans], [0.0] * len(plans)
@@ -113,18 +133,28 @@ def time_bars(plans: list[Plan]):
 
 def curves(proportional: list[Plan], fixed: list[Plan]):
     from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     first = proportional[0]
     worlds = [p.world for p in proportional]
     linear = [first.tokens_per_second * world / first.world for world in worlds]
     axes.plot(worlds, linear, color="#b0b7c0", lw=5, alpha=0.5, label="linear")
-    for plans, color, label, above in ((proportional, "#2a6fbb", "batch in proportion", 8),
-                                       (fixed, "#e07b39", "batch as given", -14)):
+    for plans, color, label, above in (
+        (proportional, "#2a6fbb", "batch in proportion", 8),
+        (fixed, "#e07b39", "batch as given", -14),
+    ):
         axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", color=color, label=label)
         for p in plans:
             if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
-                axes.annotate(f"{p.mfu_percent:.1f} %", (p.world, p.tokens_per_second), xytext=(0, above), fontsize=8,
-                              ha="right" if above > 0 else "left", textcoords="offset points", color=color)
+                axes.annotate(
+                    f"{p.mfu_percent:.1f} %",
+                    (p.world, p.tokens_per_second),
+                    xytext=(0, above),
+                    fontsize=8,
+                    ha="right" if above > 0 else "left",
+                    textcoords="offset points",
+                    color=color,
+                )
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s", title="Scaling, with MFU")
     axes.margins(0.1, 0.1)
     axes.set_xticks(worlds, worlds)

@@ -100,10 +100,15 @@ def _that_fits(layout: Config, world: int, machine: Machine) -> Config | str:
 
 def changes(before: Config, after: Config) -> dict[str, object]:
     """The keys, `section.key`, in which a layout differs."""
-    return {f"{section}.{key}": new for section, keys in (
-        ("parallel", ("tp", "pp", "vp", "cp", "layers_per_stage")), ("train", ("micro_batch_size", "recompute")))
-            for key in keys
-            if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)}
+    return {
+        f"{section}.{key}": new
+        for section, keys in (
+            ("parallel", ("tp", "pp", "vp", "cp", "layers_per_stage")),
+            ("train", ("micro_batch_size", "recompute")),
+        )
+        for key in keys
+        if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)
+    }
 
 
 def written(changed: dict[str, object]) -> list[str]:
@@ -115,8 +120,10 @@ def remedy(job: Plan, given: Config) -> str:
     """One line for a plan that does not fit: what does not, and the nearest change that would, of `given`."""
     machine, room = job.machine, room_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
-    problem = (f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
-               f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB")
+    problem = (
+        f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
+        f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB"
+    )
     for world in (job.world << i for i in range(8)):
         if nearest := _nearest(job.cfg, world, machine):
             more = [f"{world} GPUs"] if world > job.world else []
@@ -126,8 +133,11 @@ def remedy(job: Plan, given: Config) -> str:
 
 def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     """The layout that fits after the fewest changes; the fastest of several."""
-    every = (replace(layout, train=replace(layout.train, recompute=recompute))
-             for layout in layouts(cfg, world, machine) for recompute in RECOMPUTE)
+    every = (
+        replace(layout, train=replace(layout.train, recompute=recompute))
+        for layout in layouts(cfg, world, machine)
+        for recompute in RECOMPUTE
+    )
     distance, fitting, room = None, [], room_gib(machine) * 2**30
     for layout in sorted(every, key=lambda layout: len(changes(cfg, layout))):
         if fitting and len(changes(cfg, layout)) > distance:

@@ -185,8 +185,9 @@ def draw(runs: list[Run], unicode: bool) -> str:
         ends[row] = ends.get(row, "") + f"{i}"
 
     lines = ["loss, nats per token"]
-    labels = {canvas.cell(first, y)[1]: f"{y:g}" for y in ticks(low - pad, high + pad, 6)
-              if len(f"{y:g}") <= MARGIN - 2}  # no loss of a model has a longer one
+    labels = {
+        canvas.cell(first, y)[1]: f"{y:g}" for y in ticks(low - pad, high + pad, 6) if len(f"{y:g}") <= MARGIN - 2
+    }  # no loss of a model has a longer one
     for row, body in enumerate(canvas.text(unicode)):
         axis = signs["tick"] if row in labels else signs["y"]
         mark = " " + ends.get(row, "") if len(runs) > 1 else ""
@@ -265,8 +266,9 @@ def save_png(runs: list[Run], path: Path) -> None:
     panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "memory_gib"}
     panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
     figure = Figure(figsize=(8, 4.5 + 1.5 * len(panels)), layout="constrained")
-    above, *below = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False,
-                                    height_ratios=[3] + [1] * len(panels)).flat
+    above, *below = figure.subplots(
+        1 + len(panels), 1, sharex=True, squeeze=False, height_ratios=[3] + [1] * len(panels)
+    ).flat
     entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
     for entropy in entropies:
         above.axhline(entropy, color="0.45", linestyle="--", linewidth=1)

@@ -45,11 +45,12 @@ from tools.command import Parser, run
 
 BATCH_BYTES = 1 << 20
 READ_BYTES = 1 << 17
-BATCHES_PER_WORKER = 3          # one at work, one waiting for it, one on the way back
+BATCHES_PER_WORKER = 3  # one at work, one waiting for it, one on the way back
 
 
 class Batch(NamedTuple):
     """Lines of one file; first_line: number of lines[0], from 1; read_bytes: of the file, since the batch before."""
+
     path: str
     first_line: int
     lines: list[bytes]
@@ -58,6 +59,7 @@ class Batch(NamedTuple):
 
 class Job(NamedTuple):
     """What every worker needs to know."""
+
     tokenizer: str
     keys: tuple[str, ...]
     append_eod: bool
@@ -71,8 +73,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (all cores)")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to encode (text)")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    parser.add_argument("--check", action="store_true", help="try the tokenizer and the first megabyte of each input, "
-                        "and write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="try the tokenizer and the first megabyte of each input, and write nothing"
+    )
     options = parser.parse_args(argv)
     job = Job(options.tokenizer, tuple(options.json_keys), options.append_eod)
     preprocess(options.input, options.output_prefix, job, options.workers, options.check)
@@ -96,8 +99,12 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, ch
         for path in inputs:
             encode_batch(job, next(read_batches([path])))
         return
-    sidecar = {"tokenizer": job.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
-               "append_eod": job.append_eod}
+    sidecar = {
+        "tokenizer": job.tokenizer,
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "append_eod": job.append_eod,
+    }
     total_bytes, num_tokens = sum(os.path.getsize(path) for path in inputs), dict.fromkeys(job.keys, 0)
     with contextlib.ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
@@ -111,8 +118,10 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, ch
             bar.update(batch.read_bytes)
         for key, count in num_tokens.items():
             if not count:
-                raise ValueError(f"--input {' '.join(inputs)}: not a token under the key {key!r}; give files with "
-                                 "documents that are not empty")
+                raise ValueError(
+                    f"--input {' '.join(inputs)}: not a token under the key {key!r}; give files with "
+                    "documents that are not empty"
+                )
 
 
 def check_files(inputs: list[str], prefixes: list[str]) -> None:
@@ -139,8 +148,9 @@ def read_batches(inputs: list[str]) -> Iterator[Batch]:
                         yield Batch(path, first, lines, position - reported)
                         reported, first, lines, size = position, number + 1, [], 0
             except (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
-                raise ValueError(f"{path}: cannot be read after line {number} ({error}); the file is damaged: copy it "
-                                 "again") from error
+                raise ValueError(
+                    f"{path}: cannot be read after line {number} ({error}); the file is damaged: copy it again"
+                ) from error
             yield Batch(path, first, lines, raw.tell() - reported)
 
 
@@ -180,8 +190,9 @@ def _parse(line: bytes, keys: tuple[str, ...], where: str) -> dict:
         try:
             document[key].encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {key!r} is no Unicode text ({error}); write surrogate pairs or the characters"
-                             ) from error
+            raise ValueError(
+                f"{where}: {key!r} is no Unicode text ({error}); write surrogate pairs or the characters"
+            ) from error
     return document
 
 
@@ -189,7 +200,7 @@ def _write(writer: IndexedWriter, tokens: bytes, lengths: list[int]) -> None:
     """Append the documents of a batch.  A document without tokens gets no sequence, as in Megatron."""
     array, begin = np.frombuffer(tokens, writer.dtype), 0
     for length in lengths:
-        writer.add_document([array[begin:begin + length]] if length else [])
+        writer.add_document([array[begin : begin + length]] if length else [])
         begin += length
 
 
@@ -202,7 +213,7 @@ class Workers(contextlib.AbstractContextManager):
 
     def __init__(self, count: int, job: Job):
         spawn = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()       # else the first process starts it, which lets signals through again
+        resource_tracker.ensure_running()  # else the first process starts it, which lets signals through again
         self.processes, self.idle, self.threads = [], queue.SimpleQueue(), ThreadPoolExecutor(count)
         for _ in range(count):
             here, there = spawn.Pipe()
@@ -217,7 +228,7 @@ class Workers(contextlib.AbstractContextManager):
 
     def __exit__(self, *_) -> None:
         for process in self.processes:
-            process.terminate()     # a thread that waits for it sees its pipe end
+            process.terminate()  # a thread that waits for it sees its pipe end
         self.threads.shutdown(cancel_futures=True)
 
     def _encode(self, batch: Batch) -> list:
@@ -226,8 +237,9 @@ class Workers(contextlib.AbstractContextManager):
             pipe.send(batch)
             result = pipe.recv()
         except (EOFError, OSError) as error:
-            raise ValueError("an encoding process was killed; it may have run out of memory: use fewer --workers"
-                             ) from error
+            raise ValueError(
+                "an encoding process was killed; it may have run out of memory: use fewer --workers"
+            ) from error
         finally:
             self.idle.put(pipe)
         if isinstance(result, ValueError):

@@ -29,11 +29,25 @@ from tools.command import Parser, run
 
 # Per sample, forward and backward, as the recipes that name these models count them.
 MODEL_FLOPS = {
-    "gpt3-5b": 6.69e13, "gpt3-175b": 2.2e15, "llama2-7b": 1.89e14, "llama2-70b": 1.82e15, "llama3-70b": 3.94e15,
-    "llama3.1-8b": 4.74e14, "llama3.1-70b": 3.9129e15, "llama3.1-405b": 2.16533e16, "mixtral-7b": 3.4e14}
+    "gpt3-5b": 6.69e13,
+    "gpt3-175b": 2.2e15,
+    "llama2-7b": 1.89e14,
+    "llama2-70b": 1.82e15,
+    "llama3-70b": 3.94e15,
+    "llama3.1-8b": 4.74e14,
+    "llama3.1-70b": 3.9129e15,
+    "llama3.1-405b": 2.16533e16,
+    "mixtral-7b": 3.4e14,
+}
 # Dense TFLOP/s: (bf16, FP8), again as those recipes have them.
-MAX_TFLOPS = {"h100": (989, 1978), "h200": (989, 1978), "b200": (2250, 4500), "a100": (312, None), "v5e": (197, None),
-              "v5p": (459, None)}
+MAX_TFLOPS = {
+    "h100": (989, 1978),
+    "h200": (989, 1978),
+    "b200": (2250, 4500),
+    "a100": (312, None),
+    "v5e": (197, None),
+    "v5p": (459, None),
+}
 REPORT_TOKENS = 20_000_000  # of the JUBE benchmark: its metric is the time for so many
 LORA_SHARE = 2 / 3  # forward and the gradients of activations; frozen weights have none of their own
 
@@ -89,7 +103,10 @@ def nemo_step(line: str) -> Step | None:
 
 
 READERS: dict[str, Callable[[str], Step | None]] = {
-    "DLLogger records": dllogger_step, "Megatron lines": megatron_step, "NeMo lines": nemo_step}
+    "DLLogger records": dllogger_step,
+    "Megatron lines": megatron_step,
+    "NeMo lines": nemo_step,
+}
 
 
 def read_steps(path: Path) -> tuple[str, dict[int, float]]:
@@ -114,8 +131,9 @@ def read_steps(path: Path) -> tuple[str, dict[int, float]]:
                 steps[found[0]] = found[1]
         if steps:
             return kind, steps
-    raise ValueError(f"--file {path} holds no step times; it has to be a dllogger.json, or a log with lines of "
-                     "Megatron or NeMo")
+    raise ValueError(
+        f"--file {path} holds no step times; it has to be a dllogger.json, or a log with lines of Megatron or NeMo"
+    )
 
 
 def average_step_time(path: Path, start: int, end: int) -> float:
@@ -123,8 +141,10 @@ def average_step_time(path: Path, start: int, end: int) -> float:
     kind, steps = read_steps(path)
     window = [seconds for step, seconds in steps.items() if start <= step <= end]
     if not window:
-        raise ValueError(f"no step from --start_step {start} to --end_step {end} in {path}, whose {kind} have steps "
-                         f"{min(steps)} to {max(steps)}")
+        raise ValueError(
+            f"no step from --start_step {start} to --end_step {end} in {path}, whose {kind} have steps "
+            f"{min(steps)} to {max(steps)}"
+        )
     if not 0 < sum(window) < math.inf:
         raise ValueError(f"the steps from {start} to {end} in {path} take {sum(window)} s in all: no log of a run")
     note = f"{path}: {kind}, {len(window)} of them from step {start} to {end}"
@@ -169,8 +189,10 @@ def main(argv: list[str]) -> None:
     share = LORA_SHARE if o.lora else 1
 
     def utilization(count: float) -> tuple[float, float]:
-        return (tflops(o.batch_size, count * share, seconds, o.num_accelerators),
-                mfu(o.batch_size, count * share, seconds, o.num_accelerators, o.max_flops))
+        return (
+            tflops(o.batch_size, count * share, seconds, o.num_accelerators),
+            mfu(o.batch_size, count * share, seconds, o.num_accelerators, o.max_flops),
+        )
 
     rate, fraction = utilization(o.model_flops)
     print(f"Average step time: {seconds:.8f}\nTFLOPS/Accelerator: {rate:.8f}\nMFU: {fraction:.8f}")
@@ -186,8 +208,9 @@ def main(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options; model_flops, max_flops and countings settled. Raises ValueError."""
-    parser = Parser(description=__doc__, epilog=NOTES, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    allow_abbrev=False)
+    parser = Parser(
+        description=__doc__, epilog=NOTES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--file", type=Path, required=True, help="the log")
     add("--batch_size", type=positive(int), required=True, help="samples per step, of all accelerators")
@@ -209,15 +232,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
         cfg = cli.load([str(o.config)])
         shape, recompute = cfg.model.shape, cfg.train.recompute != "none"
         o.seq_len = o.seq_len or cfg.train.seq_len
-        o.countings = {"full": flops.full(shape, o.seq_len), "causal": flops.causal(shape, o.seq_len),
-                       "hardware": flops.hardware(shape, o.seq_len, recompute=recompute)}
+        o.countings = {
+            "full": flops.full(shape, o.seq_len),
+            "causal": flops.causal(shape, o.seq_len),
+            "hardware": flops.hardware(shape, o.seq_len, recompute=recompute),
+        }
     o.model_flops = o.model_flops or MODEL_FLOPS.get(o.model_type) or o.countings.get("full")
     if o.model_flops is None:
         raise ValueError("what a sample costs is missing; give --model_type, --model_flops or --config")
     o.max_flops = o.max_flops or MAX_TFLOPS.get(o.accelerator_type, (None, None))[o.precision == "fp8"]
     if o.max_flops is None:
-        raise ValueError(f"the {o.precision} peak of {o.accelerator_type or 'the accelerator'} is not known; give "
-                         "--accelerator_type or --max_flops")
+        raise ValueError(
+            f"the {o.precision} peak of {o.accelerator_type or 'the accelerator'} is not known; give "
+            "--accelerator_type or --max_flops"
+        )
     return o
 
 

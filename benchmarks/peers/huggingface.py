@@ -77,23 +77,53 @@ def make_model(cfg: Config) -> PreTrainedModel:
     """The model in float32 on torch's default device."""
     m = cfg.model
     if m.family == "gpt":
-        return GPT2LMHeadModel(GPT2Config(
-            vocab_size=m.padded_vocab_size, n_embd=m.hidden_size, n_inner=m.ffn_hidden_size, n_layer=m.num_layers,
-            n_head=m.num_heads, n_positions=m.max_positions, layer_norm_epsilon=m.norm_eps,
-            initializer_range=m.init_std, tie_word_embeddings=m.tie_embeddings, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa"))
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=m.padded_vocab_size,
+                n_embd=m.hidden_size,
+                n_inner=m.ffn_hidden_size,
+                n_layer=m.num_layers,
+                n_head=m.num_heads,
+                n_positions=m.max_positions,
+                layer_norm_epsilon=m.norm_eps,
+                initializer_range=m.init_std,
+                tie_word_embeddings=m.tie_embeddings,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=None,
+                eos_token_id=None,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
     attention = "flash_attention_2" if varlen(cfg) else "sdpa"
     rope = {"rope_type": "default", "rope_theta": m.rope_theta}
     if m.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", "factor": m.rope_scaling.factor,
-                 "low_freq_factor": m.rope_scaling.low_freq_factor,
-                 "high_freq_factor": m.rope_scaling.high_freq_factor,
-                 "original_max_position_embeddings": m.rope_scaling.original_max_positions}
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=m.padded_vocab_size, hidden_size=m.hidden_size, intermediate_size=m.ffn_hidden_size,
-        num_hidden_layers=m.num_layers, num_attention_heads=m.num_heads, num_key_value_heads=m.kv_heads,
-        max_position_embeddings=m.max_positions, rms_norm_eps=m.norm_eps, initializer_range=m.init_std,
-        tie_word_embeddings=m.tie_embeddings, rope_parameters=rope, use_cache=False, attn_implementation=attention))
+        rope |= {
+            "rope_type": "llama3",
+            "factor": m.rope_scaling.factor,
+            "low_freq_factor": m.rope_scaling.low_freq_factor,
+            "high_freq_factor": m.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": m.rope_scaling.original_max_positions,
+        }
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=m.padded_vocab_size,
+            hidden_size=m.hidden_size,
+            intermediate_size=m.ffn_hidden_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_heads,
+            num_key_value_heads=m.kv_heads,
+            max_position_embeddings=m.max_positions,
+            rms_norm_eps=m.norm_eps,
+            initializer_range=m.init_std,
+            tie_word_embeddings=m.tie_embeddings,
+            rope_parameters=rope,
+            use_cache=False,
+            attn_implementation=attention,
+        )
+    )
 
 
 def varlen(cfg: Config) -> bool:
@@ -107,8 +137,11 @@ def add_adapters(model: PreTrainedModel, cfg: Config) -> None:
 
     names = {"qkv": ("q", "k", "v")}
     targets = [f"{part}_proj" for target in cfg.lora.targets for part in names.get(target, (target,))]
-    get_peft_model(model, LoraConfig(r=cfg.lora.rank, lora_alpha=cfg.lora.alpha, target_modules=targets,
-                                     task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
+    get_peft_model(
+        model,
+        LoraConfig(r=cfg.lora.rank, lora_alpha=cfg.lora.alpha, target_modules=targets, task_type="CAUSAL_LM"),
+        autocast_adapter_dtype=False,
+    )
 
 
 def parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
@@ -120,8 +153,10 @@ def parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
 
 def shard(model: PreTrainedModel) -> None:
     """Shard weights, gradients and optimizer state over all ranks; the forward pass computes in bf16."""
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-               "reshard_after_forward": False}
+    options = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "reshard_after_forward": False,
+    }
     blocks, embedding, norm = parts(model)
     for block in blocks:
         fully_shard(block, **options)

@@ -38,13 +38,17 @@ try:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 except ImportError as error:
-    raise measure.skip(f"Megatron-core or Transformer Engine is not installed ({error}); "
-                       "pip install megatron-core 'transformer-engine[pytorch]'") from None
+    raise measure.skip(
+        f"Megatron-core or Transformer Engine is not installed ({error}); "
+        "pip install megatron-core 'transformer-engine[pytorch]'"
+    ) from None
 
-FP8 = {"none": {},
-       "delayed": dict(fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max"),
-       "current": dict(fp8="hybrid", fp8_recipe="tensorwise"),
-       "block": dict(fp8="e4m3", fp8_recipe="blockwise")}
+FP8 = {
+    "none": {},
+    "delayed": dict(fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max"),
+    "current": dict(fp8="hybrid", fp8_recipe="tensorwise"),
+    "block": dict(fp8="e4m3", fp8_recipe="blockwise"),
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,19 +74,42 @@ def main(argv: list[str] | None = None) -> None:
 def transformer_config(cfg: Config) -> TransformerConfig:
     m, p, llama = cfg.model, cfg.parallel, cfg.model.family == "llama"
     return TransformerConfig(
-        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
-        num_attention_heads=m.num_heads, num_query_groups=m.kv_heads, init_method_std=m.init_std,
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_heads,
+        num_query_groups=m.kv_heads,
+        init_method_std=m.init_std,
         layernorm_epsilon=m.norm_eps,
-        normalization="RMSNorm" if llama else "LayerNorm", gated_linear_unit=llama, add_bias_linear=not llama,
-        activation_func=F.silu if llama else F.gelu, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp, context_parallel_size=p.cp,
-        virtual_pipeline_model_parallel_size=p.vp if p.vp > 1 else None, overlap_p2p_comm=p.vp > 1,
-        batch_p2p_comm=p.vp == 1, deallocate_pipeline_outputs=True, sequence_parallel=p.sequence_parallel and p.tp > 1,
-        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_dtype=torch.bfloat16,
-        bias_activation_fusion=True, bias_dropout_fusion=True, masked_softmax_fusion=True, persist_layer_norm=True,
-        apply_rope_fusion=m.positions == "rope", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
-        gradient_accumulation_fusion=True, pipeline_model_parallel_layout=_stages(p.layers_per_stage),
-        **FP8[cfg.precision.fp8])
+        normalization="RMSNorm" if llama else "LayerNorm",
+        gated_linear_unit=llama,
+        add_bias_linear=not llama,
+        activation_func=F.silu if llama else F.gelu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        context_parallel_size=p.cp,
+        virtual_pipeline_model_parallel_size=p.vp if p.vp > 1 else None,
+        overlap_p2p_comm=p.vp > 1,
+        batch_p2p_comm=p.vp == 1,
+        deallocate_pipeline_outputs=True,
+        sequence_parallel=p.sequence_parallel and p.tp > 1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_dtype=torch.bfloat16,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        masked_softmax_fusion=True,
+        persist_layer_norm=True,
+        apply_rope_fusion=m.positions == "rope",
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        gradient_accumulation_fusion=True,
+        pipeline_model_parallel_layout=_stages(p.layers_per_stage),
+        **FP8[cfg.precision.fp8],
+    )
 
 
 def _stages(layers: tuple[int, ...] | None) -> list[list[str]] | None:
@@ -103,9 +130,18 @@ def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> 
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
         positions = {"rope": "rope", "learned": "learned_absolute"}[m.positions]
-        chunk = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), m.padded_vocab_size, m.max_positions,
-                         pre_process=first, post_process=last, share_embeddings_and_output_weights=m.tie_embeddings,
-                         position_embedding_type=positions, rotary_base=m.rope_theta, **stage).cuda()
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_with_transformer_engine_spec(),
+            m.padded_vocab_size,
+            m.max_positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=m.tie_embeddings,
+            position_embedding_type=positions,
+            rotary_base=m.rope_theta,
+            **stage,
+        ).cuda()
         if m.positions == "learned":
             chunk.bfloat16()  # the position table is made in float32
         if last:
@@ -113,8 +149,13 @@ def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> 
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk)
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True,
-        average_in_collective=True, check_for_nan_in_grad=False)
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_distributed_optimizer=True,
+        average_in_collective=True,
+        check_for_nan_in_grad=False,
+    )
     return [DistributedDataParallel(config, options, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
 
 
@@ -122,10 +163,22 @@ def make_step(cfg: Config, config: TransformerConfig, virtual: int | None, world
     """step(i): forward, backward and update on random tokens that stay on the GPU."""
     m, t, o = cfg.model, cfg.train, cfg.optimizer
     chunks = make_chunks(cfg, config, virtual)
-    optimizer = get_megatron_optimizer(OptimizerConfig(
-        lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1],
-        adam_eps=o.eps, clip_grad=o.clip_grad, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
-        overlap_param_gather=True), chunks)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=o.lr,
+            min_lr=o.min_lr,
+            weight_decay=o.weight_decay,
+            adam_beta1=o.betas[0],
+            adam_beta2=o.betas[1],
+            adam_eps=o.eps,
+            clip_grad=o.clip_grad,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+        ),
+        chunks,
+    )
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
     config.param_sync_func = [c.start_param_sync for c in chunks] if virtual else chunks[0].start_param_sync
@@ -148,9 +201,15 @@ def make_step(cfg: Config, config: TransformerConfig, virtual: int | None, world
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        run(forward_step_func=forward, data_iterator=[None] * len(chunks) if virtual else None,
-            model=chunks if virtual else chunks[0], num_microbatches=cfg.num_microbatches(cfg.dp(world)),
-            seq_length=t.seq_len, micro_batch_size=t.micro_batch_size, forward_only=False)
+        run(
+            forward_step_func=forward,
+            data_iterator=[None] * len(chunks) if virtual else None,
+            model=chunks if virtual else chunks[0],
+            num_microbatches=cfg.num_microbatches(cfg.dp(world)),
+            seq_length=t.seq_len,
+            micro_batch_size=t.micro_batch_size,
+            forward_only=False,
+        )
         optimizer.step()
 
     return step

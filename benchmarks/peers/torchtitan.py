@@ -32,8 +32,10 @@ from minitron.pipeline.schedule import stage_layers
 try:
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.optimizer import build_optimizers
-    from torchtitan.config import JobConfig, TORCH_DTYPE_MAP
-    from torchtitan.distributed import ParallelDims, parallel_dims as titan_mesh, utils as titan
+    from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import parallel_dims as titan_mesh
+    from torchtitan.distributed import utils as titan
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
@@ -94,8 +96,9 @@ def job_config(cfg: Config, dims: ParallelDims, compiled: bool) -> JobConfig:
 def stage_modules(cfg: Config) -> list[list[str]]:
     """The names of the modules of each global stage."""
     p = cfg.parallel
-    stages = [[f"layers.{i}" for i in layers]
-              for layers in stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)]
+    stages = [
+        [f"layers.{i}" for i in layers] for layers in stage_layers(cfg.model.num_layers, p.pp, p.vp, p.layers_per_stage)
+    ]
     stages[0].insert(0, "tok_embeddings")
     stages[-1] += ["norm", "output"]
     return stages
@@ -103,14 +106,27 @@ def stage_modules(cfg: Config) -> list[list[str]]:
 
 def model_args(cfg: Config) -> TransformerModelArgs:
     m, scaling = cfg.model, cfg.model.rope_scaling
-    rope = RoPEScalingArgs(scaling_factor=1.0) if scaling is None else RoPEScalingArgs(
-        scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions)
+    rope = (
+        RoPEScalingArgs(scaling_factor=1.0)
+        if scaling is None
+        else RoPEScalingArgs(
+            scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+        )
+    )
     # torchtitan derives the MLP's width, rounded up to a multiple: of the width itself, that is the width.
     return TransformerModelArgs(
-        dim=m.hidden_size, n_layers=m.num_layers, n_heads=m.num_heads, n_kv_heads=m.kv_heads,
-        vocab_size=m.padded_vocab_size, multiple_of=m.ffn_hidden_size,
-        ffn_dim_multiplier=3 * m.ffn_hidden_size / (8 * m.hidden_size), norm_eps=m.norm_eps, rope_theta=m.rope_theta,
-        rope_scaling_args=rope, max_seq_len=cfg.train.seq_len)
+        dim=m.hidden_size,
+        n_layers=m.num_layers,
+        n_heads=m.num_heads,
+        n_kv_heads=m.kv_heads,
+        vocab_size=m.padded_vocab_size,
+        multiple_of=m.ffn_hidden_size,
+        ffn_dim_multiplier=3 * m.ffn_hidden_size / (8 * m.hidden_size),
+        norm_eps=m.norm_eps,
+        rope_theta=m.rope_theta,
+        rope_scaling_args=rope,
+        max_seq_len=cfg.train.seq_len,
+    )
 
 
 def make_model(cfg: Config, dtype: torch.dtype) -> Transformer:
@@ -132,8 +148,9 @@ def materialize(parts: list[nn.Module], device: torch.device) -> None:
 def make_step(cfg: Config, world: int, device: torch.device) -> Callable[[int], None]:
     """step(i): forward, backward and update on random tokens that stay on the device."""
     p, t = cfg.parallel, cfg.train
-    dims = ParallelDims(dp_replicate=1, dp_shard=cfg.dp(world), cp=p.cp, tp=p.tp, pp=p.pp, ep=1, etp=1,
-                        world_size=world)
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=cfg.dp(world), cp=p.cp, tp=p.tp, pp=p.pp, ep=1, etp=1, world_size=world
+    )
     dims.build_mesh()
     job = job_config(cfg, dims, compiled=device.type == "cuda")
     loss = build_cross_entropy_loss(job)
@@ -151,7 +168,8 @@ def make_step(cfg: Config, world: int, device: torch.device) -> Callable[[int], 
     tokens, labels, more = *batch, {}
     if dims.cp_enabled:
         tokens, labels, more = prepare_context_parallel_input(
-            tokens, labels, more, dims.get_mesh("cp"), device, job.parallelism.context_parallel_load_balancer)
+            tokens, labels, more, dims.get_mesh("cp"), device, job.parallelism.context_parallel_load_balancer
+        )
     context = titan.get_train_context(dims.tp_enabled)
     passes = 1 if dims.pp_enabled else cfg.num_microbatches(dims.dp_shard)
     collector = GarbageCollection(job.training.gc_freq)
@@ -163,8 +181,12 @@ def make_step(cfg: Config, world: int, device: torch.device) -> Callable[[int], 
             with context():
                 run(tokens, labels, more)
         if job.training.max_norm:
-            titan.clip_grad_norm_([weight for part in parts for weight in part.parameters()], job.training.max_norm,
-                                  foreach=True, pp_mesh=dims.get_optional_mesh("pp"))
+            titan.clip_grad_norm_(
+                [weight for part in parts for weight in part.parameters()],
+                job.training.max_norm,
+                foreach=True,
+                pp_mesh=dims.get_optional_mesh("pp"),
+            )
         optimizers.step()
 
     return step
@@ -172,6 +194,7 @@ def make_step(cfg: Config, world: int, device: torch.device) -> Callable[[int], 
 
 def plain(model: nn.Module, loss: Callable, autocast: contextlib.AbstractContextManager, count: int) -> Callable:
     """One microbatch forward and backward; `count`: all tokens of the step, over which the loss is the mean."""
+
     def run(tokens: Tensor, labels: Tensor, more: dict) -> None:
         with autocast:
             mean = loss(model(tokens, **more), labels) / count
@@ -182,9 +205,15 @@ def plain(model: nn.Module, loss: Callable, autocast: contextlib.AbstractContext
 
 def pipelined(schedule, first: bool, last: bool) -> Callable:
     """All microbatches of a step; first, last: whether this rank has the first or the last stage."""
+
     def run(tokens: Tensor, labels: Tensor, more: dict) -> None:
-        schedule.step(*([tokens] if first else []), **more, target=labels if last else None,
-                      losses=[] if last else None, return_outputs=False)
+        schedule.step(
+            *([tokens] if first else []),
+            **more,
+            target=labels if last else None,
+            losses=[] if last else None,
+            return_outputs=False,
+        )
 
     return run
 

@@ -1,6 +1,6 @@
 """What the submission of a benchmark has to name, a line each: versions of the libraries, and commits.
 
-    python launch/jube/versions.py
+python launch/jube/versions.py
 """
 
 import platform
@@ -37,8 +37,10 @@ def version(package: str) -> str | None:
 def commit(folder: Path) -> str:
     """The commit of a checkout, and whether files of it were changed."""
     try:
-        head, changes = (subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True)
-                         .stdout.strip() for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"]))
+        head, changes = (
+            subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
     except (OSError, subprocess.CalledProcessError):
         return "no git checkout"
     return f"commit {head}{' and changes' if changes else ''}"

@@ -37,8 +37,9 @@ from minitron.config.schema import Config, ModelConfig
 from minitron.model.lora import adapted
 
 
-def open_weights(path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple,
-                 key: str = "") -> Weights:
+def open_weights(
+    path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple, key: str = ""
+) -> Weights:
     """The model in a folder, with the read interface of `format.Reader`.
 
     base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
@@ -97,8 +98,10 @@ def fingerprint(reader: Weights) -> str:
 def check_base(adapter: Reader, base: Weights, mark: str) -> None:
     """Raises CheckpointError unless these are the weights, with this fingerprint, that the adapter was trained with."""
     if adapter.state.get("base") != mark:
-        raise CheckpointError(f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
-                              f"{adapter.state.get('base')}, and {base.path} has {mark}; name the former as the base")
+        raise CheckpointError(
+            f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
+            f"{adapter.state.get('base')}, and {base.path} has {mark}; name the former as the base"
+        )
 
 
 class Part(NamedTuple):
@@ -120,9 +123,14 @@ class Merged:
         self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
         self.config, self.state = adapter.config, adapter.state
         rank = cfg.lora.rank
-        self.parts = {layer: [Part(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
-                              for i, (target, span) in enumerate(spans.items())]
-                      for layer, spans in adapted(cfg.model, cfg.lora.targets).items() if spans}
+        self.parts = {
+            layer: [
+                Part(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
+                for i, (target, span) in enumerate(spans.items())
+            ]
+            for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
+            if spans
+        }
 
     def names(self) -> list[str]:
         return [name for name in self.base.names() if best_kind(self.base, name)]
@@ -143,7 +151,7 @@ class Merged:
             first, last = max(start[0], part.start), min(start[0] + shape[0], part.start + part.size)
             if first < last:
                 a, b = self.factors(name, part, slice(first - part.start, last - part.start))
-                box[first - start[0]:last - start[0]] += b @ a[:, start[1]:start[1] + shape[1]]
+                box[first - start[0] : last - start[0]] += b @ a[:, start[1] : start[1] + shape[1]]
         return box
 
     def factors(self, name: str, part: Part, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
@@ -161,14 +169,24 @@ class Merged:
         """adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
         pairs = list(self._modules())
         lora, gpt = self.cfg.lora, self.cfg.model.family == "gpt"
-        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(self.base.path),
-                    "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
-                    # GPT-2 has a c_proj in attention and another one in the MLP
-                    "target_modules": sorted({".".join(module.split(".")[-2 if gpt else -1:]) for module, *_ in pairs}),
-                    "fan_in_fan_out": gpt, "inference_mode": True}
-        tensors = ((f"base_model.model.{module}.lora_{side}.weight", tensor.contiguous())
-                   for module, name, part, rows in pairs
-                   for side, tensor in zip("AB", self.factors(name, part, rows, scaled=False)))
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self.base.path),
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "bias": "none",
+            # GPT-2 has a c_proj in attention and another one in the MLP
+            "target_modules": sorted({".".join(module.split(".")[-2 if gpt else -1 :]) for module, *_ in pairs}),
+            "fan_in_fan_out": gpt,
+            "inference_mode": True,
+        }
+        tensors = (
+            (f"base_model.model.{module}.lora_{side}.weight", tensor.contiguous())
+            for module, name, part, rows in pairs
+            for side, tensor in zip("AB", self.factors(name, part, rows, scaled=False))
+        )
         return settings, tensors
 
     def _modules(self) -> Iterator[tuple[str, str, Part, slice]]:
@@ -179,11 +197,17 @@ class Merged:
                 end = row + module.shape[0]
                 for part in self._parts(name):
                     if part.start <= row and end <= part.start + part.size:
-                        yield (module.name.removesuffix(".weight"), name, part,
-                               slice(row - part.start, end - part.start))
+                        yield (
+                            module.name.removesuffix(".weight"),
+                            name,
+                            part,
+                            slice(row - part.start, end - part.start),
+                        )
                     elif part.start < end and row < part.start + part.size:
-                        raise ValueError(f"{self.path} has an adapter of {part.b} alone, which is a part of "
-                                         f"{module.name} in a Hugging Face model; export merged weights instead")
+                        raise ValueError(
+                            f"{self.path} has an adapter of {part.b} alone, which is a part of "
+                            f"{module.name} in a Hugging Face model; export merged weights instead"
+                        )
                 row = end
 
     def _parts(self, name: str) -> list[Part]:

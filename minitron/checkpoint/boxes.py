@@ -87,7 +87,7 @@ def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int,
 
 def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
     """The shape of the parameter of which a rank holds a slice."""
-    return tuple(local) if shard is None else (*local[:shard.dim], sum(shard.chunks), *local[shard.dim + 1:])
+    return tuple(local) if shard is None else (*local[: shard.dim], sum(shard.chunks), *local[shard.dim + 1 :])
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

@@ -62,7 +62,7 @@ from minitron.config.files import parse_json, read_bytes, size_of
 from minitron.kernels.gemm import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}                        # in the index
+NAMES = {dtype: name for name, dtype in DTYPES.items()}  # in the index
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
 STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
 OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
@@ -75,7 +75,7 @@ SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 INDEX_BYTES = 2 << 30
 MAX_COUNT, MAX_DIMS = 1 << 48, 8
 COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
-SHARD_BYTES = 2 << 30   # at which a Writer begins another file
+SHARD_BYTES = 2 << 30  # at which a Writer begins another file
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
 
 
@@ -106,14 +106,16 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 
 def in_the_way(directory: Path, after: int, until: int) -> Path | None:
     """What has the name of a checkpoint of these steps, and no save wrote: it would keep that step from being saved."""
-    return next((path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)),
-                None)
+    return next(
+        (path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)), None
+    )
 
 
 def _named(directory: Path) -> dict[int, Path]:
     """All that has the name of a checkpoint, by iteration, ascending."""
-    return dict(sorted((int(match[1]), path) for path in directory.glob("step_*")
-                       if (match := STEP.fullmatch(path.name))))
+    return dict(
+        sorted((int(match[1]), path) for path in directory.glob("step_*") if (match := STEP.fullmatch(path.name)))
+    )
 
 
 def _names(folder: Path) -> list[str]:
@@ -127,9 +129,12 @@ def _names(folder: Path) -> list[str]:
 def _is_saved(folder: Path) -> bool:
     """Whether a save wrote all that lies in a folder. Nobody knows who made an empty one."""
     names = _names(folder)
-    return (bool(names) and not folder.is_symlink()
-            and all(SAVED.fullmatch(name) and _begins(folder / name, b"") for name in names)
-            and ("index.json" not in names or _begins(folder / "index.json", INDEX_BEGIN)))
+    return (
+        bool(names)
+        and not folder.is_symlink()
+        and all(SAVED.fullmatch(name) and _begins(folder / name, b"") for name in names)
+        and ("index.json" not in names or _begins(folder / "index.json", INDEX_BEGIN))
+    )
 
 
 def _is_empty(folder: Path) -> bool:
@@ -178,8 +183,10 @@ def make_writable(directory: Path) -> None:
         try:
             _remove(probe)
         except OSError as error:
-            raise CheckpointError(f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
-                                  "save has to; use a disk, or a bucket with a hierarchical namespace") from error
+            raise CheckpointError(
+                f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
+                "save has to; use a disk, or a bucket with a hierarchical namespace"
+            ) from error
 
 
 def _check_pointer(pointer: Path) -> None:
@@ -187,8 +194,10 @@ def _check_pointer(pointer: Path) -> None:
     if os.path.lexists(pointer):
         with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
             if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
-                raise CheckpointError(f"{pointer} is damaged, or not minitron's, and a save would replace it; move it "
-                                      "away, or use another checkpoint.dir")
+                raise CheckpointError(
+                    f"{pointer} is damaged, or not minitron's, and a save would replace it; move it "
+                    "away, or use another checkpoint.dir"
+                )
 
 
 def claim(directory: Path) -> str:
@@ -203,7 +212,8 @@ def claim(directory: Path) -> str:
         before = _owners(directory)
         owner = f"{max((number for number, _ in before), default=0) + 1}-{secrets.token_hex(4)}"
         (directory / f"owner.{owner}").write_text(
-            f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}")
+            f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
+        )
         for _, name in before:
             (directory / f"owner.{name}").unlink(missing_ok=True)
     return owner
@@ -211,8 +221,11 @@ def claim(directory: Path) -> str:
 
 def _owners(directory: Path) -> list[tuple[int, str]]:
     """(number, owner), the one that counts last."""
-    return sorted((int(match[2]), match[1]) for path in directory.glob("owner.*")
-                  if (match := OWNER.fullmatch(path.name)) and _begins(path, OWNER_BEGIN))
+    return sorted(
+        (int(match[2]), match[1])
+        for path in directory.glob("owner.*")
+        if (match := OWNER.fullmatch(path.name)) and _begins(path, OWNER_BEGIN)
+    )
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
@@ -221,8 +234,10 @@ def check_owner(directory: Path, owner: str | None) -> None:
     if owners and owners[-1][1] != owner:
         with disk_errors(directory):
             newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
-        raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; only one run at a time can save "
-                        "there: end one of them, or give it another")
+        raise TakenOver(
+            f"checkpoint.dir={directory} was taken over by {newest}; only one run at a time can save "
+            "there: end one of them, or give it another"
+        )
 
 
 def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None) -> Path:
@@ -235,15 +250,23 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
                 _remove(stale)
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
-            raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
-                                  "; free some, or lower checkpoint.keep")
+            raise CheckpointError(
+                f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
+                "; free some, or lower checkpoint.keep"
+            )
         temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
 
 
-def commit(temporary: Path, about: dict, shards: Iterable[tuple[dict, list]], keep: int = 0, after: int = 0,
-           owner: str | None = None) -> None:
+def commit(
+    temporary: Path,
+    about: dict,
+    shards: Iterable[tuple[dict, list]],
+    keep: int = 0,
+    after: int = 0,
+    owner: str | None = None,
+) -> None:
     """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
 
     about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
@@ -306,9 +329,16 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]
 
     Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
     """
-    boxes = [(name, whole, kind, NAMES[tensor.dtype],
-              {"file": path.name, "key": f"{kind}:{name}:{number}", "start": start, "shape": tensor.shape})
-             for number, (name, kind, whole, start, tensor) in enumerate(pieces)]
+    boxes = [
+        (
+            name,
+            whole,
+            kind,
+            NAMES[tensor.dtype],
+            {"file": path.name, "key": f"{kind}:{name}:{number}", "start": start, "shape": tensor.shape},
+        )
+        for number, (name, kind, whole, start, tensor) in enumerate(pieces)
+    ]
     begin = header((box["key"], piece.tensor.dtype, box["shape"]) for piece, (*_, box) in zip(pieces, boxes))
     with disk_errors(path):
         return {path.name: _write(path, [begin, *(piece.tensor for piece in pieces)])}, boxes
@@ -339,8 +369,13 @@ class Writer(AbstractContextManager):
     """
 
     def __init__(self, directory: str | os.PathLike, iteration: int, config: dict):
-        self.about = {"iteration": iteration, "consumed_samples": 0, "config": config, "state": {},
-                      "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1)}
+        self.about = {
+            "iteration": iteration,
+            "consumed_samples": 0,
+            "config": config,
+            "state": {},
+            "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1),
+        }
         self.temporary = begin(Path(os.path.expanduser(directory)), iteration, 0)
         self.waiting: list[Piece] = []
         self.shards: list[tuple] = []
@@ -374,7 +409,7 @@ def _write(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
                 part = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             whole = memoryview(part)
             for begin in range(0, len(whole), BLOCK_BYTES):
-                block = whole[begin:begin + BLOCK_BYTES]
+                block = whole[begin : begin + BLOCK_BYTES]
                 checksum = zlib.crc32(block, checksum)
                 file.write(block)
             size += len(whole)
@@ -410,7 +445,8 @@ class Reader:
             index = _read_index(self.index)
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
             self.config, self.layout, self.state = (
-                _mapping(index[part], part) for part in ("config", "layout", "state"))
+                _mapping(index[part], part) for part in ("config", "layout", "state")
+            )
             self.files, self._tensors = index["files"], index["tensors"]
             self._check_head()
             self._check_tensors()
@@ -423,8 +459,10 @@ class Reader:
         """All but the tensors. Raises ValueError and what wrong types do."""
         folder = STEP.fullmatch(self.path.name)
         if folder and int(folder[1]) != self.iteration:
-            raise CheckpointError(f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
-                                  "give it its old name back, or the index.json of its safetensors")
+            raise CheckpointError(
+                f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
+                "give it its old name back, or the index.json of its safetensors"
+            )
         for section in self.config:
             _mapping(self.config[section], f"config.{section}")
         _counts(*self.layout.values())
@@ -449,8 +487,11 @@ class Reader:
                     raise ValueError(f"{kind} of {name} has no boxes")
                 found, whole = list(self._boxes(name, kind)), self.shape(name)
                 _counts(*whole, *(number for _, _, box in found for part in box for number in part))
-                if len(whole) > MAX_DIMS or not covers(whole, [box for *_, box in found]) or not all(
-                        file in self.files for file, _, _ in found):
+                if (
+                    len(whole) > MAX_DIMS
+                    or not covers(whole, [box for *_, box in found])
+                    or not all(file in self.files for file, _, _ in found)
+                ):
                     raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
                 for file, key, _ in found:
                     if not isinstance(key, str):
@@ -515,8 +556,9 @@ class Reader:
                 while count := file.readinto(block):
                     checksum = zlib.crc32(block[:count], checksum)
             if f"{checksum:08x}" != expected["checksum"]:
-                raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x} instead of "
-                                      f"{expected['checksum']}")
+                raise CheckpointError(
+                    f"{path} is damaged: its checksum is {checksum:08x} instead of {expected['checksum']}"
+                )
 
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
         for box in self._tensors[name]["kinds"][kind]["boxes"]:

@@ -47,36 +47,65 @@ BLOCK_ROWS = 1024  # of a vocabulary, read at a time
 class Format(NamedTuple):
     """One model_type of config.json."""
 
-    family: str                    # minitron's
-    architecture: str              # transformers' class
-    prefix: str                    # of every tensor but the head; files of the bare model lack it
-    keys: dict[str, str]           # field of ModelConfig -> its key
-    absent: dict[str, object]      # keys that may be missing -> transformers' value then
-    fixed: dict[str, object]       # keys that change the network -> what minitron computes, and transformers' default
-    buffers: str                   # tensors that old versions saved and none reads
+    family: str  # minitron's
+    architecture: str  # transformers' class
+    prefix: str  # of every tensor but the head; files of the bare model lack it
+    keys: dict[str, str]  # field of ModelConfig -> its key
+    absent: dict[str, object]  # keys that may be missing -> transformers' value then
+    fixed: dict[str, object]  # keys that change the network -> what minitron computes, and transformers' default
+    buffers: str  # tensors that old versions saved and none reads
 
 
 FORMATS = {
     "llama": Format(
-        "llama", "LlamaForCausalLM", "model.",
-        dict(num_layers="num_hidden_layers", hidden_size="hidden_size", ffn_hidden_size="intermediate_size",
-             num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", vocab_size="vocab_size",
-             max_positions="max_position_embeddings", tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps"),
+        "llama",
+        "LlamaForCausalLM",
+        "model.",
+        dict(
+            num_layers="num_hidden_layers",
+            hidden_size="hidden_size",
+            ffn_hidden_size="intermediate_size",
+            num_heads="num_attention_heads",
+            num_kv_heads="num_key_value_heads",
+            vocab_size="vocab_size",
+            max_positions="max_position_embeddings",
+            tie_embeddings="tie_word_embeddings",
+            norm_eps="rms_norm_eps",
+        ),
         dict(num_key_value_heads=None, max_position_embeddings=2048, tie_word_embeddings=False, rms_norm_eps=1e-6),
         dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
-        r"\.rotary_emb\.inv_freq$"),
+        r"\.rotary_emb\.inv_freq$",
+    ),
     "gpt2": Format(
-        "gpt", "GPT2LMHeadModel", "transformer.",
-        dict(num_layers="n_layer", hidden_size="n_embd", ffn_hidden_size="n_inner", num_heads="n_head",
-             vocab_size="vocab_size", max_positions="n_positions", tie_embeddings="tie_word_embeddings",
-             norm_eps="layer_norm_epsilon"),
+        "gpt",
+        "GPT2LMHeadModel",
+        "transformer.",
+        dict(
+            num_layers="n_layer",
+            hidden_size="n_embd",
+            ffn_hidden_size="n_inner",
+            num_heads="n_head",
+            vocab_size="vocab_size",
+            max_positions="n_positions",
+            tie_embeddings="tie_word_embeddings",
+            norm_eps="layer_norm_epsilon",
+        ),
         dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
-        dict(activation_function="gelu_new", scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-             add_cross_attention=False),
-        r"\.attn\.(masked_)?bias$"),
+        dict(
+            activation_function="gelu_new",
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            add_cross_attention=False,
+        ),
+        r"\.attn\.(masked_)?bias$",
+    ),
 }
-ROPE_SCALING = dict(factor="factor", low_freq_factor="low_freq_factor", high_freq_factor="high_freq_factor",
-                    original_max_positions="original_max_position_embeddings")
+ROPE_SCALING = dict(
+    factor="factor",
+    low_freq_factor="low_freq_factor",
+    high_freq_factor="high_freq_factor",
+    original_max_positions="original_max_position_embeddings",
+)
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -114,8 +143,10 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
         raise CheckpointError(f"{origin}: {error}") from error
     for key, allowed in (fixed | {"head_dim": (None, cfg.model.head_dim)}).items():
         if settings.get(key, allowed[0]) not in allowed:
-            raise CheckpointError(f"{origin}: {key}={settings[key]!r} is not supported, minitron's {fmt.family} has "
-                                  f"{' or '.join(map(repr, allowed))}; convert another model")
+            raise CheckpointError(
+                f"{origin}: {key}={settings[key]!r} is not supported, minitron's {fmt.family} has "
+                f"{' or '.join(map(repr, allowed))}; convert another model"
+            )
     return cfg.model
 
 
@@ -136,9 +167,13 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
     for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
         if getattr(m, key) != wanted:
             raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
-    settings = {"architectures": [fmt.architecture], "model_type": kind,
-                "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
-                "bos_token_id": None, "eos_token_id": None}  # a tokenizer's; the defaults are those of one model
+    settings = {
+        "architectures": [fmt.architecture],
+        "model_type": kind,
+        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }  # a tokenizer's; the defaults are those of one model
     settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
     if not gpt:
         s = m.rope_scaling
@@ -167,43 +202,63 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
     """Global tensor name -> its parts, first rows first, without the padding of the vocabulary."""
     h, f, kv, vocab = m.hidden_size, m.ffn_hidden_size, m.kv_heads * m.head_dim, (m.vocab_size, m.hidden_size)
     if m.family == "llama":
-        layer, parts = "model.layers", {
-            "embedding.words": [Part("model.embed_tokens", vocab)], "head.norm": [Part("model.norm", (h,))]}
-        block = {"norm1": [Part("input_layernorm", (h,))],
-                 "attention.qkv": [Part(f"self_attn.{x}_proj", (rows, h)) for x, rows in zip("qkv", (h, kv, kv))],
-                 "attention.out": [Part("self_attn.o_proj", (h, h))],
-                 "norm2": [Part("post_attention_layernorm", (h,))],
-                 "mlp.up": [Part(f"mlp.{x}_proj", (f, h)) for x in ("gate", "up")],
-                 "mlp.down": [Part("mlp.down_proj", (h, f))]}
+        layer, parts = (
+            "model.layers",
+            {"embedding.words": [Part("model.embed_tokens", vocab)], "head.norm": [Part("model.norm", (h,))]},
+        )
+        block = {
+            "norm1": [Part("input_layernorm", (h,))],
+            "attention.qkv": [Part(f"self_attn.{x}_proj", (rows, h)) for x, rows in zip("qkv", (h, kv, kv))],
+            "attention.out": [Part("self_attn.o_proj", (h, h))],
+            "norm2": [Part("post_attention_layernorm", (h,))],
+            "mlp.up": [Part(f"mlp.{x}_proj", (f, h)) for x in ("gate", "up")],
+            "mlp.down": [Part("mlp.down_proj", (h, f))],
+        }
     else:
-        layer, parts = "transformer.h", {
-            "embedding.words": [Part("transformer.wte", vocab)], "head.norm": [Part("transformer.ln_f", (h,))]}
-        block = {"norm1": [Part("ln_1", (h,))], "attention.qkv": [Part("attn.c_attn", (3 * h, h), True)],
-                 "attention.out": [Part("attn.c_proj", (h, h), True)], "norm2": [Part("ln_2", (h,))],
-                 "mlp.up": [Part("mlp.c_fc", (f, h), True)], "mlp.down": [Part("mlp.c_proj", (h, f), True)]}
-    parts |= {f"blocks.{i}.{ours}": [part._replace(name=f"{layer}.{i}.{part.name}") for part in stack]
-              for i in range(m.num_layers) for ours, stack in block.items()}
+        layer, parts = (
+            "transformer.h",
+            {"embedding.words": [Part("transformer.wte", vocab)], "head.norm": [Part("transformer.ln_f", (h,))]},
+        )
+        block = {
+            "norm1": [Part("ln_1", (h,))],
+            "attention.qkv": [Part("attn.c_attn", (3 * h, h), True)],
+            "attention.out": [Part("attn.c_proj", (h, h), True)],
+            "norm2": [Part("ln_2", (h,))],
+            "mlp.up": [Part("mlp.c_fc", (f, h), True)],
+            "mlp.down": [Part("mlp.c_proj", (h, f), True)],
+        }
+    parts |= {
+        f"blocks.{i}.{ours}": [part._replace(name=f"{layer}.{i}.{part.name}") for part in stack]
+        for i in range(m.num_layers)
+        for ours, stack in block.items()
+    }
     if not m.tie_embeddings:
         parts["head"] = [Part("lm_head", vocab)]
-    result = {f"{ours}.weight": [part._replace(name=f"{part.name}.weight") for part in stack]
-              for ours, stack in parts.items()}
+    result = {
+        f"{ours}.weight": [part._replace(name=f"{part.name}.weight") for part in stack] for ours, stack in parts.items()
+    }
     if m.family == "gpt":
-        result |= {f"{ours}.bias": [Part(f"{part.name}.bias", part.shape[:1]) for part in stack]
-                   for ours, stack in parts.items() if ours not in ("embedding.words", "head")}
+        result |= {
+            f"{ours}.bias": [Part(f"{part.name}.bias", part.shape[:1]) for part in stack]
+            for ours, stack in parts.items()
+            if ours not in ("embedding.words", "head")
+        }
         result["embedding.positions"] = [Part("transformer.wpe.weight", (m.max_positions, h))]
     return result
 
 
 def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global tensor name -> its shape, the vocabulary padded."""
-    shapes = {name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-              for name, parts in tensor_map(m).items()}
+    shapes = {
+        name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) for name, parts in tensor_map(m).items()
+    }
     vocabulary = {"embedding.words.weight", "head.weight"} & shapes.keys()
     return shapes | dict.fromkeys(vocabulary, (m.padded_vocab_size, m.hidden_size))
 
 
-def export(m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-           ) -> Iterator[tuple[str, Tensor]]:
+def export(
+    m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of the whole model, one at a time, in the order of `tensor_map`.
 
     read(global name, start, shape) -> that box.
@@ -211,7 +266,7 @@ def export(m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]
     for name, parts in tensor_map(m).items():
         row = 0
         for part in parts:
-            tensor = read(name, (row, 0)[:len(part.shape)], part.shape)
+            tensor = read(name, (row, 0)[: len(part.shape)], part.shape)
             yield part.name, (tensor.t() if part.across else tensor).contiguous()
             row += part.shape[0]
 
@@ -237,8 +292,10 @@ class Reader:
         fmt = FORMATS[settings["model_type"]]
         self._places = _find_tensors(self.path)
         if not any(name.startswith(fmt.prefix) for name in self._places):
-            self._places = {name if name.startswith("lm_head.") else fmt.prefix + name: place
-                            for name, place in self._places.items()}
+            self._places = {
+                name if name.startswith("lm_head.") else fmt.prefix + name: place
+                for name, place in self._places.items()
+            }
         self._check(fmt)
 
     def names(self) -> list[str]:
@@ -270,10 +327,10 @@ class Reader:
         for part in self._map[name]:
             first, last = max(begin, row), min(end, row + part.shape[0])
             if first < last:
-                box[first - begin:last - begin] = self._slice(part, slice(first - row, last - row), *columns)
+                box[first - begin : last - begin] = self._slice(part, slice(first - row, last - row), *columns)
             row += part.shape[0]
         if end > row:
-            box[max(row - begin, 0):] = self._mean(name)[columns[0]]
+            box[max(row - begin, 0) :] = self._mean(name)[columns[0]]
         return box
 
     def _slice(self, part: Part, *index: slice) -> Tensor:
@@ -304,24 +361,32 @@ class Reader:
             if place is None:
                 raise CheckpointError(f"{self.path} lacks the tensor {name} of config.json's model; copy it again")
             if place.shape != part.stored:
-                raise CheckpointError(f"{place.path}: {name} has shape {place.shape}, config.json's model {part.stored}"
-                                      "; copy the files of one model")
+                raise CheckpointError(
+                    f"{place.path}: {name} has shape {place.shape}, config.json's model {part.stored}"
+                    "; copy the files of one model"
+                )
             if place.dtype not in STORED_DTYPES:
-                raise CheckpointError(f"{place.path}: {name} is {place.dtype}, none of {', '.join(STORED_DTYPES)}; "
-                                      "save the model unquantized")
+                raise CheckpointError(
+                    f"{place.path}: {name} is {place.dtype}, none of {', '.join(STORED_DTYPES)}; "
+                    "save the model unquantized"
+                )
         for name in self._places.keys() - parts.keys():
             if name == "lm_head.weight" and self.model.tie_embeddings:
                 self._check_tied(self._map["embedding.words.weight"][0])
             elif not re.search(fmt.buffers, name):
-                raise CheckpointError(f"{self._places[name].path}: {name} has no place in config.json's model, a "
-                                      f"{fmt.architecture}; copy the files of one model")
+                raise CheckpointError(
+                    f"{self._places[name].path}: {name} has no place in config.json's model, a "
+                    f"{fmt.architecture}; copy the files of one model"
+                )
 
     def _check_tied(self, words: Part) -> None:
         """A head that was saved although it is tied is the embedding: transformers 5 does not tie it if it is not."""
         head = words._replace(name="lm_head.weight")
         if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
-            raise CheckpointError(f"{self._places[head.name].path}: {head.name} differs from the embedding, to which "
-                                  "config.json ties it; set tie_word_embeddings=false there")
+            raise CheckpointError(
+                f"{self._places[head.name].path}: {head.name} differs from the embedding, to which "
+                "config.json ties it; set tie_word_embeddings=false there"
+            )
 
 
 class Place(NamedTuple):
@@ -330,7 +395,7 @@ class Place(NamedTuple):
     path: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str                     # safetensors' name
+    dtype: str  # safetensors' name
 
 
 def _find_tensors(folder: Path) -> dict[str, Place]:
@@ -341,8 +406,10 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
     if not index.exists():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
-            raise CheckpointError(f"{folder} holds {pickles[0]} but no {whole.name}: .bin is a pickle, and loading one "
-                                  "can run any code; have transformers' save_pretrained write safetensors")
+            raise CheckpointError(
+                f"{folder} holds {pickles[0]} but no {whole.name}: .bin is a pickle, and loading one "
+                "can run any code; have transformers' save_pretrained write safetensors"
+            )
         raise CheckpointError(f"{folder} holds neither {whole.name} nor {index.name}; copy the weights there")
     files = _json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) and f == Path(f).name for f in files.values()):
@@ -351,8 +418,10 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
     for file in sorted(set(files.values())):
         inside, listed = _headers(folder / file), {name for name, other in files.items() if other == file}
         for name in sorted(inside.keys() ^ listed):
-            raise CheckpointError(f"{folder / file} {'holds' if name in inside else 'lacks'} {name}, other than "
-                                  f"{index.name} says; copy the files of one model")
+            raise CheckpointError(
+                f"{folder / file} {'holds' if name in inside else 'lacks'} {name}, other than "
+                f"{index.name} says; copy the files of one model"
+            )
         places |= inside
     return places
 

@@ -24,10 +24,25 @@ import torch
 
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import (
-    Merged, Weights, base_of, best_kind, check_base, config_of, fingerprint, open_weights)
+    Merged,
+    Weights,
+    base_of,
+    best_kind,
+    check_base,
+    config_of,
+    fingerprint,
+    open_weights,
+)
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
-from minitron.checkpoint.format import (STEP_NAME, CheckpointError, Reader, checkpoints, in_the_way, make_writable,
-                                        newest)
+from minitron.checkpoint.format import (
+    STEP_NAME,
+    CheckpointError,
+    Reader,
+    checkpoints,
+    in_the_way,
+    make_writable,
+    newest,
+)
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -71,14 +86,18 @@ def find(cfg: Config) -> Start:
                 folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
                 reader = None if folder is None else Reader(folder)
         if stranger := in_the_way(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
-            raise CheckpointError(f"{stranger} is in the way of a save of this run: it holds what no save wrote; move "
-                                  "it away, or use another checkpoint.dir")
+            raise CheckpointError(
+                f"{stranger} is in the way of a save of this run: it holds what no save wrote; move "
+                "it away, or use another checkpoint.dir"
+            )
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
             _check_keys(reader, "run", _trained(asdict(config_of(reader))), _trained(asdict(cfg)), "checkpoint.dir")
             if not {"data", "optimizer_steps"} <= reader.state.keys():
-                raise CheckpointError(f"{reader.path} holds weights only; start from it with checkpoint.load="
-                                      f"{reader.path} and another checkpoint.dir")
+                raise CheckpointError(
+                    f"{reader.path} holds weights only; start from it with checkpoint.load="
+                    f"{reader.path} and another checkpoint.dir"
+                )
             if base is not None:
                 check_base(reader, base, mark)
             return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"], base, mark)
@@ -92,9 +111,11 @@ def check_data(start: Start, info: dict) -> None:
     for name, saved in start.data.items():
         if name not in ("valid", "valid_samples") and saved != info.get(name):
             path = start.reader.path
-            raise CheckpointError(f"{path}/index.json was saved with other data: {name} was {saved!r} and is "
-                                  f"{info.get(name)!r}; restore it, or begin a run of its own from the weights with "
-                                  f"checkpoint.load={path} and another checkpoint.dir")
+            raise CheckpointError(
+                f"{path}/index.json was saved with other data: {name} was {saved!r} and is "
+                f"{info.get(name)!r}; restore it, or begin a run of its own from the weights with "
+                f"checkpoint.load={path} and another checkpoint.dir"
+            )
 
 
 @torch.no_grad()
@@ -120,8 +141,9 @@ def restore(start: Start, state: State) -> None:
     optimizer.gradients.wait_parameters()
     if start.resume:
         for name, value in state.scalars().items():  # a run in another dtype had no loss scale
-            value.fill_(reader.state["optimizer_steps"] if name == "optimizer_steps" else
-                        reader.state.get(name, value.item()))
+            value.fill_(
+                reader.state["optimizer_steps"] if name == "optimizer_steps" else reader.state.get(name, value.item())
+            )
         for chunk in state.chunks:
             if chunk.formats.scaling is not None and chunk.formats.scaling.history.any():
                 chunk.formats.scaling.follow_history()
@@ -133,7 +155,7 @@ def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
         reader.verify()
     elif not isinstance(reader, hf.Reader):  # whose files have no checksums
         files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
-        reader.verify(sorted(files.union(list(reader.files)[mesh.rank::mesh.world.size])))
+        reader.verify(sorted(files.union(list(reader.files)[mesh.rank :: mesh.world.size])))
     for piece in wanted:
         piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
 
@@ -164,22 +186,27 @@ def _frozen(reader: Weights, state: State) -> Iterator[Piece]:
 def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
     found = reader.shape(name) if reader.kinds(name) else None
     if found != shape:
-        raise CheckpointError(f"{reader.index} is of another model: {name} has shape {found and list(found)} there and "
-                              f"{list(shape)} here")
+        raise CheckpointError(
+            f"{reader.index} is of another model: {name} has shape {found and list(found)} there and {list(shape)} here"
+        )
 
 
 def _open_base(cfg: Config) -> Weights:
     """The weights that a run starts from, of a model like this one. Raises CheckpointError."""
     path = base_of(cfg)
     if path is None:
-        raise CheckpointError(f"finetune.kind={cfg.finetune.kind} has no weights to start from; set finetune.base to a "
-                              "Hugging Face folder or a minitron checkpoint")
+        raise CheckpointError(
+            f"finetune.kind={cfg.finetune.kind} has no weights to start from; set finetune.base to a "
+            "Hugging Face folder or a minitron checkpoint"
+        )
     key = "checkpoint.load=" if cfg.finetune.base is None else "finetune.base="
     reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple, key=key)
     directory = cfg.checkpoint.dir
     if directory is not None and reader.path.resolve() in checkpoints(Path(directory).expanduser().resolve()).values():
-        raise CheckpointError(f"{key}{path} lies in checkpoint.dir={directory}, where this run's saves would delete "
-                              "it; use another checkpoint.dir")
+        raise CheckpointError(
+            f"{key}{path} lies in checkpoint.dir={directory}, where this run's saves would delete "
+            "it; use another checkpoint.dir"
+        )
     _check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
     return reader
 
@@ -190,6 +217,7 @@ def _back(directory: Path, step: int) -> Path:
     A damaged newest one may be why the user goes back. Once others descend from `step`, it is an error: to begin there
     again would lose what followed.
     """
+
     def descends(reader: Reader) -> bool:
         return reader.config.get("checkpoint", {}).get("resume_step") == step
 
@@ -218,8 +246,11 @@ def _or_another(directory: Path, bad: Reader | None = None) -> Iterator[None]:
     except CheckpointError as error:
         others = [reader for reader in _sound(directory) if bad is None or reader.path != bad.path]
         best = max(others, key=lambda o: (bad is None or o.iteration < bad.iteration, o.iteration), default=None)
-        advice = ("there is no other checkpoint; checkpoint.resume=false begins anew" if best is None else
-                  f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}")
+        advice = (
+            "there is no other checkpoint; checkpoint.resume=false begins anew"
+            if best is None
+            else f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}"
+        )
         raise CheckpointError(f"{error}; {advice}") from error
 
 
@@ -227,8 +258,10 @@ def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other
     """Raises CheckpointError unless all of our keys were the same in the saved configuration."""
     for key, now in ours.items():
         if saved.get(key) != now:
-            raise CheckpointError(f"{reader.index} is of another {what}: {key} was {saved.get(key)} and is {now}; set "
-                                  f"it to that, or use another {other}")
+            raise CheckpointError(
+                f"{reader.index} is of another {what}: {key} was {saved.get(key)} and is {now}; set "
+                f"it to that, or use another {other}"
+            )
 
 
 def _trained(config: Mapping) -> dict:
@@ -236,19 +269,27 @@ def _trained(config: Mapping) -> dict:
     kind, lora = config.get("finetune", {}).get("kind"), config.get("lora")
     if kind != "lora":
         return {"finetune.kind": kind}
-    return {"finetune.kind": kind, "lora.rank": lora["rank"], "lora.alpha": lora["alpha"],
-            "lora.targets": sorted(lora["targets"])}
+    return {
+        "finetune.kind": kind,
+        "lora.rank": lora["rank"],
+        "lora.alpha": lora["alpha"],
+        "lora.targets": sorted(lora["targets"]),
+    }
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
-    saved, ours = ({**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
-                   for m in (asdict(config_of(reader).model), asdict(cfg.model)))
+    saved, ours = (
+        {**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
+        for m in (asdict(config_of(reader).model), asdict(cfg.model))
+    )
     saved, ours = ({f"model.{name}": m[name] for name in names} for m in (saved, ours))
     _check_keys(reader, "model", saved, ours, "checkpoint")
 
 
 def _check_same(steps: list[int]) -> None:
     if len(set(steps)) > 1:
-        raise CheckpointError(f"ranks would start after steps {sorted(set(steps))}; checkpoint.dir must be one "
-                              "directory that all nodes share")
+        raise CheckpointError(
+            f"ranks would start after steps {sorted(set(steps))}; checkpoint.dir must be one "
+            "directory that all nodes share"
+        )

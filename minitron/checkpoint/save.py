@@ -128,8 +128,10 @@ class Checkpointer:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
         self.owner = decide(take_memory, lambda _: claim(self.directory), mesh, self.group)
-        self.host = {kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
-                     for kind, row in zip(state.slices(), self.memory)}
+        self.host = {
+            kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
+            for kind, row in zip(state.slices(), self.memory)
+        }
         self.pieces = list(pieces(state.optimizer.gradients, self.host))
 
     def due(self, step: int) -> bool:
@@ -147,11 +149,21 @@ class Checkpointer:
             return
         optimizer, mine = self.state.optimizer, self.pieces
         if self.mesh.tp.rank == self.mesh.dp_cp.rank == 0:
-            mine = mine + [p._replace(tensor=_to_host(p.tensor))
-                           for chunk in self.state.chunks for p in self.state.histories(chunk)]
+            mine = mine + [
+                p._replace(tensor=_to_host(p.tensor))
+                for chunk in self.state.chunks
+                for p in self.state.histories(chunk)
+            ]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
-        copied = copy_beside(self.stream, ((host, device) for kind, flat in self.state.slices().items()
-                                           for host, device in zip(self.host[kind], flat) if host is not None))
+        copied = copy_beside(
+            self.stream,
+            (
+                (host, device)
+                for kind, flat in self.state.slices().items()
+                for host, device in zip(self.host[kind], flat)
+                if host is not None
+            ),
+        )
         if copied is not None:
             optimizer.snapshot_done = copied
         self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
@@ -164,17 +176,27 @@ class Checkpointer:
         if running is not None:
             running.result()
 
-    def _write(self, step: int, consumed_samples: int, mine: list[Piece], scalars: dict[str, Tensor],
-               copied: torch.cuda.Event | None) -> None:
+    def _write(
+        self,
+        step: int,
+        consumed_samples: int,
+        mine: list[Piece],
+        scalars: dict[str, Tensor],
+        copied: torch.cuda.Event | None,
+    ) -> None:
         """In the thread: from the copy to a checkpoint, together with the other ranks' threads."""
         if copied is not None:
             copied.synchronize()
         mesh, started = self.mesh, time.perf_counter()
         layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
-        about = {"iteration": step, "consumed_samples": consumed_samples, "config": asdict(self.cfg),
-                 "layout": layout | {"vp": len(self.state.chunks)},
-                 "state": {name: value.item() for name, value in scalars.items()} | {
-                     "data": self.data, "base": self.state.base}}
+        about = {
+            "iteration": step,
+            "consumed_samples": consumed_samples,
+            "config": asdict(self.cfg),
+            "layout": layout | {"vp": len(self.state.chunks)},
+            "state": {name: value.item() for name, value in scalars.items()}
+            | {"data": self.data, "base": self.state.base},
+        }
         size = sum(piece.tensor.nbytes for piece in mine)
         try:
             self._to_disk(about, mine, size)
@@ -187,17 +209,27 @@ class Checkpointer:
         except CheckpointError as error:
             return self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
         self.saved = step
-        self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
-                      f"{time.perf_counter() - started:.2f} s")
+        self.log.info(
+            f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
+            f"{time.perf_counter() - started:.2f} s"
+        )
 
     def _to_disk(self, about: dict, mine: list[Piece], size: int) -> None:
         """Raises CheckpointError and TakenOver, on all ranks alike."""
         mesh, keep, owner, temporary = self.mesh, self.cfg.checkpoint.keep, self.owner, None
         try:
-            temporary = decide(lambda: size, lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner),
-                               mesh, self.group)
-            decide(lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
-                   lambda shards: commit(temporary, about, shards, keep, self.saved, owner), mesh, self.group)
+            temporary = decide(
+                lambda: size,
+                lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner),
+                mesh,
+                self.group,
+            )
+            decide(
+                lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
+                lambda shards: commit(temporary, about, shards, keep, self.saved, owner),
+                mesh,
+                self.group,
+            )
         except CheckpointError:
             if temporary is not None and mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -213,8 +245,10 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
     powers of two, up to twice of what is needed.
     """
     size = 4 * rows * numel
-    lacking = CheckpointError(f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this "
-                              "rank's state; use more hosts, or save nothing with checkpoint.dir=null")
+    lacking = CheckpointError(
+        f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this "
+        "rank's state; use more hosts, or save nothing with checkpoint.dir=null"
+    )
     try:
         memory = torch.zeros(rows, numel)
     except RuntimeError as error:
@@ -241,8 +275,9 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
 
 
-def decide(own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh,
-           group: dist.ProcessGroup | None = None) -> Any:
+def decide(
+    own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None
+) -> Any:
     """rule([own() of every rank]) as rank 0 finds it, on every rank.
 
     A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a

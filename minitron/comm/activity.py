@@ -71,7 +71,7 @@ class Activity:
 
 
 def listed(ranks: Iterable[int], at_most: int = 8) -> str:
-    """"rank 3", "ranks 0, 1, 2", and of many the first few."""
+    """ "rank 3", "ranks 0, 1, 2", and of many the first few."""
     names = [str(rank) for rank in ranks]
     more = f", ... ({len(names)} in all)" if len(names) > at_most else ""
     return f"rank{'s' * (len(names) > 1)} {', '.join(names[:at_most])}{more}"

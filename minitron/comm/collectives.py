@@ -19,8 +19,7 @@ they return a handle, so that a GEMM can run while data travel. Every wait of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -164,8 +163,10 @@ def trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
 
 def _check_divisible(x: Tensor, dim: int, axis: Axis) -> None:
     if x.shape[dim] % axis.size:
-        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of axis "
-                         f"{axis.name!r}; pad it or choose a smaller axis")
+        raise ValueError(
+            f"dimension {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of axis "
+            f"{axis.name!r}; pad it or choose a smaller axis"
+        )
 
 
 # ---- collectives with autograd, each beside its adjoint -------------------------------------------------------------
@@ -225,5 +226,6 @@ def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Give each rank a slice of `split_dim`, gain theirs along `concat_dim`. Adjoint: the same, dims exchanged."""
-    return _pair(x, axis, lambda x: trade(x, axis, split_dim, concat_dim),
-                 lambda dy: trade(dy, axis, concat_dim, split_dim))
+    return _pair(
+        x, axis, lambda x: trade(x, axis, split_dim, concat_dim), lambda dy: trade(dy, axis, concat_dim, split_dim)
+    )

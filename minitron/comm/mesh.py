@@ -45,7 +45,7 @@ class Axis:
     activity: Activity = field(default=UNWATCHED, compare=False, repr=False)  # one for all axes of a rank
 
     @staticmethod
-    def single() -> "Axis":
+    def single() -> Axis:
         return Axis("single", 0, 1, (0,))
 
 
@@ -73,8 +73,9 @@ class Mesh:
         return f"rank {self.rank} ({', '.join(f'{name} {getattr(self, name).rank}' for name in AXES)})"
 
     @staticmethod
-    def create(*, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu",
-               timeout: timedelta | None = None) -> "Mesh":
+    def create(
+        *, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu", timeout: timedelta | None = None
+    ) -> Mesh:
         """The mesh of the initialised default process group; dp is what tp, pp and cp leave of its world.
 
         timeout: after which a collective of any axis fails, None: torch's own. Collective: every rank must call it.
@@ -96,13 +97,16 @@ class Mesh:
         if timeout is not None:  # new groups do not take it over from the default group
             for group in groups.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
-        axes = {name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None, a.activity)
-                for name, a in axes.items()}
+        axes = {
+            name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None, a.activity)
+            for name, a in axes.items()
+        }
         return Mesh(rank, device, **axes)
 
     @staticmethod
-    def offline(world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1,
-                device: torch.device | str = "cpu") -> "Mesh":
+    def offline(
+        world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu"
+    ) -> Mesh:
         """The coordinates of `rank` in a world that need not exist: no process group, nothing can be communicated."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -112,8 +116,10 @@ class Mesh:
 
 def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
     if world % (tp * pp * cp):
-        raise ValueError(f"tp*pp*cp={tp}*{pp}*{cp}={tp * pp * cp} does not divide the world of {world} ranks; "
-                         f"start a multiple of {tp * pp * cp} ranks")
+        raise ValueError(
+            f"tp*pp*cp={tp}*{pp}*{cp}={tp * pp * cp} does not divide the world of {world} ranks; "
+            f"start a multiple of {tp * pp * cp} ranks"
+        )
     return pp, world // (tp * pp * cp), cp, tp
 
 
@@ -129,7 +135,14 @@ def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]
 
     column = line(pp, world // pp)
     ends = (column[0], column[-1]) if pp > 1 else column
-    lines = {"pp": column, "dp": line(dp, cp * tp), "cp": line(cp, tp), "tp": line(tp, 1), "dp_cp": line(dp * cp, tp),
-             "embedding": ends if rank in ends else (rank,), "world": line(world, 1)}
+    lines = {
+        "pp": column,
+        "dp": line(dp, cp * tp),
+        "cp": line(cp, tp),
+        "tp": line(tp, 1),
+        "dp_cp": line(dp * cp, tp),
+        "embedding": ends if rank in ends else (rank,),
+        "world": line(world, 1),
+    }
     activity = Activity()
     return {name: Axis(name, ranks.index(rank), len(ranks), ranks, activity=activity) for name, ranks in lines.items()}

@@ -73,7 +73,8 @@ def see_each_other(axis: Axis, device: torch.device) -> bool:
     dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
     here = places[axis.rank]
     near = len(set(places)) == axis.size and all(
-        host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places)
+        host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places
+    )
     every = torch.tensor(near, dtype=torch.int32, device=device)
     dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
     return bool(every)

@@ -46,8 +46,12 @@ MAX_DEPTH = 8
 SHOWN = 200  # characters of a value in an error
 EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
-BOOLEANS = {word: truth for truth, words in ((True, ("true", "yes", "on")), (False, ("false", "no", "off")))
-            for lower in words for word in (lower, lower.title(), lower.upper())}
+BOOLEANS = {
+    word: truth
+    for truth, words in ((True, ("true", "yes", "on")), (False, ("false", "no", "off")))
+    for lower in words
+    for word in (lower, lower.title(), lower.upper())
+}
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
 NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?\.(inf|nan)", re.I)
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -74,8 +78,9 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 
 
 @contextmanager
-def user_errors(kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *,
-                quiet: bool = False) -> Iterator[None]:
+def user_errors(
+    kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *, quiet: bool = False
+) -> Iterator[None]:
     """Turns an error of this kind inside into one line on stderr and exit status 1.
 
     While parsing and building, every ValueError is the user's to mend; later only narrower kinds are.
@@ -103,8 +108,10 @@ def load(argv: list[str]) -> Config:
         elif arg.endswith((".yaml", ".yml")):
             files.append((_read(arg), f"{arg}: "))
         else:
-            raise ValueError(f"{_short(arg) or 'an empty argument'} is neither a YAML file nor an override; write "
-                             "FILE.yaml or section.key=value")
+            raise ValueError(
+                f"{_short(arg) or 'an empty argument'} is neither a YAML file nor an override; write "
+                "FILE.yaml or section.key=value"
+            )
     cfg = functools.reduce(_apply, files, Config())
     changed = functools.reduce(_apply, overrides, cfg)
     if cfg.precision.dtype == "fp16" != changed.precision.dtype:  # the files' loss scale goes with their fp16
@@ -182,6 +189,7 @@ _FRAME = yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentStartEvent, ya
 
 def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
     """The scalar, list or mapping that begins with `event`."""
+
     def fail(problem: str) -> typing.NoReturn:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
@@ -264,8 +272,9 @@ def _convert(hint: Any, value: Any) -> Any:
         if value in BOOLEANS and bool in others:
             return BOOLEANS[value]
         if value == "":
-            raise _Unfit("is empty, as a shell variable that is not set; give a value" + ", or null" * (
-                type(None) in others))
+            raise _Unfit(
+                "is empty, as a shell variable that is not set; give a value" + ", or null" * (type(None) in others)
+            )
     if get_origin(bare) is tuple and isinstance(value, list):
         item, *rest = get_args(bare)
         if Ellipsis in rest or len(rest) + 1 == len(value):
@@ -340,8 +349,13 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-_NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts"),
-          bool: ("true or false", ""), type(None): ("null", "")}
+_NAMES = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    bool: ("true or false", ""),
+    type(None): ("null", ""),
+}
 # Of types, for keys whose default is no example.
 _EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
 
@@ -391,16 +405,24 @@ def _short(text: object, most: int = SHOWN) -> str:
 
 def help_text(description: str) -> str:
     """Every key by section: its default, what it means, its type and its range."""
-    lines = [description.strip().split("\n\n")[0], "", f"usage: {USAGE}", "",
-             f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
-             "memory, its communication, its errors; ranks by number too.", "",
-             "Later files win over earlier ones, and overrides over files. Every key, with its default:"]
+    lines = [
+        description.strip().split("\n\n")[0],
+        "",
+        f"usage: {USAGE}",
+        "",
+        f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
+        "memory, its communication, its errors; ranks by number too.",
+        "",
+        "Later files win over earlier ones, and overrides over files. Every key, with its default:",
+    ]
     meanings = {f.name: f.metadata["help"] for f in fields(Config)}
     section = None
     for key, hint, f in _keys():
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             lines += ["", f"{section}: {meanings[section]}"]
-        lines += [f"  {key}={_shown(f.default)}   ({_type_name(hint, f.metadata['within'])})",
-                  *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110))]
+        lines += [
+            f"  {key}={_shown(f.default)}   ({_type_name(hint, f.metadata['within'])})",
+            *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
+        ]
     return "\n".join(lines)

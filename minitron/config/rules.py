@@ -18,7 +18,6 @@ from dataclasses import fields, is_dataclass
 from minitron.config.schema import Config, ModelConfig
 from minitron.pipeline.schedule import stage_layers
 
-
 MAX_LAYERS = 10_000
 LARGEST = {int: 10**12, float: 1e38}  # of what has no bound of its own; float32 ends at 3.4e38
 
@@ -70,21 +69,27 @@ def _check_home(what: str, path: str) -> None:
 
 def _check_model(m: ModelConfig) -> None:
     if m.num_layers > MAX_LAYERS:
-        raise ValueError(f"model.num_layers={m.num_layers} is more than a model of this kind can have; use at most "
-                         f"{MAX_LAYERS}")
+        raise ValueError(
+            f"model.num_layers={m.num_layers} is more than a model of this kind can have; use at most {MAX_LAYERS}"
+        )
     _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
     _check_divides("model.num_kv_heads", m.kv_heads, {"model.num_heads": m.num_heads})
     if m.positions == "rope" and m.head_dim % 2:
-        raise ValueError(f"model.hidden_size/num_heads={m.hidden_size}/{m.num_heads}={m.head_dim} is odd, and rotary "
-                         "positions turn pairs of channels; make it even, or set model.positions=learned")
+        raise ValueError(
+            f"model.hidden_size/num_heads={m.hidden_size}/{m.num_heads}={m.head_dim} is odd, and rotary "
+            "positions turn pairs of channels; make it even, or set model.positions=learned"
+        )
     if m.rope_scaling is not None:
         if m.positions == "learned":
-            raise ValueError("model.rope_scaling has no effect with model.positions=learned; set model.rope_scaling="
-                             "null or model.positions=rope")
+            raise ValueError(
+                "model.rope_scaling has no effect with model.positions=learned; set model.rope_scaling="
+                "null or model.positions=rope"
+            )
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         if low >= high:
-            raise ValueError(f"model.rope_scaling.low_freq_factor={low} must be below high_freq_factor={high}; "
-                             "Llama 3.1 has 1 and 4")
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor={low} must be below high_freq_factor={high}; Llama 3.1 has 1 and 4"
+            )
 
 
 def _check_layout(cfg: Config, world: int) -> None:
@@ -94,29 +99,44 @@ def _check_layout(cfg: Config, world: int) -> None:
     if world < ranks:
         raise ValueError(f"{product} needs {ranks} ranks, but there are {world}; start {ranks}, or lower tp, pp or cp")
     if world % ranks:
-        raise ValueError(f"{product} does not divide the world of {world} ranks; start "
-                         f"{_either(_multiples(ranks, world))}, or change tp, pp or cp")
+        raise ValueError(
+            f"{product} does not divide the world of {world} ranks; start "
+            f"{_either(_multiples(ranks, world))}, or change tp, pp or cp"
+        )
     heads = {"model.num_heads" if m.num_kv_heads is None else "model.num_kv_heads": m.kv_heads}
-    _check_divides("parallel.tp", p.tp, heads | {
-        "model.ffn_hidden_size": m.ffn_hidden_size,
-        f"the padded vocabulary (model.vocab_size={m.vocab_size}, vocab_multiple={m.vocab_multiple})":
-            m.padded_vocab_size})
+    _check_divides(
+        "parallel.tp",
+        p.tp,
+        heads
+        | {
+            "model.ffn_hidden_size": m.ffn_hidden_size,
+            f"the padded vocabulary (model.vocab_size={m.vocab_size}, vocab_multiple={m.vocab_multiple})": m.padded_vocab_size,
+        },
+    )
     if p.cp > 1 and p.cp_style == "ulysses":
         _check_divides("parallel.tp*cp (ulysses)", p.tp * p.cp, heads)
     if p.vp > 1 and p.pp == 1:
-        raise ValueError(f"parallel.vp={p.vp} interleaves the chunks of several pipeline ranks, but parallel.pp=1; use "
-                         "parallel.vp=1 or parallel.pp=2 or more")
+        raise ValueError(
+            f"parallel.vp={p.vp} interleaves the chunks of several pipeline ranks, but parallel.pp=1; use "
+            "parallel.vp=1 or parallel.pp=2 or more"
+        )
     stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
     dp = cfg.dp(world)
-    _check_multiple("train.global_batch_size", t.global_batch_size,
-                    f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}", t.micro_batch_size * dp)
+    _check_multiple(
+        "train.global_batch_size",
+        t.global_batch_size,
+        f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}",
+        t.micro_batch_size * dp,
+    )
 
 
 def _check_sequence(cfg: Config) -> None:
     p, s = cfg.parallel, cfg.train.seq_len
     if s > cfg.model.max_positions:
-        raise ValueError(f"train.seq_len={s} exceeds model.max_positions={cfg.model.max_positions}; use at most "
-                         f"{cfg.model.max_positions}, or raise model.max_positions")
+        raise ValueError(
+            f"train.seq_len={s} exceeds model.max_positions={cfg.model.max_positions}; use at most "
+            f"{cfg.model.max_positions}, or raise model.max_positions"
+        )
     parts = {}
     if p.cp > 1:
         parts |= {"parallel.cp (ulysses)": p.cp} if p.cp_style == "ulysses" else {"2*parallel.cp (zigzag)": 2 * p.cp}
@@ -130,59 +150,80 @@ def _check_attention(cfg: Config) -> None:
     m = cfg.model
     if m.attention_dropout > 0:
         if cfg.parallel.cp > 1:
-            raise ValueError(f"model.attention_dropout={m.attention_dropout} needs parallel.cp=1, not {cfg.parallel.cp}"
-                             "; set model.attention_dropout=0 or parallel.cp=1")
+            raise ValueError(
+                f"model.attention_dropout={m.attention_dropout} needs parallel.cp=1, not {cfg.parallel.cp}"
+                "; set model.attention_dropout=0 or parallel.cp=1"
+            )
         if m.attention not in ("auto", "reference"):
-            raise ValueError(f"model.attention={m.attention} has no attention dropout; use model.attention=reference "
-                             "or auto, or model.attention_dropout=0")
+            raise ValueError(
+                f"model.attention={m.attention} has no attention dropout; use model.attention=reference "
+                "or auto, or model.attention_dropout=0"
+            )
 
 
 def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
     dtype = cfg.precision.dtype
     if dtype == "bf16" and capability is not None and capability < (8, 0):
-        raise ValueError(f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
-                         "use precision.dtype=fp16 or fp32")
+        raise ValueError(
+            f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
+            "use precision.dtype=fp16 or fp32"
+        )
     for f in fields(cfg.precision):
         value = getattr(cfg.precision, f.name)
         if f.name.startswith("loss_scale") and dtype != "fp16" and value != f.default:
-            raise ValueError(f"precision.{f.name}={value} has no effect with precision.dtype={dtype}; drop it, or set "
-                             "precision.dtype=fp16")
+            raise ValueError(
+                f"precision.{f.name}={value} has no effect with precision.dtype={dtype}; drop it, or set "
+                "precision.dtype=fp16"
+            )
     if cfg.precision.loss_scale < 1:
-        raise ValueError(f"precision.loss_scale={cfg.precision.loss_scale} is below 1, where no scale of fp16's ever "
-                         "falls; use 1 or more, 65536 for example")
+        raise ValueError(
+            f"precision.loss_scale={cfg.precision.loss_scale} is below 1, where no scale of fp16's ever "
+            "falls; use 1 or more, 65536 for example"
+        )
     if cfg.precision.fp8 != "none":
         return _check_fp8(cfg, capability)
     for key, default in (("fp8_backend", "te"), ("fp8_bf16_layers", 0)):
         if (value := getattr(cfg.precision, key)) != default:
-            raise ValueError(f"precision.{key}={value} has no effect with precision.fp8=none; drop it, or set "
-                             "precision.fp8=delayed, current or block")
+            raise ValueError(
+                f"precision.{key}={value} has no effect with precision.fp8=none; drop it, or set "
+                "precision.fp8=delayed, current or block"
+            )
 
 
 def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
     m, p, t, fp8, dtype = cfg.model, cfg.parallel, cfg.train, cfg.precision.fp8, cfg.precision.dtype
     oldest, name = ((9, 0), "Hopper") if fp8 == "block" else ((8, 9), "Ada, Hopper")
     if capability is not None and capability < oldest:
-        raise ValueError(f"precision.fp8={fp8} needs a GPU of {_sm(oldest)} ({name} or later), this one is "
-                         f"{_sm(capability)}; use precision.fp8={'current' if capability >= (8, 9) else 'none'}")
+        raise ValueError(
+            f"precision.fp8={fp8} needs a GPU of {_sm(oldest)} ({name} or later), this one is "
+            f"{_sm(capability)}; use precision.fp8={'current' if capability >= (8, 9) else 'none'}"
+        )
     if dtype != "bf16":
-        raise ValueError(f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; set precision.dtype=bf16, "
-                         "or precision.fp8=none")
+        raise ValueError(
+            f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; set precision.dtype=bf16, "
+            "or precision.fp8=none"
+        )
     kept = cfg.precision.fp8_bf16_layers
     if 2 * kept >= m.num_layers:
-        raise ValueError(f"precision.fp8_bf16_layers={kept} at both ends leave none of model.num_layers={m.num_layers} "
-                         f"in FP8; use at most {(m.num_layers - 1) // 2}, or precision.fp8=none")
+        raise ValueError(
+            f"precision.fp8_bf16_layers={kept} at both ends leave none of model.num_layers={m.num_layers} "
+            f"in FP8; use at most {(m.num_layers - 1) // 2}, or precision.fp8=none"
+        )
     # Every dim of a GEMM is the summed one in one of its three products: forward, input and weight gradient.
     unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
     rows, parts = "train.seq_len*micro_batch_size/cp", p.cp
     if fp8 == "block" and p.sequence_parallel:  # what is cast is what one rank gives to a gather
         rows, parts = f"{rows}/tp", p.cp * p.tp
-    for name, size in (("model.hidden_size/tp", m.hidden_size // p.tp),
-                       ("model.ffn_hidden_size/tp", m.ffn_hidden_size // p.tp),
-                       ("the rows of the q, k, v matrix / tp", (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp),
-                       (rows, t.seq_len * t.micro_batch_size // parts)):
+    for name, size in (
+        ("model.hidden_size/tp", m.hidden_size // p.tp),
+        ("model.ffn_hidden_size/tp", m.ffn_hidden_size // p.tp),
+        ("the rows of the q, k, v matrix / tp", (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp),
+        (rows, t.seq_len * t.micro_batch_size // parts),
+    ):
         if size % unit:
-            raise ValueError(f"{name}={size} is no multiple of {unit}, which {whose} need; change it, or set "
-                             "precision.fp8=none")
+            raise ValueError(
+                f"{name}={size} is no multiple of {unit}, which {whose} need; change it, or set precision.fp8=none"
+            )
 
 
 def _check_optimizer(cfg: Config) -> None:
@@ -190,9 +231,11 @@ def _check_optimizer(cfg: Config) -> None:
     for name in ("warmup", "decay"):
         steps, samples = getattr(o, f"{name}_steps"), getattr(o, f"{name}_samples")
         if steps and samples is not None:
-            raise ValueError(f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples} say the same "
-                             f"thing twice; set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count "
-                             "in samples")
+            raise ValueError(
+                f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples} say the same "
+                f"thing twice; set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count "
+                "in samples"
+            )
     given = [(key, getattr(o, key)) for key in ("decay_steps", "decay_samples")]
     decay = next((f"optimizer.{key}={value}" for key, value in given if value is not None), "")
     constant = f"optimizer.constant_steps={o.constant_steps}" if o.constant_steps else ""
@@ -202,8 +245,10 @@ def _check_optimizer(cfg: Config) -> None:
         raise ValueError(f"{constant} must be below train.steps={cfg.train.steps}; use at most {cfg.train.steps - 1}")
     if o.lr_schedule == "constant":
         if constant or decay:
-            raise ValueError(f"{constant or decay} has no effect with optimizer.lr_schedule=constant; drop it, or use "
-                             "cosine or linear")
+            raise ValueError(
+                f"{constant or decay} has no effect with optimizer.lr_schedule=constant; drop it, or use "
+                "cosine or linear"
+            )
     elif o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} exceeds optimizer.lr={o.lr}; use at most {o.lr}")
     if decay:  # without one the run's own length ends the decay, and a short run may well end in its warm-up
@@ -211,37 +256,49 @@ def _check_optimizer(cfg: Config) -> None:
         warmup = o.warmup_steps * batch if o.warmup_samples is None else o.warmup_samples
         end = o.decay_steps * batch if o.decay_samples is None else o.decay_samples
         if warmup >= end:
-            raise ValueError(f"{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a "
-                             "longer decay or a shorter warm-up")
+            raise ValueError(
+                f"{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a "
+                "longer decay or a shorter warm-up"
+            )
 
 
 def _check_data(cfg: Config) -> None:
     d = cfg.data
     if d.source != "mock" and d.document_length is not None:
-        raise ValueError(f"data.document_length={d.document_length} is of random documents, and data.source={d.source} "
-                         "has documents of its own; drop it, or set data.source=mock")
+        raise ValueError(
+            f"data.document_length={d.document_length} is of random documents, and data.source={d.source} "
+            "has documents of its own; drop it, or set data.source=mock"
+        )
     if d.source == "indexed" and not d.paths:
-        raise ValueError("data.source=indexed has nothing to read; set data.paths=[PREFIX], or "
-                         "[WEIGHT,PREFIX,WEIGHT,PREFIX,...]")
+        raise ValueError(
+            "data.source=indexed has nothing to read; set data.paths=[PREFIX], or [WEIGHT,PREFIX,WEIGHT,PREFIX,...]"
+        )
     if d.source == "sft":
         if not d.paths:
             raise ValueError("data.source=sft has nothing to read; set data.paths=[FILE.jsonl,...], or [docstrings]")
         if not d.separate_documents:
-            raise ValueError("data.source=sft packs documents that must not see each other; set "
-                             "data.separate_documents=true")
+            raise ValueError(
+                "data.source=sft packs documents that must not see each other; set data.separate_documents=true"
+            )
     elif d.valid_paths:
-        raise ValueError(f"data.valid_paths={','.join(d.valid_paths)} is not read with data.source={d.source}; drop "
-                         "it, or set data.source=sft")
+        raise ValueError(
+            f"data.valid_paths={','.join(d.valid_paths)} is not read with data.source={d.source}; drop "
+            "it, or set data.source=sft"
+        )
     if d.source not in ("indexed", "sft") and d.paths:
-        raise ValueError(f"data.paths={','.join(d.paths)} is not read with data.source={d.source}; drop it, or set "
-                         "data.source=indexed or sft")
+        raise ValueError(
+            f"data.paths={','.join(d.paths)} is not read with data.source={d.source}; drop it, or set "
+            "data.source=indexed or sft"
+        )
 
 
 def _check_checkpoint(cfg: Config) -> None:
     c = cfg.checkpoint
     if c.resume_step is not None and (c.dir is None or not c.resume):
-        raise ValueError(f"checkpoint.resume_step={c.resume_step} has no effect with checkpoint."
-                         f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them")
+        raise ValueError(
+            f"checkpoint.resume_step={c.resume_step} has no effect with checkpoint."
+            f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them"
+        )
 
 
 TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
@@ -252,22 +309,30 @@ def _check_finetune(cfg: Config) -> None:
     if kind is None and base is not None:
         raise ValueError(f"finetune.base={base} has no effect with finetune.kind=null; set finetune.kind=sft or lora")
     if base is not None and cfg.checkpoint.load is not None:
-        raise ValueError(f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load} both give the weights to "
-                         "start from; drop one of them")
+        raise ValueError(
+            f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load} both give the weights to "
+            "start from; drop one of them"
+        )
     if kind != "lora":
         for f in fields(lora):
             if (value := getattr(lora, f.name)) != f.default:
-                raise ValueError(f"lora.{f.name}={_listed(value)} has no effect with finetune.kind={kind or 'null'}; "
-                                 "drop it, or set finetune.kind=lora")
+                raise ValueError(
+                    f"lora.{f.name}={_listed(value)} has no effect with finetune.kind={kind or 'null'}; "
+                    "drop it, or set finetune.kind=lora"
+                )
         return
     known = [t for t in TARGETS if t != "gate" or cfg.model.family == "llama"]
     given = f"lora.targets={_listed(lora.targets)}"
     if unknown := [t for t in lora.targets if t not in known]:
         raise ValueError(f"{given}: a {cfg.model.family} model has no {unknown[0]}; use some of {', '.join(known)}")
-    if not lora.targets or len(set(lora.targets)) < len(lora.targets) or (
-            "qkv" in lora.targets and {"q", "k", "v"} & set(lora.targets)):
-        raise ValueError(f"{given} must name each layer once, of qkv and its parts q, k, v one or the other; use for "
-                         "example [qkv]")
+    if (
+        not lora.targets
+        or len(set(lora.targets)) < len(lora.targets)
+        or ("qkv" in lora.targets and {"q", "k", "v"} & set(lora.targets))
+    ):
+        raise ValueError(
+            f"{given} must name each layer once, of qkv and its parts q, k, v one or the other; use for example [qkv]"
+        )
 
 
 def _listed(value) -> str:
@@ -276,16 +341,20 @@ def _listed(value) -> str:
 
 def _check_log(cfg: Config, world: int) -> None:
     p, steps = cfg.profile, cfg.train.steps
-    writers = {"log.tensorboard=true": cfg.log.tensorboard is True,
-               f"profile.kind={p.kind}": p.kind in ("torch", "memory")}
+    writers = {
+        "log.tensorboard=true": cfg.log.tensorboard is True,
+        f"profile.kind={p.kind}": p.kind in ("torch", "memory"),
+    }
     for key, writes in writers.items():
         if writes and cfg.log.dir is None:
             raise ValueError(f"{key} writes into log.dir, which is null; set log.dir, or drop {key}")
     if p.kind == "none":
         return
     if not p.start_step <= p.end_step <= steps:
-        raise ValueError(f"profile.start_step={p.start_step} and profile.end_step={p.end_step} are no steps, in order, "
-                         f"of train.steps={steps}; use 1 to {steps}")
+        raise ValueError(
+            f"profile.start_step={p.start_step} and profile.end_step={p.end_step} are no steps, in order, "
+            f"of train.steps={steps}; use 1 to {steps}"
+        )
     if len(set(p.ranks)) < len(p.ranks):
         raise ValueError(f"profile.ranks={list(p.ranks)} names a rank twice; use {sorted(set(p.ranks))}")
     strangers = [rank for rank in p.ranks if rank >= world]
@@ -310,8 +379,9 @@ def _check_divides(name: str, value: int, wholes: dict[str, int]) -> None:
 def _check_multiple(name: str, value: int, part: str, size: int, choices: int | None = None) -> None:
     """`value` is a multiple of `size`; the error offers multiples of `choices` (of `size` if not given)."""
     if value % size:
-        raise ValueError(f"{name}={value} is no multiple of {part}={size}; use "
-                         f"{_either(_multiples(choices or size, value))}")
+        raise ValueError(
+            f"{name}={value} is no multiple of {part}={size}; use {_either(_multiples(choices or size, value))}"
+        )
 
 
 def _multiples(size: int, near: int) -> list[int]:
@@ -321,7 +391,7 @@ def _multiples(size: int, near: int) -> list[int]:
 
 
 def _inside(within: str) -> str:
-    """"at least 1" of "[1, inf)", "more than 0 and less than 1" of "(0, 1)"."""
+    """ "at least 1" of "[1, inf)", "more than 0 and less than 1" of "(0, 1)"."""
     low, high = within[1:-1].split(", ")
     above = f"{'at least' if within[0] == '[' else 'more than'} {low}"
     below = f"{'at most' if within[-1] == ']' else 'less than'} {high}"
@@ -329,7 +399,7 @@ def _inside(within: str) -> str:
 
 
 def _either(values: Iterable[int]) -> str:
-    """"1, 2 or 4"."""
+    """ "1, 2 or 4"."""
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last
 

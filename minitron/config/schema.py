@@ -36,8 +36,7 @@ class RopeScaling:
     """Llama 3.1's stretching of the rotary frequencies (rope_type `llama3`)."""
 
     factor: float = key(8.0, "how far low frequencies are stretched", POSITIVE)
-    low_freq_factor: float = key(
-        1.0, "wavelengths above original_max_positions / this are stretched in full", POSITIVE)
+    low_freq_factor: float = key(1.0, "wavelengths above original_max_positions / this are stretched in full", POSITIVE)
     high_freq_factor: float = key(4.0, "wavelengths below original_max_positions / this are left alone", POSITIVE)
     original_max_positions: int = key(8192, "sequence length that the unscaled model was trained with", COUNT)
 
@@ -52,7 +51,8 @@ class ModelConfig:
     num_kv_heads: int | None = key(4, "key and value heads (grouped queries); null: as many as num_heads", COUNT)
     vocab_size: int = key(4096, "token ids; the corpus tokenizer is trained to this size", COUNT)
     vocab_multiple: int = key(
-        128, "the embedding is padded to a multiple of this, never dependent on tp; no loss sees the padding", COUNT)
+        128, "the embedding is padded to a multiple of this, never dependent on tp; no loss sees the padding", COUNT
+    )
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
     max_positions: int = key(4096, "rows of the learned position table; the longest sequence allowed", COUNT)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", POSITIVE)
@@ -79,8 +79,15 @@ class ModelConfig:
     @property
     def shape(self) -> Shape:
         """What FLOPs are counted from."""
-        return Shape(self.num_layers, self.hidden_size, self.ffn_hidden_size, self.num_heads, self.kv_heads,
-                     self.padded_vocab_size, gated=self.family == "llama")
+        return Shape(
+            self.num_layers,
+            self.hidden_size,
+            self.ffn_hidden_size,
+            self.num_heads,
+            self.kv_heads,
+            self.padded_vocab_size,
+            gated=self.family == "llama",
+        )
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,12 @@ class ParallelConfig:
     cp_style: Literal["ring", "allgather", "ulysses"] = key("ring", "how attention crosses context ranks")
     sequence_parallel: bool = key(True, "norms and residuals on 1/tp of the sequence (no effect at tp=1)")
     layers_per_stage: tuple[int, ...] | None = key(
-        None, "uneven pipeline: one layer count per global stage, pp*vp of them")
+        None, "uneven pipeline: one layer count per global stage, pp*vp of them"
+    )
     overlap_tp: bool = key(True, "hide tensor-parallel communication behind GEMMs")
     overlap_grads: bool = key(
-        True, "reduce gradients during the last backward, gather parameters during the next forward")
+        True, "reduce gradients during the last backward, gather parameters during the next forward"
+    )
 
 
 @dataclass(frozen=True)
@@ -105,28 +114,36 @@ class TrainConfig:
     micro_batch_size: int = key(4, "samples per forward pass", COUNT)
     global_batch_size: int = key(16, "samples per optimizer step, over all data-parallel ranks", COUNT)
     recompute: Literal["none", "selective", "full"] = key(
-        "none", "what the backward pass computes again: nothing, norms and activations, or whole blocks")
+        "none", "what the backward pass computes again: nothing, norms and activations, or whole blocks"
+    )
     eval_every: int = key(0, "steps between evaluations, 0: never", NOT_NEGATIVE)
     eval_steps: int = key(4, "global batches per evaluation", COUNT)
     check_replicas_every: int = key(
-        200, "steps between comparisons of the parameters that several ranks hold, which are also compared before each "
-        "save; if copies differ the run ends; 0: never", NOT_NEGATIVE)
+        200,
+        "steps between comparisons of the parameters that several ranks hold, which are also compared before each "
+        "save; if copies differ the run ends; 0: never",
+        NOT_NEGATIVE,
+    )
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     kernels: Literal["auto", "apex"] = key(
-        "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)")
+        "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"
+    )
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
-    hang_seconds: int = key(
-        600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
+    hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
     max_skipped: int = key(
-        10, "so many updates in a row, skipped for gradients that are not finite, end the run; fp16's do not count "
-        "while the loss scale can fall", COUNT)
+        10,
+        "so many updates in a row, skipped for gradients that are not finite, end the run; fp16's do not count "
+        "while the loss scale can fall",
+        COUNT,
+    )
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "parameters and activations; optimizer state is always fp32")
     fp8: Literal["none", "delayed", "current", "block"] = key(
-        "none", "GEMMs of the blocks in FP8; scales from past steps, from the tensor itself, or one per 128 values")
+        "none", "GEMMs of the blocks in FP8; scales from past steps, from the tensor itself, or one per 128 values"
+    )
     fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own")
     fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE)
     loss_scale: float = key(65536.0, "fp16: initial dynamic loss scale", "(0, 1e38]")
@@ -142,7 +159,8 @@ class OptimizerConfig:
     warmup_steps: int = key(20, "steps of linear warm-up from 0", NOT_NEGATIVE)
     constant_steps: int = key(0, "steps at min_lr before the end: they shorten decay_steps' default", NOT_NEGATIVE)
     decay_steps: int | None = key(
-        None, "steps until min_lr, warm-up included; null: train.steps - constant_steps", COUNT)
+        None, "steps until min_lr, warm-up included; null: train.steps - constant_steps", COUNT
+    )
     warmup_samples: int | None = key(None, "warm-up counted in samples instead of steps", NOT_NEGATIVE)
     decay_samples: int | None = key(None, "decay counted in samples instead of steps", COUNT)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's running-average factors", FRACTION)
@@ -154,15 +172,18 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     source: Literal["corpus", "mock", "indexed", "sft"] = key(
-        "corpus", "corpus: Python's standard library; mock: random tokens; indexed: Megatron .bin/.idx files; sft: "
-        "JSONL of prompt and completion, or of chat messages")
+        "corpus",
+        "corpus: Python's standard library; mock: random tokens; indexed: Megatron .bin/.idx files; sft: "
+        "JSONL of prompt and completion, or of chat messages",
+    )
     paths: tuple[str, ...] = key((), "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings")
     valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths")
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     document_length: int | None = key(
-        None, "mock: documents of 1 to so many tokens; null: of a quarter sample on average", COUNT)
+        None, "mock: documents of 1 to so many tokens; null: of a quarter sample on average", COUNT
+    )
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
 
@@ -170,8 +191,12 @@ class DataConfig:
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
     every: int | None = key(100, "steps between saves, 0: only at the run's end, null: not even there", NOT_NEGATIVE)
-    keep: int = key(2, "the newest checkpoints of this run that are kept, 0: all; those that it left by going back do "
-                    "not count, and go when it passes their steps", NOT_NEGATIVE)
+    keep: int = key(
+        2,
+        "the newest checkpoints of this run that are kept, 0: all; those that it left by going back do "
+        "not count, and go when it passes their steps",
+        NOT_NEGATIVE,
+    )
     resume: bool = key(True, "go on from the newest checkpoint in dir")
     resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
@@ -181,7 +206,8 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class FinetuneConfig:
     kind: Literal["sft", "lora"] | None = key(
-        None, "sft: all weights are trained; lora: adapters beside frozen weights; null: pretraining")
+        None, "sft: all weights are trained; lora: adapters beside frozen weights; null: pretraining"
+    )
     base: str | None = key(None, "the weights to start from: a Hugging Face folder or a minitron checkpoint")
 
 
@@ -191,7 +217,8 @@ class LoraConfig:
     alpha: float = key(16.0, "what adapters add is multiplied by alpha / rank", POSITIVE)
     dropout: float = key(0.0, "dropout of what adapters read", FRACTION)
     targets: tuple[str, ...] = key(
-        ("qkv",), "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down")
+        ("qkv",), "linear layers with an adapter: qkv (one for all three) or any of q, k, v; o, gate, up, down"
+    )
 
     @property
     def scale(self) -> float:
@@ -203,15 +230,18 @@ class LogConfig:
     format: Literal["megatron", "megatron-core", "nemo"] = key("megatron", "form of the iteration line")
     every: int = key(1, "steps between iteration lines", COUNT)
     dir: str | None = key(
-        None, "where config.yaml, metrics.jsonl, dllogger.json and one log per rank go; null: nowhere")
+        None, "where config.yaml, metrics.jsonl, dllogger.json and one log per rank go; null: nowhere"
+    )
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
     kind: Literal["none", "nsys", "torch", "memory"] = key(
-        "none", "nsys: the range that `nsys profile --capture-range=cudaProfilerApi` records; torch: a Chrome trace "
-        "and a table; memory: every allocation on the GPU")
+        "none",
+        "nsys: the range that `nsys profile --capture-range=cudaProfilerApi` records; torch: a Chrome trace "
+        "and a table; memory: every allocation on the GPU",
+    )
     start_step: int = key(10, "first step that is profiled", COUNT)
     end_step: int = key(12, "last step that is profiled", COUNT)
     ranks: tuple[int, ...] = key((0,), "ranks that are profiled", NOT_NEGATIVE)

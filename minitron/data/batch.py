@@ -18,13 +18,13 @@ class Batch:
     the host.
     """
 
-    tokens: Tensor                      # [s/cp, b]
-    labels: Tensor                      # [s/cp, b]
-    mask: Tensor                        # [s/cp, b] float32, 0 where the label does not count
-    positions: Tensor                   # [s/cp, b] or [s/cp, 1]
-    order: Tensor                       # [s/cp]
-    samples: Tensor                     # [b] index in the run's sample order
-    count: float                        # sum of mask, known to the host
+    tokens: Tensor  # [s/cp, b]
+    labels: Tensor  # [s/cp, b]
+    mask: Tensor  # [s/cp, b] float32, 0 where the label does not count
+    positions: Tensor  # [s/cp, b] or [s/cp, 1]
+    order: Tensor  # [s/cp]
+    samples: Tensor  # [b] index in the run's sample order
+    count: float  # sum of mask, known to the host
     step: int = 0
     documents: Documents | None = None
-    padding: tuple[int, ...] = ()       # of each sample: the last positions, which fill it and are no work
+    padding: tuple[int, ...] = ()  # of each sample: the last positions, which fill it and are no work

@@ -26,26 +26,29 @@ import numpy as np
 from minitron.data.cache import build_once, reading
 from minitron.data.gpt import GPTDataset, Sample
 
-SURPLUS = 1.005                 # Megatron asks every part for this much more than its share
+SURPLUS = 1.005  # Megatron asks every part for this much more than its share
 MAX_CHUNKS = 4096
 
 
 class BlendedDataset:
     """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`."""
 
-    def __init__(self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int,
-                 cache_dir: str | os.PathLike):
+    def __init__(
+        self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache_dir: str | os.PathLike
+    ):
         shares = normalize(weights)
         assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
         self.parts = list(parts)
         key = f"{shares.tolist()} {num_samples}"
         self.fingerprint = _hash(" ".join([key, *(part.fingerprint for part in parts)]))
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = build_once(Path(cache_dir) / f"blend-{_hash(key)}",
-                            lambda folder: _save_blend(folder, shares, num_samples))
+        folder = build_once(
+            Path(cache_dir) / f"blend-{_hash(key)}", lambda folder: _save_blend(folder, shares, num_samples)
+        )
         with reading(folder):
-            self._part, self._sample = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                                        for name in ("part", "sample"))
+            self._part, self._sample = (
+                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("part", "sample")
+            )
 
     def __len__(self) -> int:
         return len(self._part)
@@ -58,11 +61,14 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
     """float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"data.paths: blend weight {weight} is not a positive number; leave that dataset out or "
-                             "give it a weight above 0")
+            raise ValueError(
+                f"data.paths: blend weight {weight} is not a positive number; leave that dataset out or "
+                "give it a weight above 0"
+            )
     if len(weights) > np.iinfo(np.int16).max:
-        raise ValueError(f"data.paths: {len(weights)} datasets, at most {np.iinfo(np.int16).max} can be blended; "
-                         "merge some")
+        raise ValueError(
+            f"data.paths: {len(weights)} datasets, at most {np.iinfo(np.int16).max} can be blended; merge some"
+        )
     shares = np.array(weights, np.float64)
     return shares / np.sum(shares)
 
@@ -85,7 +91,8 @@ def greedy_order(shares: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.n
     pending = np.arange(chunks)
     while len(pending):
         part[:, pending], sample[:, pending], end[:, pending] = _run_chunks(
-            shares, first[pending], begin[:, pending], steps)
+            shares, first[pending], begin[:, pending], steps
+        )
         pending = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
         begin[:, pending] = end[:, pending - 1]
     return part.T.reshape(-1)[:num_samples], sample.T.reshape(-1)[:num_samples]

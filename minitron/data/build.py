@@ -37,10 +37,10 @@ from minitron.data.mock import MockDataset
 from minitron.data.sft import Documents, SFTDataset
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
 
-SCAN_BYTES = 1 << 30            # of .bin: what is read in full before training
-PEEK_TOKENS = 1 << 20           # read of a larger one
-MAX_SAMPLES = 1 << 32           # 20 bytes of memory each
-TRAIN, VALID = 0, 1             # positions in a split
+SCAN_BYTES = 1 << 30  # of .bin: what is read in full before training
+PEEK_TOKENS = 1 << 20  # read of a larger one
+MAX_SAMPLES = 1 << 32  # 20 bytes of memory each
+TRAIN, VALID = 0, 1  # positions in a split
 
 Dataset = GPTDataset | BlendedDataset | SFTDataset | MockDataset
 
@@ -54,6 +54,7 @@ class Datasets(NamedTuple):
     adds `unigram_entropy`, in nats per token.  Its `tokenizer` is that one's fingerprint.
     note: a line for the log, how well documents were packed; empty where they were not.
     """
+
     train: Dataset
     valid: Dataset | None
     tokenizer: Tokenizer | None
@@ -61,8 +62,9 @@ class Datasets(NamedTuple):
     note: str = ""
 
 
-def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int,
-                   valid_samples: int) -> Datasets:
+def build_datasets(
+    data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
+) -> Datasets:
     """Build or find the datasets; safe to call on every rank at once.
 
     train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
@@ -72,8 +74,10 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
     if train_samples < 1:
         raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
     if max(train_samples, valid_samples) > MAX_SAMPLES:
-        raise ValueError(f"{max(train_samples, valid_samples)} samples are more than the {MAX_SAMPLES} of which an "
-                         "order can be laid out; lower train.steps, train.eval_steps or train.global_batch_size")
+        raise ValueError(
+            f"{max(train_samples, valid_samples)} samples are more than the {MAX_SAMPLES} of which an "
+            "order can be laid out; lower train.steps, train.eval_steps or train.global_batch_size"
+        )
     if data.source == "mock":
         return _mock(data.document_length, vocab_size, seq_len, seed, train_samples, valid_samples)
     cache_dir = Path(os.path.expanduser(data.cache_dir))
@@ -82,8 +86,10 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
     info = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
         if data.tokenizer != "corpus":
-            raise ValueError(f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own; set "
-                             "data.tokenizer=corpus, or preprocess your own text and set data.source=indexed")
+            raise ValueError(
+                f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own; set "
+                "data.tokenizer=corpus, or preprocess your own text and set data.source=indexed"
+            )
         corpus = build_corpus(cache_dir, vocab_size)
         prefixes, weights, tokenizer = [corpus.prefix], None, corpus.tokenizer
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
@@ -94,30 +100,42 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seq_len: int, seed: int
 
     def dataset(which: int, num_samples: int) -> GPTDataset | BlendedDataset:
         wanted = [num_samples] if weights is None else [part_samples(num_samples, s) for s in normalize(weights)]
-        parts = [GPTDataset(file, _sequences(file, data.split, which), samples, seq_len, seed, cache_dir, vocab_size)
-                 for file, samples in zip(files, wanted, strict=True)]
+        parts = [
+            GPTDataset(file, _sequences(file, data.split, which), samples, seq_len, seed, cache_dir, vocab_size)
+            for file, samples in zip(files, wanted, strict=True)
+        ]
         return parts[0] if weights is None else BlendedDataset(parts, weights, num_samples, cache_dir)
 
     train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
-    info |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "weights": weights,
-             "data": [file.fingerprint for file in files], "tokens": [file.num_tokens for file in files],
-             "train_samples": train_samples, "valid_samples": valid_samples,
-             "train": train.fingerprint, "valid": valid.fingerprint if valid else None}
+    info |= {
+        "tokenizer": tokenizer.fingerprint if tokenizer else None,
+        "weights": weights,
+        "data": [file.fingerprint for file in files],
+        "tokens": [file.num_tokens for file in files],
+        "train_samples": train_samples,
+        "valid_samples": valid_samples,
+        "train": train.fingerprint,
+        "valid": valid.fingerprint if valid else None,
+    }
     return Datasets(train, valid, tokenizer, info)
 
 
-def _mock(longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
-          ) -> Datasets:
+def _mock(
+    longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
+) -> Datasets:
     """Training and validation differ in the seed; documents of a quarter sample give separate_documents work."""
     mean = max(1, seq_len / 4) if longest is None else None
-    train, valid = (MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
-                    for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1)))
+    train, valid = (
+        MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
+        for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1))
+    )
     order = f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}" + (f" longest {longest}" if longest else "")
     return Datasets(train, valid, None, {"source": "mock", "train": order, "valid": order})
 
 
-def _sft(data: DataConfig, cache_dir: Path, vocab_size: int, seq_len: int, seed: int, train_samples: int,
-         valid_samples: int) -> Datasets:
+def _sft(
+    data: DataConfig, cache_dir: Path, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
+) -> Datasets:
     """The order of samples does not depend on their number, which is therefore no part of what identifies it."""
     corpus = data.tokenizer == "corpus"
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
@@ -135,8 +153,12 @@ def _sft(data: DataConfig, cache_dir: Path, vocab_size: int, seq_len: int, seed:
     train, valid = part(documents, TRAIN, train_samples), None
     if valid_samples:
         valid = part(read(data.valid_paths) if data.valid_paths else documents, VALID, valid_samples)
-    info = {"source": "sft", "tokenizer": tokenizer.fingerprint, "train": train.fingerprint,
-            "valid": valid.fingerprint if valid else None}
+    info = {
+        "source": "sft",
+        "tokenizer": tokenizer.fingerprint,
+        "train": train.fingerprint,
+        "valid": valid.fingerprint if valid else None,
+    }
     return Datasets(train, valid, tokenizer, info, train.describe())
 
 
@@ -170,7 +192,7 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     shares = np.array(parts + [0.0] * (3 - len(parts)))
     ends, total = [0], 0.0
     for share in (shares / np.sum(shares)).tolist():
-        total += share          # in Megatron's order: round() must see the same last bit
+        total += share  # in Megatron's order: round() must see the same last bit
         ends.append(round(total * float(num_sequences)))
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
@@ -179,8 +201,10 @@ def _sequences(file: IndexedDataset | Documents, split: str, which: int) -> rang
     sequences = split_ranges(split, len(file))[which]
     if not len(sequences):
         purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")
-        raise ValueError(f"data.split={split} leaves none of the {len(file)} sequences of {file.prefix} to {purpose}; "
-                         f"enlarge its {share} share")
+        raise ValueError(
+            f"data.split={split} leaves none of the {len(file)} sequences of {file.prefix} to {purpose}; "
+            f"enlarge its {share} share"
+        )
     return sequences
 
 
@@ -192,8 +216,10 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
     if sidecar is not None:
         made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
         if made_by != "corpus" if tokenizer is None else fingerprint != tokenizer.fingerprint:
-            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {prefix}.json says {made_by} with "
-                             f"fingerprint {fingerprint}; set data.tokenizer to that")
+            raise ValueError(
+                f"data.tokenizer={spec} did not make {prefix}: {prefix}.json says {made_by} with "
+                f"fingerprint {fingerprint}; set data.tokenizer to that"
+            )
     needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
     _check_vocabulary(needed, f"the tokenizer of {prefix}", vocab_size)
     if file.num_bin_bytes > SCAN_BYTES:
@@ -205,5 +231,6 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
 
 def _check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
     if needed > vocab_size:
-        raise ValueError(f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}; set "
-                         f"model.vocab_size={needed}")
+        raise ValueError(
+            f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}; set model.vocab_size={needed}"
+        )

@@ -38,8 +38,9 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
             if not final.is_dir():
                 _build(final, build)
     except OSError as error:
-        raise ValueError(f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write, with "
-                         "room in it") from error
+        raise ValueError(
+            f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write, with room in it"
+        ) from error
     return final
 
 
@@ -49,8 +50,9 @@ def reading(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{directory}: this folder of data.cache_dir is damaged ({error}); delete it, the next run "
-                         "builds it again") from error
+        raise ValueError(
+            f"{directory}: this folder of data.cache_dir is damaged ({error}); delete it, the next run builds it again"
+        ) from error
 
 
 def _build(final: Path, build: Callable[[Path], None]) -> None:

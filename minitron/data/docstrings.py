@@ -35,7 +35,7 @@ def build_docstrings(cache_dir: str | os.PathLike, root: str | os.PathLike | Non
 
 
 def _build(folder: Path, sources: list[tuple[str, bytes]]) -> None:
-    pairs = {}                  # the first of equal signatures
+    pairs = {}  # the first of equal signatures
     for name, content in sources:
         for signature, sentence in explained(name, content):
             pairs.setdefault(f"Explain {signature}:", f" {sentence}")
@@ -47,9 +47,9 @@ def explained(name: str, content: bytes) -> Iterator[tuple[str, str]]:
     """(signature, first sentence of the docstring) of a module's public functions and methods, top to bottom."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     try:
-        with warnings.catch_warnings(action="ignore"):          # of escapes that Python no longer likes
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python no longer likes
             tree = ast.parse(content)
-    except (SyntaxError, ValueError):                           # templates and files of another Python
+    except (SyntaxError, ValueError):  # templates and files of another Python
         return
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:

@@ -34,8 +34,8 @@ import numpy as np
 from minitron.data.cache import build_once, reading
 from minitron.data.indexed import DataError, IndexedDataset
 
-BLOCK_TOKENS = 1 << 20          # of a scan: a block is read twice, for its least and its largest id
-BLOCK_DOCUMENTS = 1 << 20       # a block's arrays stay in the cache hierarchy; larger is not faster
+BLOCK_TOKENS = 1 << 20  # of a scan: a block is read twice, for its least and its largest id
+BLOCK_DOCUMENTS = 1 << 20  # a block's arrays stay in the cache hierarchy; larger is not faster
 
 
 class Sample(NamedTuple):
@@ -47,6 +47,7 @@ class Sample(NamedTuple):
     mask: float32 [s] loss weights of the labels, or None for all ones.
     padding: so many of the s inputs, the last ones, are there to fill the sample, and are no work.
     """
+
     tokens: np.ndarray
     starts: np.ndarray
     mask: np.ndarray | None = None
@@ -56,6 +57,7 @@ class Sample(NamedTuple):
 class Plan(NamedTuple):
     """How many epochs the document index holds, and how many samples precede a last epoch that is shuffled apart
     (`first_samples == samples` when it is not)."""
+
     epochs: int
     samples: int
     first_samples: int
@@ -74,25 +76,40 @@ class GPTDataset:
     and loop for ever on none).
     """
 
-    def __init__(self, indexed: IndexedDataset, sequences: range, num_samples: int, seq_len: int, seed: int,
-                 cache_dir: str | os.PathLike, vocab_size: int):
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        num_samples: int,
+        seq_len: int,
+        seed: int,
+        cache_dir: str | os.PathLike,
+        vocab_size: int,
+    ):
         self.indexed, self.vocab_size = indexed, vocab_size
-        key = {"data": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], "samples": num_samples,
-               "seq_len": seq_len, "seed": seed}
+        key = {
+            "data": indexed.fingerprint,
+            "sequences": [sequences.start, sequences.stop],
+            "samples": num_samples,
+            "seq_len": seq_len,
+            "seed": seed,
+        }
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        arrays = build_once(Path(cache_dir) / f"gpt-{self.fingerprint}",
-                            lambda folder: _save_index(folder, key, indexed, sequences))
+        arrays = build_once(
+            Path(cache_dir) / f"gpt-{self.fingerprint}", lambda folder: _save_index(folder, key, indexed, sequences)
+        )
         with reading(arrays):
             self._documents, self._cuts, self._shuffle = (
                 np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                for name in ("document", "sample", "shuffle"))
+                for name in ("document", "sample", "shuffle")
+            )
 
     def __len__(self) -> int:
         return len(self._shuffle)
 
     def __getitem__(self, i: int) -> Sample:
         cut = int(self._shuffle[i])
-        (first, begin), (last, end) = self._cuts[cut:cut + 2].tolist()
+        (first, begin), (last, end) = self._cuts[cut : cut + 2].tolist()
         parts = []
         for position in range(first, last + 1):
             offset = begin if position == first else 0
@@ -111,8 +128,10 @@ def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high >= vocab_size:
         fix = "copy or preprocess the data again" if low < 0 else "set it to the vocabulary the data were made with"
-        raise DataError(f"{where} holds token id {low if low < 0 else high}, but {key}={vocab_size} allows 0 to "
-                        f"{vocab_size - 1}; {fix}")
+        raise DataError(
+            f"{where} holds token id {low if low < 0 else high}, but {key}={vocab_size} allows 0 to "
+            f"{vocab_size - 1}; {fix}"
+        )
     return high
 
 
@@ -125,15 +144,17 @@ def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size
     if file.dtype.kind not in "iu":
         raise DataError(f"{file.prefix}.idx: {file.dtype} values are no token ids; give a dataset of an integer dtype")
     if not end:
-        raise DataError(f"{file.prefix}.bin: no tokens in {len(file.document_indices) - 1} documents; leave this "
-                        "dataset out, or preprocess text that is not empty")
+        raise DataError(
+            f"{file.prefix}.bin: no tokens in {len(file.document_indices) - 1} documents; leave this "
+            "dataset out, or preprocess text that is not empty"
+        )
     end, largest = min(end, end if count is None else count), 0
     for begin in range(0, end, BLOCK_TOKENS):
         tokens = file.tokens(begin, min(begin + BLOCK_TOKENS, end))
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= vocab_size:
             bad = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
-            check_ids(tokens[bad:bad + 1], vocab_size, f"{file.prefix}.bin: position {begin + bad}", key)
+            check_ids(tokens[bad : bad + 1], vocab_size, f"{file.prefix}.bin: position {begin + bad}", key)
         largest = max(largest, int(high))
     return largest
 
@@ -155,14 +176,14 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
     """
     fits = len(document_index) <= np.iinfo(np.int32).max
     rows = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
-    rows[0] = 0         # even if the first document is empty
+    rows[0] = 0  # even if the first document is empty
     done, tokens_before = 1, 0
     for begin in range(0, len(document_index), BLOCK_DOCUMENTS):
-        length = lengths[document_index[begin:begin + BLOCK_DOCUMENTS]]
+        length = lengths[document_index[begin : begin + BLOCK_DOCUMENTS]]
         ends = np.cumsum(length, dtype=np.int64) + tokens_before
         stop = max(done, min(num_samples, (int(ends[-1]) - 1) // seq_len) + 1)
         cuts = np.arange(done, stop, dtype=np.int64) * seq_len
-        document = np.searchsorted(ends, cuts, side="right")      # first document that ends beyond the cut: never empty
+        document = np.searchsorted(ends, cuts, side="right")  # first document that ends beyond the cut: never empty
         rows[done:stop, 0] = begin + document
         rows[done:stop, 1] = cuts - (ends[document] - length[document])
         done, tokens_before = stop, int(ends[-1])
@@ -172,18 +193,20 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
 
 def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: range) -> None:
     """Build the three arrays of `key` and write them into `folder`, with the key beside them for the curious."""
-    tokens = int(indexed.lengths[sequences.start:sequences.stop].sum(dtype=np.int64))
+    tokens = int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     if tokens < key["seq_len"] + 1:
-        raise ValueError(f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, "
-                         f"fewer than one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change "
-                         "data.split")
+        raise ValueError(
+            f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, "
+            f"fewer than one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change "
+            "data.split"
+        )
     plan, rng = plan_epochs(tokens, key["samples"], key["seq_len"]), np.random.RandomState(key["seed"])
     documents = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), plan.epochs)
     fits = plan.samples < np.iinfo(np.uint32).max - 1
     shuffle = np.arange(plan.samples, dtype=np.uint32 if fits else np.int64)
     last = len(sequences) if plan.last_apart else 0
     for index, first in (documents, len(documents) - last), (shuffle, plan.first_samples):
-        for part in index[:first], index[first:]:       # of two ranges, if the last epoch is apart
+        for part in index[:first], index[first:]:  # of two ranges, if the last epoch is apart
             if len(part):
                 rng.shuffle(part)
     cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])

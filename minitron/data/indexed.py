@@ -36,9 +36,17 @@ from minitron.config.files import read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-DTYPES = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
-          6: np.dtype("<f8"), 7: np.dtype("<f4"), 8: np.dtype("<u2")}
-_HEADER = struct.Struct("<9sQBQQ")          # magic, version, dtype code, sequences, document indices
+DTYPES = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices
 _BLOCK_SEQUENCES = 1 << 20
 _DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check_data.py checks a dataset in full)"
 
@@ -93,8 +101,10 @@ class IndexedDataset:
         """
         stored, begin = int(self.lengths[sequence]), int(self.pointers[sequence])
         if not (0 <= stored and 0 <= begin <= len(self._bin) - stored * self.dtype.itemsize):
-            raise DataError(f"{self.prefix}.idx: sequence {sequence} has {stored} tokens from byte {begin} on, and "
-                            f".bin {len(self._bin)} bytes; {_DAMAGED}")
+            raise DataError(
+                f"{self.prefix}.idx: sequence {sequence} has {stored} tokens from byte {begin} on, and "
+                f".bin {len(self._bin)} bytes; {_DAMAGED}"
+            )
         length = stored - offset if length is None else length
         assert 0 <= offset and 0 <= length <= stored - offset, "the slice stays within the sequence"
         return np.frombuffer(self._bin, self.dtype, length, begin + offset * self.dtype.itemsize)
@@ -112,7 +122,7 @@ class IndexedDataset:
         """16 hex digits of the dtype, every length, and both ends of .bin: the same wherever the files lie."""
         digest = hashlib.sha256(f"{self.dtype.str} {len(self._bin)} ".encode())
         digest.update(self.lengths)
-        for end in (self._bin[:1 << 16], self._bin[-1 << 16:]):
+        for end in (self._bin[: 1 << 16], self._bin[-1 << 16 :]):
             digest.update(end)
         return digest.hexdigest()[:16]
 
@@ -124,8 +134,10 @@ class IndexedDataset:
         # The last sequence ends the file, in whatever Megatron writes; this much is told without reading all pointers.
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
         if size != needed:
-            raise DataError(f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; the file is truncated or "
-                            "belongs to another index: copy or preprocess both again")
+            raise DataError(
+                f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; the file is truncated or "
+                "belongs to another index: copy or preprocess both again"
+            )
         return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
 
@@ -143,8 +155,10 @@ class IndexedWriter(AbstractContextManager):
         self.sidecar = sidecar
         codes = {known: code for code, known in DTYPES.items()}
         if self.dtype not in codes:
-            raise ValueError(f"dtype {self.dtype} has no code in the .idx format; use one of "
-                             f"{', '.join(str(d) for d in DTYPES.values())}")
+            raise ValueError(
+                f"dtype {self.dtype} has no code in the .idx format; use one of "
+                f"{', '.join(str(d) for d in DTYPES.values())}"
+            )
         self._code = codes[self.dtype]
         self._suffix = f".{secrets.token_hex(4)}.partial"
         self._lengths, self._document_indices = array("i"), array("q", [0])
@@ -159,7 +173,7 @@ class IndexedWriter(AbstractContextManager):
         finally:
             try:
                 with _writing(self.prefix):
-                    self._bin.close()       # writes what is buffered, which a full disk refuses
+                    self._bin.close()  # writes what is buffered, which a full disk refuses
             finally:
                 for name in "bin", "idx":
                     Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
@@ -196,13 +210,17 @@ class IndexedWriter(AbstractContextManager):
 
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1:
-            raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D "
-                             "array or a list of 1-D arrays")
+            raise ValueError(
+                f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D "
+                "array or a list of 1-D arrays"
+            )
         if tokens.dtype != self.dtype and tokens.size and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
-                raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype} of {self.prefix};"
-                                 " choose the dtype with best_dtype(vocab_size)")
+                raise ValueError(
+                    f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype} of {self.prefix};"
+                    " choose the dtype with best_dtype(vocab_size)"
+                )
         return tokens.astype(self.dtype, copy=False)
 
 
@@ -234,35 +252,43 @@ def check_index(dataset: IndexedDataset) -> None:
     """
     end = 0
     for begin in range(0, len(dataset), _BLOCK_SEQUENCES):
-        lengths, pointers = (array[begin:begin + _BLOCK_SEQUENCES] for array in (dataset.lengths, dataset.pointers))
+        lengths, pointers = (array[begin : begin + _BLOCK_SEQUENCES] for array in (dataset.lengths, dataset.pointers))
         ends = end + np.cumsum(lengths, dtype=np.int64) * dataset.dtype.itemsize
         starts = np.concatenate([[end], ends[:-1]])
         wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
         if len(wrong):
             i = wrong[0]
-            raise DataError(f"{dataset.prefix}.idx: sequence {begin + i} has {lengths[i]} tokens from byte "
-                            f"{pointers[i]} on, where byte {starts[i]} is next; {_DAMAGED}")
+            raise DataError(
+                f"{dataset.prefix}.idx: sequence {begin + i} has {lengths[i]} tokens from byte "
+                f"{pointers[i]} on, where byte {starts[i]} is next; {_DAMAGED}"
+            )
         end = int(ends[-1])
     indices, n = dataset.document_indices, len(dataset)
     falls = np.flatnonzero(indices[1:] < indices[:-1])
     if len(falls) or not len(indices) or indices[0] != 0 or indices[-1] != n:
-        shown = indices[falls[0]:falls[0] + 2] if len(falls) else indices[[0, -1]] if len(indices) else indices
-        raise DataError(f"{dataset.prefix}.idx: its document indices do not rise from 0 to {n}: "
-                        f"{shown.tolist()} at {falls[0] if len(falls) else 'both ends'}; {_DAMAGED}")
+        shown = indices[falls[0] : falls[0] + 2] if len(falls) else indices[[0, -1]] if len(indices) else indices
+        raise DataError(
+            f"{dataset.prefix}.idx: its document indices do not rise from 0 to {n}: "
+            f"{shown.tolist()} at {falls[0] if len(falls) else 'both ends'}; {_DAMAGED}"
+        )
 
 
 def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     """dtype, sequences and document indices, checked against the size of PREFIX.idx."""
     path = f"{prefix}.idx"
     if not os.path.isfile(path):
-        raise DataError(f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
-                        "(tools/preprocess_data.py writes one)")
+        raise DataError(
+            f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
+            "(tools/preprocess_data.py writes one)"
+        )
     size = os.path.getsize(path)
     with open(path, "rb") as index:
         head = index.read(_HEADER.size)
-    if head[:len(MAGIC)] != MAGIC[:len(head)]:
-        raise DataError(f"{path}: begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index; "
-                        "make one with tools/preprocess_data.py")
+    if head[: len(MAGIC)] != MAGIC[: len(head)]:
+        raise DataError(
+            f"{path}: begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index; "
+            "make one with tools/preprocess_data.py"
+        )
     truncated = f"{path}: {size} bytes, shorter than its header says; it is truncated: copy or preprocess it again"
     if len(head) < _HEADER.size:
         raise DataError(truncated)
@@ -274,9 +300,10 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size < expected:
         raise DataError(truncated)
-    if size not in (expected, expected + num_sequences):    # without or with modes
-        raise DataError(f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or "
-                        "preprocess it again")
+    if size not in (expected, expected + num_sequences):  # without or with modes
+        raise DataError(
+            f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or preprocess it again"
+        )
     return DTYPES[code], num_sequences, num_indices
 
 
@@ -285,8 +312,9 @@ def _writing(prefix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{prefix}: cannot be written ({error}); choose a prefix in a folder that you may write, with "
-                         "room in it") from error
+        raise ValueError(
+            f"{prefix}: cannot be written ({error}); choose a prefix in a folder that you may write, with room in it"
+        ) from error
 
 
 def _flush_to_disk(file) -> None:

@@ -58,24 +58,35 @@ class Loader:
     def _microbatch(self, indices: range) -> Batch:
         drawn = [self.dataset[i] for i in indices]
         views = [_view(sample, self.separate) for sample in drawn]
-        tokens = np.stack([sample.tokens for sample in drawn], 1)                      # [s + 1, b]
+        tokens = np.stack([sample.tokens for sample in drawn], 1)  # [s + 1, b]
         mask = np.stack([mask for mask, _, _ in views], 1)[self.order]
         if self.separate:
             positions = np.stack([positions for _, positions, _ in views], 1)[self.order]
         else:
             positions = self.order[:, None]
-        tensors = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order], "mask": mask,
-                   "positions": positions, "order": self.order, "samples": np.asarray(indices)}
+        tensors = {
+            "tokens": tokens[:-1][self.order],
+            "labels": tokens[1:][self.order],
+            "mask": mask,
+            "positions": positions,
+            "order": self.order,
+            "samples": np.asarray(indices),
+        }
         host = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}
         if self.mesh.device.type == "cuda":
             host = {name: tensor.pin_memory() for name, tensor in host.items()}
-        return Batch(**host, count=float(mask.sum(dtype=np.float64)),
-                     documents=as_documents(b for _, _, b in views) if self.separate else None,
-                     padding=tuple(sample.padding for sample in drawn))
+        return Batch(
+            **host,
+            count=float(mask.sum(dtype=np.float64)),
+            documents=as_documents(b for _, _, b in views) if self.separate else None,
+            padding=tuple(sample.padding for sample in drawn),
+        )
 
     def _to_device(self, b: Batch, step: int) -> Batch:
-        moved = {name: getattr(b, name).to(self.mesh.device, non_blocking=True)
-                 for name in ("tokens", "labels", "mask", "positions", "order", "samples")}
+        moved = {
+            name: getattr(b, name).to(self.mesh.device, non_blocking=True)
+            for name in ("tokens", "labels", "mask", "positions", "order", "samples")
+        }
         return dataclasses.replace(b, **moved, step=step)
 
 

@@ -16,8 +16,15 @@ class MockDataset:
     """`num_samples` samples of seq_len + 1 uniform token ids; document_length: mean tokens a document, longest: at most
     so many, None for both: one document a sample."""
 
-    def __init__(self, vocab_size: int, seq_len: int, num_samples: int, seed: int,
-                 document_length: float | None = None, longest: int | None = None):
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        num_samples: int,
+        seed: int,
+        document_length: float | None = None,
+        longest: int | None = None,
+    ):
         assert document_length is None or document_length >= 1
         self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples
         self.seed, self.document_length, self.longest = seed, document_length, longest
@@ -30,7 +37,7 @@ class MockDataset:
             raise IndexError(f"sample {i} of {self.num_samples}")
         rng = np.random.default_rng((self.seed, i))
         tokens = rng.integers(self.vocab_size, size=self.seq_len + 1, dtype=np.int64)
-        begins = np.zeros(self.seq_len, bool)           # of tokens 1 .. s: a geometric length is a coin at every token
+        begins = np.zeros(self.seq_len, bool)  # of tokens 1 .. s: a geometric length is a coin at every token
         if self.document_length is not None:
             begins = rng.random(self.seq_len) < 1 / self.document_length
         if self.longest is not None:

@@ -26,8 +26,8 @@ import numpy as np
 def pack(counts: np.ndarray, capacity: int) -> list[tuple[int, tuple[int, ...]]]:
     """Best fit decreasing: counts [capacity + 1], documents by length -> (how many sequences, the lengths in each)."""
     assert len(counts) <= capacity + 1 and not counts[0]
-    groups: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)    # room left -> patterns with it
-    rooms: list[int] = []                                                       # the keys of groups, ascending
+    groups: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # room left -> patterns with it
+    rooms: list[int] = []  # the keys of groups, ascending
 
     def put(room: int, count: int, pattern: tuple[int, ...]) -> None:
         if room not in groups:
@@ -45,7 +45,7 @@ def pack(counts: np.ndarray, capacity: int) -> list[tuple[int, tuple[int, ...]]]
             count, pattern = groups[room].pop()
             if not groups[room]:
                 del groups[room], rooms[at]
-            each = min(room // length, left)        # one that took a document is still the best fit for the next
+            each = min(room // length, left)  # one that took a document is still the best fit for the next
             filled = min(count, left // each)
             if count > filled:
                 put(room, count - filled, pattern)
@@ -77,7 +77,7 @@ class Packing:
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Of an epoch: the document in every place, and the order of sequences."""
-        rng = np.random.RandomState([self.seed, epoch])         # whose numbers no version of NumPy changes
+        rng = np.random.RandomState([self.seed, epoch])  # whose numbers no version of NumPy changes
         shuffled = rng.permutation(len(self.lengths))
         members = np.empty_like(shuffled)
         members[self._by_length] = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]

@@ -37,7 +37,7 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
 from minitron.data.tokenizers import Tokenizer
 
-FORMAT = 1          # of what this file makes of a line: another one must not find the old tokens
+FORMAT = 1  # of what this file makes of a line: another one must not find the old tokens
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
@@ -60,8 +60,9 @@ class Documents:
             except OSError as error:
                 raise ValueError(f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files") from error
         self.fingerprint = digest.hexdigest()[:16]
-        folder = build_once(Path(cache_dir) / f"sft-{self.fingerprint}",
-                            lambda folder: _tokenize(folder, self.paths, tokenizer))
+        folder = build_once(
+            Path(cache_dir) / f"sft-{self.fingerprint}", lambda folder: _tokenize(folder, self.paths, tokenizer)
+        )
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
             self._lines = np.load(folder / "lines.npy", mmap_mode="r", allow_pickle=False)
@@ -73,18 +74,20 @@ class Documents:
 
     def check(self, documents: range, seq_len: int) -> None:
         """Raises ValueError for a prompt that leaves no room for any of its answer."""
-        prompts = self._file.lengths[self._parts[documents.start:documents.stop]]
+        prompts = self._file.lengths[self._parts[documents.start : documents.stop]]
         if (prompts > seq_len).any():
             i = int((prompts > seq_len).argmax())
             number, line = self._lines[documents[i]].tolist()
-            raise ValueError(f"{self.paths[number]}: line {line} has a prompt of {prompts[i]} tokens, which leaves no "
-                             f"room for an answer in train.seq_len={seq_len}; shorten it, or raise train.seq_len")
+            raise ValueError(
+                f"{self.paths[number]}: line {line} has a prompt of {prompts[i]} tokens, which leaves no "
+                f"room for an answer in train.seq_len={seq_len}; shorten it, or raise train.seq_len"
+            )
 
     def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """The first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
         parts = [self._file.get(part) for part in range(self._parts[i], self._parts[i + 1])]
         answers = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
-        answers[0] = False          # nothing comes before it to tell it from
+        answers[0] = False  # nothing comes before it to tell it from
         return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
 
 
@@ -94,7 +97,7 @@ class SFTDataset:
     def __init__(self, documents: Documents, part: range, num_samples: int, seq_len: int, seed: int):
         documents.check(part, seq_len)
         self.documents, self.part, self.num_samples, self.seq_len = documents, part, num_samples, seq_len
-        whole, capacity = documents.lengths[part.start:part.stop], seq_len + 1
+        whole, capacity = documents.lengths[part.start : part.stop], seq_len + 1
         lengths = np.minimum(whole, capacity)
         self.packing = Packing(lengths, capacity, seed)
         self.fill = int(lengths.sum()) / (self.packing.num_sequences * capacity)
@@ -118,8 +121,10 @@ class SFTDataset:
         """One line: how much there is, and how well it is packed."""
         n, sequences = len(self.part), self.packing.num_sequences
         cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
-        return (f"sft: an epoch is {n:,} documents{cut} in {sequences:,} samples of train.seq_len={self.seq_len}, "
-                f"{self.fill:.2%} full")
+        return (
+            f"sft: an epoch is {n:,} documents{cut} in {sequences:,} samples of train.seq_len={self.seq_len}, "
+            f"{self.fill:.2%} full"
+        )
 
 
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
@@ -136,8 +141,10 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
     if not tokenizer.special.keys() >= set(HEADER):
-        raise ValueError("chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE, or write "
-                         "prompt and completion")
+        raise ValueError(
+            "chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE, or write "
+            "prompt and completion"
+        )
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
     parts, context = [], [tokenizer.bos]
     for message in messages:
@@ -157,8 +164,10 @@ def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
         _check_messages(row["messages"])
         return encode_chat(row["messages"], tokenizer)
     if keys != {"prompt", "completion"}:
-        raise ValueError(f"has {', '.join(sorted(keys)) or 'none'} of the keys prompt, completion and messages; give "
-                         "prompt and completion, or messages")
+        raise ValueError(
+            f"has {', '.join(sorted(keys)) or 'none'} of the keys prompt, completion and messages; give "
+            "prompt and completion, or messages"
+        )
     for key in sorted(keys):
         if not isinstance(row[key], str):
             raise ValueError(f"has a {key} that is no text; put it into quotes")
@@ -169,9 +178,14 @@ def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _check_messages(messages: object) -> None:
     """An optional system message, then user and assistant in turn, with text in each, the assistant's last."""
-    if not (isinstance(messages, list) and messages
-            and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-                    for m in messages)):
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        )
+    ):
         raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
@@ -206,6 +220,6 @@ def _rows(path: str) -> Iterator[tuple[int, object]]:
                 try:
                     yield number, parse_json(line.rstrip())
                 except ValueError as error:
-                    parsed = isinstance(error, json.JSONDecodeError)    # else too deep, or not UTF-8
+                    parsed = isinstance(error, json.JSONDecodeError)  # else too deep, or not UTF-8
                     why = f"{error.msg} at character {error.pos + 1}" if parsed else error
                     raise ValueError(f"{path}: line {number} is not JSON ({why}); correct it") from error

@@ -29,8 +29,8 @@ from torch import Tensor
 from minitron.kernels import fused
 from minitron.kernels.plain import AdamHyper, AdamState
 
-CHUNK = 2048 * 32     # elements per block of threads, apex's own choice
-DECOUPLED_DECAY = 1   # the kernel's mode 1 is AdamW
+CHUNK = 2048 * 32  # elements per block of threads, apex's own choice
+DECOUPLED_DECAY = 1  # the kernel's mode 1 is AdamW
 CORRECT_BIAS = 1
 
 
@@ -42,14 +42,31 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), out)
 
 
-def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
-           updated: Callable[[int], None]) -> None:
+def adamw_(
+    states: list[AdamState],
+    steps: Tensor,
+    divisor: Tensor,
+    found_inf: Tensor,
+    hyper: AdamHyper,
+    updated: Callable[[int], None],
+) -> None:
     """One step on every state, all its numbers on the device; see kernels/plain.py."""
     skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):
-        multi_tensor_adam_capturable(CHUNK, skip, [[s.grad], [s.master], [s.average], [s.square]], lr, *hyper.betas,
-                                     hyper.eps, steps, DECOUPLED_DECAY, CORRECT_BIAS, s.decay, inverse)
+        multi_tensor_adam_capturable(
+            CHUNK,
+            skip,
+            [[s.grad], [s.master], [s.average], [s.square]],
+            lr,
+            *hyper.betas,
+            hyper.eps,
+            steps,
+            DECOUPLED_DECAY,
+            CORRECT_BIAS,
+            s.decay,
+            inverse,
+        )
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)
         updated(i)

@@ -57,8 +57,15 @@ class Backend:
     packed: tuple[Callable, Callable] | None = None
 
 
-def choose(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, dropout: float = 0.0,
-           *, documents: bool = False) -> Backend:
+def choose(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    dropout: float = 0.0,
+    *,
+    documents: bool = False,
+) -> Backend:
     """The backend for `model.attention`; call it once, when the model is built.
 
     `auto` takes the fastest that fits: on CUDA cuDNN, then flash; on CPU flash; `reference` where neither fits (float32
@@ -103,8 +110,10 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
         # torch knows which GPU, library version and determinism setting takes which head dimension
         probe = torch.empty(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
         if not torch_can_use[name](cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, True, False)):
-            return (f"is refused by torch for {dtype} and head dimension {head_dim} on this GPU "
-                    f"(or switched off in torch.backends.cuda); use model.attention=auto")
+            return (
+                f"is refused by torch for {dtype} and head dimension {head_dim} on this GPU "
+                f"(or switched off in torch.backends.cuda); use model.attention=auto"
+            )
     return None
 
 
@@ -183,48 +192,69 @@ def _flash_cpu_forward(q, k, v, *, causal, scale):
 
 def _flash_cpu_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale)
+        dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+    )
 
 
 def _flash_cuda_forward(q, k, v, *, causal, scale):
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal, False, scale=scale)
+        q, k, v, 0.0, causal, False, scale=scale
+    )
     return out, lse, (seed, offset)
 
 
 def _flash_cuda_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
     return aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *saved, scale=scale)
+        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *saved, scale=scale
+    )
 
 
 def _flash_cuda_packed_forward(q, k, v, bounds, longest, scale):
     out, *saved, _ = aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale)
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )
     return out, saved
 
 
 def _flash_cuda_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
     lse, *rng = saved
     return aten._flash_attention_backward(
-        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
+        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale
+    )
 
 
 def _cudnn_forward(q, k, v, *, causal, scale):
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale)
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
     return out, lse.squeeze(-1), (seed, offset)
 
 
 def _cudnn_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
     return aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *saved, None, None, None, q.shape[2], k.shape[2],
-        0.0, causal, scale=scale)
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous().unsqueeze(-1),
+        *saved,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
 
 
 REFERENCE = Backend("reference", _reference_forward, _reference_backward)
 FLASH_CPU = Backend("flash", _flash_cpu_forward, _flash_cpu_backward)
-FLASH_CUDA = Backend("flash", _flash_cuda_forward, _flash_cuda_backward,
-                     (_flash_cuda_packed_forward, _flash_cuda_packed_backward))
+FLASH_CUDA = Backend(
+    "flash", _flash_cuda_forward, _flash_cuda_backward, (_flash_cuda_packed_forward, _flash_cuda_packed_backward)
+)
 CUDNN = Backend("cudnn", _cudnn_forward, _cudnn_backward)
 
 
@@ -236,12 +266,21 @@ def _import_flash_attn() -> Backend:
     try:
         from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
     except ImportError as error:
-        raise ValueError("model.attention=flash-attn needs the package flash-attn: "
-                         "pip install flash-attn --no-build-isolation, or use model.attention=auto") from error
+        raise ValueError(
+            "model.attention=flash-attn needs the package flash-attn: "
+            "pip install flash-attn --no-build-isolation, or use model.attention=auto"
+        ) from error
 
     def options(causal, scale):
-        return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, window_size_left=-1, window_size_right=-1,
-                    softcap=0.0, alibi_slopes=None)
+        return dict(
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+        )
 
     def forward(q, k, v, *, causal, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -251,8 +290,18 @@ def _import_flash_attn() -> Backend:
     def backward(dout, q, k, v, out, lse, saved, *, causal, scale):
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        _flash_attn_backward(dout, q, k, v, out, lse.contiguous(), *grads, rng_state=saved,
-                             deterministic=torch.are_deterministic_algorithms_enabled(), **options(causal, scale))
+        _flash_attn_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            *grads,
+            rng_state=saved,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **options(causal, scale),
+        )
         dq, dk, dv = grads
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

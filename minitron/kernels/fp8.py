@@ -43,8 +43,8 @@ from minitron.kernels.gemm import ALONE, DTYPES, Gemm, Payload
 if TYPE_CHECKING:
     from minitron.kernels import fp8_te
 
-HISTORY = 16      # steps that a scale looks back
-BLOCK_GEMMS = 4   # of a transformer block: qkv, out, up, down
+HISTORY = 16  # steps that a scale looks back
+BLOCK_GEMMS = 4  # of a transformer block: qkv, out, up, down
 ROLES = tuple(KINDS)
 
 
@@ -59,16 +59,22 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         if device.type == "meta":
             return _te_shapes(precision.fp8 == "block")
         if device.type != "cuda":
-            raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
-                             "precision.fp8_backend=torch or precision.fp8=none")
+            raise ValueError(
+                f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
+                "precision.fp8_backend=torch or precision.fp8=none"
+            )
         try:
             from minitron.kernels import fp8_te as library
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
-            raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
-                             "transformer-engine[pytorch], or use precision.fp8_backend=torch") from error
+            raise ValueError(
+                f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
+                "transformer-engine[pytorch], or use precision.fp8_backend=torch"
+            ) from error
     elif precision.fp8 == "block" and device.type != "cpu":
-        raise ValueError("precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
-                         "precision.fp8_backend=te, or precision.fp8=delayed or current")
+        raise ValueError(
+            "precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
+            "precision.fp8_backend=te, or precision.fp8=delayed or current"
+        )
     if precision.fp8 == "block":
         return library.BlockScaling()
     return library.TensorScaling()
@@ -77,7 +83,7 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
 def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
     """For dry runs: allocates what Transformer Engine would."""
     shapes = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
-    for name in ("cast", "multiply", "multiply_into")[not block:]:
+    for name in ("cast", "multiply", "multiply_into")[not block :]:
         setattr(shapes, name, meta.hidden(getattr(shapes, name)))
     return shapes
 
@@ -125,8 +131,13 @@ class Fp8Gemm(Gemm):
     `first` + 2; None: the backend finds them.
     """
 
-    def __init__(self, backend: fp8_torch.TensorScaling | fp8_te.TensorScaling, dtype: torch.dtype,
-                 scaling: DelayedScaling | None = None, first: int = 0):
+    def __init__(
+        self,
+        backend: fp8_torch.TensorScaling | fp8_te.TensorScaling,
+        dtype: torch.dtype,
+        scaling: DelayedScaling | None = None,
+        first: int = 0,
+    ):
         self.backend, self.dtype, self.scaling, self.first = backend, dtype, scaling, first
         self._weight: Payload | None = None
         self._frozen = False
@@ -134,7 +145,7 @@ class Fp8Gemm(Gemm):
     @property
     def history(self) -> Tensor | None:
         """[HISTORY, 3] magnitudes of x, weight and dy, a view: what a checkpoint keeps. None: nothing."""
-        return None if self.scaling is None else self.scaling.history[:, self.first:self.first + len(ROLES)]
+        return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         return self._cast(x, "x", gathered, columns, record)
@@ -144,8 +155,16 @@ class Fp8Gemm(Gemm):
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)  # the tensor cores may add up in less than float32, in no other product
-        return torch._scaled_mm(x.rows, w.rows.t(), x.rows_scale, w.rows_scale, bias=bias, out_dtype=self.dtype,
-                                use_fast_accum=True, out=out)
+        return torch._scaled_mm(
+            x.rows,
+            w.rows.t(),
+            x.rows_scale,
+            w.rows_scale,
+            bias=bias,
+            out_dtype=self.dtype,
+            use_fast_accum=True,
+            out=out,
+        )
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
         w = self._columns(self._quantized(weight))
@@ -185,8 +204,15 @@ class Fp8Gemm(Gemm):
     def _cast(self, x: Tensor, role: str, shared: Axis, columns: bool, record: bool) -> Payload:
         return self.backend.cast(x, role, shared, *self._scale(role, record), columns)
 
-    def _cast_result(self, role: str, operation: Callable[..., Tensor], with_cast: Callable[..., Payload],
-                     inputs: tuple[Tensor, ...], columns: bool, record: bool) -> Payload:
+    def _cast_result(
+        self,
+        role: str,
+        operation: Callable[..., Tensor],
+        with_cast: Callable[..., Payload],
+        inputs: tuple[Tensor, ...],
+        columns: bool,
+        record: bool,
+    ) -> Payload:
         """The cast of operation(*inputs), in the same kernel if its scale is known beforehand."""
         scale, amax = self._scale(role, record)
         if scale is None:
@@ -208,13 +234,15 @@ class BlockGemm(Fp8Gemm):
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)
-        return self.backend.multiply(Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True),
-                                     self.dtype, out=out, bias=bias)
+        return self.backend.multiply(
+            Operand(x.rows, x.rows_scale), Operand(w.rows, w.rows_scale, tiled=True), self.dtype, out=out, bias=bias
+        )
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)
-        return self.backend.multiply(Operand(dy.rows, dy.rows_scale), Operand(w.columns, w.columns_scale, tiled=True),
-                                     self.dtype, out=out)
+        return self.backend.multiply(
+            Operand(dy.rows, dy.rows_scale), Operand(w.columns, w.columns_scale, tiled=True), self.dtype, out=out
+        )
 
 
 class Formats:
@@ -224,8 +252,15 @@ class Formats:
     ordinary: what multiplies in the blocks without FP8.
     """
 
-    def __init__(self, precision: PrecisionConfig, layers: Sequence[int], num_layers: int, mesh: Mesh,
-                 backend: fp8_torch.TensorScaling | None, ordinary: Gemm):
+    def __init__(
+        self,
+        precision: PrecisionConfig,
+        layers: Sequence[int],
+        num_layers: int,
+        mesh: Mesh,
+        backend: fp8_torch.TensorScaling | None,
+        ordinary: Gemm,
+    ):
         self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
         self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
         self.gemms: list[Fp8Gemm] = []

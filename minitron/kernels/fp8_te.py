@@ -40,16 +40,22 @@ class TensorScaling(fp8_torch.TensorScaling):
         super().__init__()
         self.workspaces: dict[torch.cuda.Stream, Tensor] = {}
 
-    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
-             columns: bool) -> Payload:
+    def cast(
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+    ) -> Payload:
         kind, both = KINDS[role], columns and shared.size == 1
         if scale is None:
             quantizer = Float8CurrentScalingQuantizer(
-                CODES[kind], x.device, columnwise=both, with_amax_reduction=shared.size > 1,
-                amax_reduction_group=shared.group)
+                CODES[kind],
+                x.device,
+                columnwise=both,
+                with_amax_reduction=shared.size > 1,
+                amax_reduction_group=shared.group,
+            )
         else:
-            quantizer = Float8Quantizer(scale, torch.zeros_like(scale) if amax is None else amax, CODES[kind],
-                                        columnwise=both)
+            quantizer = Float8Quantizer(
+                scale, torch.zeros_like(scale) if amax is None else amax, CODES[kind], columnwise=both
+            )
         parts = _run(quantizer, x)
         inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
         if scale is None and amax is not None:
@@ -64,13 +70,30 @@ class TensorScaling(fp8_torch.TensorScaling):
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
         gemm(*self._arguments(a, b, torch.float32, out, None, add), beta=float(add))
 
-    def _arguments(self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None,
-                   add: bool) -> tuple:
+    def _arguments(
+        self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, add: bool
+    ) -> tuple:
         """Those of `gemm` for out (+)= a b^T + bias."""
         workspace = self._workspace(torch.cuda.current_stream(a.values.device.index))
         transposed, gelu, gelu_input, grad, quantizer, accurate = True, False, None, False, None, True
-        return (self._wrap(b), transposed, self._wrap(a), not transposed, out, quantizer, TE_DType[dtype], bias,
-                TE_DType[torch.bfloat16], gelu, gelu_input, grad, workspace, workspace.shape[0], add, accurate)
+        return (
+            self._wrap(b),
+            transposed,
+            self._wrap(a),
+            not transposed,
+            out,
+            quantizer,
+            TE_DType[dtype],
+            bias,
+            TE_DType[torch.bfloat16],
+            gelu,
+            gelu_input,
+            grad,
+            workspace,
+            workspace.shape[0],
+            add,
+            accurate,
+        )
 
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
         """Of cuBLAS, one per stream: the library's `general_gemm` has one that products side by side share."""
@@ -79,30 +102,53 @@ class TensorScaling(fp8_torch.TensorScaling):
         return self.workspaces[stream]
 
     def _wrap(self, x: Operand) -> Float8TensorStorage:
-        return Float8TensorStorage(data=x.values.view(torch.uint8), fp8_scale_inv=x.scale,
-                                   fp8_dtype=CODES[x.values.dtype], fake_dtype=torch.bfloat16)
+        return Float8TensorStorage(
+            data=x.values.view(torch.uint8),
+            fp8_scale_inv=x.scale,
+            fp8_dtype=CODES[x.values.dtype],
+            fake_dtype=torch.bfloat16,
+        )
 
 
 class BlockScaling(TensorScaling):
     """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None,
-                 bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         return gemm(*self._arguments(a, b, dtype, out, bias, add=False), beta=0.0)[0]
 
-    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
-             columns: bool) -> Payload:
-        parts = _run(Float8BlockQuantizer(CODES[torch.float8_e4m3fn], rowwise=True, columnwise=columns,
-                                          block_scaling_dim=2 if role == "weight" else 1), x)
+    def cast(
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+    ) -> Payload:
+        parts = _run(
+            Float8BlockQuantizer(
+                CODES[torch.float8_e4m3fn],
+                rowwise=True,
+                columnwise=columns,
+                block_scaling_dim=2 if role == "weight" else 1,
+            ),
+            x,
+        )
         rows, other = parts["rowwise_data"].view(torch.float8_e4m3fn), parts["columnwise_data"]
-        return Payload(rows, parts["rowwise_scale_inv"], None if other is None else other.view(rows.dtype),
-                       parts["columnwise_scale_inv"])
+        return Payload(
+            rows,
+            parts["rowwise_scale_inv"],
+            None if other is None else other.view(rows.dtype),
+            parts["columnwise_scale_inv"],
+        )
 
     def _wrap(self, x: Operand) -> Float8BlockwiseQTensorStorage:
         return Float8BlockwiseQTensorStorage(
-            rowwise_data=x.values.view(torch.uint8), rowwise_scale_inv=x.scale, columnwise_data=None,
-            columnwise_scale_inv=None, fp8_dtype=CODES[x.values.dtype], quantizer=None, is_2D_scaled=x.tiled,
-            fake_dtype=torch.bfloat16)
+            rowwise_data=x.values.view(torch.uint8),
+            rowwise_scale_inv=x.scale,
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            fp8_dtype=CODES[x.values.dtype],
+            quantizer=None,
+            is_2D_scaled=x.tiled,
+            fake_dtype=torch.bfloat16,
+        )
 
 
 def _run(quantizer: Quantizer, x: Tensor) -> dict:

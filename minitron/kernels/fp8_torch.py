@@ -50,8 +50,9 @@ class TensorScaling:
     def __init__(self, ops: ModuleType = plain):
         self.ops = ops
 
-    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
-             columns: bool) -> Payload:
+    def cast(
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+    ) -> Payload:
         """x [m, k] in the format of its role, times a scale.
 
         scale: [1] float32; None: what brings the largest magnitude of x, over the ranks of `shared`, to the limit.
@@ -88,14 +89,16 @@ class BlockScaling(TensorScaling):
     Numbers as on a GPU, but not its speed: the product is a float32 one, for CPUs and as the reference of tests.
     """
 
-    def cast(self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None,
-             columns: bool) -> Payload:
+    def cast(
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+    ) -> Payload:
         """x [m, k] in blocks, m and k multiples of 128. Nothing is given or shared: every rank finds its own scales."""
         other = self._blocks(x.t().contiguous(), role) if columns else (None, None)
         return Payload(*self._blocks(x, role), *other)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None,
-                 bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """a b^T + bias in `dtype`, from the values that the blocks stand for; in `out` if it is given."""
         product = dequantize(a) @ dequantize(b).t()
         product = (product if bias is None else product + bias).to(dtype)

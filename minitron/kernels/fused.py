@@ -59,8 +59,21 @@ def _add_norm(x, delta, delta_bias, weight, bias, total, y, statistics, rows, h,
 
 
 @triton.jit
-def _add_norm_backward(dy, dtotal, total, statistics, weight, dx, sums, rows, h, LAYER_NORM: tl.constexpr,
-                       SUMS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _add_norm_backward(
+    dy,
+    dtotal,
+    total,
+    statistics,
+    weight,
+    dx,
+    sums,
+    rows,
+    h,
+    LAYER_NORM: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Each program walks over every n-th row; with SUMS it keeps its part of RMSNorm's dweight in registers."""
     program, programs, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside, stride, dweight = columns < h, tl.cast(h, tl.int64), tl.zeros([BLOCK], tl.float32)
@@ -88,8 +101,19 @@ def _add_norm_backward(dy, dtotal, total, statistics, weight, dx, sums, rows, h,
 
 
 @triton.jit
-def _norm_sums(dy, total, statistics, dx, sums, rows, h, LAYER_NORM: tl.constexpr, DELTA_BIAS: tl.constexpr,
-               ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_sums(
+    dy,
+    total,
+    statistics,
+    dx,
+    sums,
+    rows,
+    h,
+    LAYER_NORM: tl.constexpr,
+    DELTA_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sums over rows, for a slice of the columns and every n-th tile of rows."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -119,22 +143,41 @@ def _row_in_registers(h: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)}  # 16 numbers a thread
 
 
-def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-             eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """total = x + delta + delta_bias, its norm and the statistics of each row; see kernels/plain.py."""
     assert delta is not None or delta_bias is None
     x, h = x.contiguous(), x.shape[-1]
     total, y = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
     rows = x.numel() // h
-    _add_norm[(rows,)](x, None if delta is None else delta.contiguous(), delta_bias, weight, bias, total, y, statistics,
-                       rows, h, eps, **_row_in_registers(h))
+    _add_norm[(rows,)](
+        x,
+        None if delta is None else delta.contiguous(),
+        delta_bias,
+        weight,
+        bias,
+        total,
+        y,
+        statistics,
+        rows,
+        h,
+        eps,
+        **_row_in_registers(h),
+    )
     return total, y, statistics
 
 
-def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
-                      delta_bias: bool, frozen: bool = False
-                      ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def add_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    delta_bias: bool,
+    frozen: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """dx, dweight, dbias, ddelta_bias; see kernels/plain.py."""
     dy, total, h = dy.contiguous(), total.contiguous(), total.shape[-1]
     rows, layer_norm, shape = total.numel() // h, len(statistics) == 2, _row_in_registers(h)
@@ -147,13 +190,37 @@ def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statisti
         stages = 2 if 6 * shape["BLOCK"] * total.itemsize < gpu.shared_memory_per_block_optin - 4096 else 1
     sums = None if frozen else total.new_empty(1 + layer_norm + delta_bias, parts, h, dtype=torch.float32)
     _add_norm_backward[(programs,)](
-        dy, None if dtotal is None else dtotal.contiguous(), total, statistics, weight, dx, sums, rows, h,
-        LAYER_NORM=layer_norm, SUMS=one_pass and not frozen, **shape, STAGES=stages)
+        dy,
+        None if dtotal is None else dtotal.contiguous(),
+        total,
+        statistics,
+        weight,
+        dx,
+        sums,
+        rows,
+        h,
+        LAYER_NORM=layer_norm,
+        SUMS=one_pass and not frozen,
+        **shape,
+        STAGES=stages,
+    )
     if frozen:
         return dx, None, None, None
     if not one_pass:
-        _norm_sums[(triton.cdiv(h, 128), parts)](dy, total, statistics, dx, sums, rows, h, LAYER_NORM=layer_norm,
-                                                 DELTA_BIAS=delta_bias, ROWS=32, BLOCK=128, num_warps=4)
+        _norm_sums[(triton.cdiv(h, 128), parts)](
+            dy,
+            total,
+            statistics,
+            dx,
+            sums,
+            rows,
+            h,
+            LAYER_NORM=layer_norm,
+            DELTA_BIAS=delta_bias,
+            ROWS=32,
+            BLOCK=128,
+            num_warps=4,
+        )
     sums = sums.sum(1)
     return dx, sums[0], sums[1] if layer_norm else None, sums[-1] if delta_bias else None
 
@@ -220,8 +287,20 @@ def _cast_tile(value, scale, rows, columns, i, j, inside, m, n, COLUMNS: tl.cons
 
 
 @triton.jit
-def _swiglu_cast(x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.constexpr, NOTE: tl.constexpr,
-                 M: tl.constexpr, F: tl.constexpr):
+def _swiglu_cast(
+    x,
+    scale,
+    rows,
+    inverse,
+    columns,
+    amax,
+    m,
+    f,
+    COLUMNS: tl.constexpr,
+    NOTE: tl.constexpr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+):
     i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
     source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
     gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
@@ -234,8 +313,21 @@ def _swiglu_cast(x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.const
 
 
 @triton.jit
-def _swiglu_backward_cast(dy, x, scale, rows, inverse, columns, amax, m, f, COLUMNS: tl.constexpr, NOTE: tl.constexpr,
-                          M: tl.constexpr, F: tl.constexpr):
+def _swiglu_backward_cast(
+    dy,
+    x,
+    scale,
+    rows,
+    inverse,
+    columns,
+    amax,
+    m,
+    f,
+    COLUMNS: tl.constexpr,
+    NOTE: tl.constexpr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+):
     i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
     source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
     gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
@@ -258,23 +350,44 @@ def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype
     return _run_cast(_swiglu_cast, tile, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
 
 
-def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
-                         columns: bool) -> Cast:
+def swiglu_backward_cast(
+    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
+) -> Cast:
     """See kernels/plain.py."""
     tile = dict(M=32, F=64, num_warps=4)
-    return _run_cast(_swiglu_backward_cast, tile, (dy.contiguous(), x.contiguous()), dy.shape, x.shape[1], scale, amax,
-                     kind, columns)
+    return _run_cast(
+        _swiglu_backward_cast, tile, (dy.contiguous(), x.contiguous()), dy.shape, x.shape[1], scale, amax, kind, columns
+    )
 
 
-def _run_cast(kernel, tile: dict[str, int], inputs: tuple[Tensor, ...], grid: tuple[int, int], n: int, scale: Tensor,
-              amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+def _run_cast(
+    kernel,
+    tile: dict[str, int],
+    inputs: tuple[Tensor, ...],
+    grid: tuple[int, int],
+    n: int,
+    scale: Tensor,
+    amax: Tensor | None,
+    kind: torch.dtype,
+    columns: bool,
+) -> Cast:
     """A kernel over tiles of `grid` [m, f] whose result is cast to [m, n]. Tiles are those that measured best."""
     m, f = grid
     rows, inverse = scale.new_empty(m, n, dtype=kind), torch.empty_like(scale)
     transposed = scale.new_empty(n, m, dtype=kind) if columns else None
     kernel[(triton.cdiv(m, tile["M"]), triton.cdiv(f, tile["F"]))](
-        *inputs, scale, rows, inverse, rows if transposed is None else transposed, scale if amax is None else amax, m,
-        f, COLUMNS=columns, NOTE=amax is not None, **tile)
+        *inputs,
+        scale,
+        rows,
+        inverse,
+        rows if transposed is None else transposed,
+        scale if amax is None else amax,
+        m,
+        f,
+        COLUMNS=columns,
+        NOTE=amax is not None,
+        **tile,
+    )
     return rows, inverse, transposed
 
 
@@ -282,8 +395,24 @@ def _run_cast(kernel, tile: dict[str, int], inputs: tuple[Tensor, ...], grid: tu
 
 
 @triton.jit
-def _rotate(x, y, cos, sin, batch, heads, x_row, x_sample, x_head, y_row, y_sample, y_head, rope_batch,
-            SIGN: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr):
+def _rotate(
+    x,
+    y,
+    cos,
+    sin,
+    batch,
+    heads,
+    x_row,
+    x_sample,
+    x_head,
+    y_row,
+    y_sample,
+    y_head,
+    rope_batch,
+    SIGN: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Channels i and i + HALF of every head of one token turned by SIGN * angle; SIGN 0 copies."""
     token = tl.program_id(0)
     row, sample = (token // batch).to(tl.int64), token % batch
@@ -306,13 +435,26 @@ def _turn(x: Tensor, y: Tensor, rope: Rope | None, sign: int) -> None:
     s, b, n, d = x.shape
     assert x.stride(-1) == y.stride(-1) == 1 and d & (d - 1) == 0
     cos, sin = rope if rope is not None else (x, x)
-    _rotate[(s * b,)](x, y, cos, sin, b, n, *x.stride()[:3], *y.stride()[:3], cos.shape[1], SIGN=sign, HALF=d // 2,
-                      HEADS=triton.next_power_of_2(n), num_warps=4)
+    _rotate[(s * b,)](
+        x,
+        y,
+        cos,
+        sin,
+        b,
+        n,
+        *x.stride()[:3],
+        *y.stride()[:3],
+        cos.shape[1],
+        SIGN=sign,
+        HALF=d // 2,
+        HEADS=triton.next_power_of_2(n),
+        num_warps=4,
+    )
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
     """qkv [s, b, n + 2g, d] -> views q, k, v of it, q and k turned in place. d is a power of 2."""
-    turned = qkv[:, :, :sizes[0] + sizes[1]]
+    turned = qkv[:, :, : sizes[0] + sizes[1]]
     _turn(turned, turned, rope, 1)
     return qkv.split(sizes, 2)
 
@@ -331,8 +473,29 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
 
 
 @triton.jit
-def _merge(out, lse, block_out, block_lse, n, s, d, out_b, out_n, out_s, lse_b, lse_n, lse_s, from_b, from_n, from_s,
-           with_b, with_n, with_s, ROWS: tl.constexpr, D: tl.constexpr):
+def _merge(
+    out,
+    lse,
+    block_out,
+    block_lse,
+    n,
+    s,
+    d,
+    out_b,
+    out_n,
+    out_s,
+    lse_b,
+    lse_n,
+    lse_s,
+    from_b,
+    from_n,
+    from_s,
+    with_b,
+    with_n,
+    with_s,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     sample, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
     row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     here, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
@@ -353,8 +516,21 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     b, n, s, d = out.shape
     assert out.stride(-1) == block_out.stride(-1) == 1
     _merge[(triton.cdiv(s, 32), b * n)](
-        out, lse, block_out, block_lse, n, s, d, *out.stride()[:3], *lse.stride(), *block_out.stride()[:3],
-        *block_lse.stride(), ROWS=32, D=triton.next_power_of_2(d), num_warps=4)
+        out,
+        lse,
+        block_out,
+        block_lse,
+        n,
+        s,
+        d,
+        *out.stride()[:3],
+        *lse.stride(),
+        *block_out.stride()[:3],
+        *block_lse.stride(),
+        ROWS=32,
+        D=triton.next_power_of_2(d),
+        num_warps=4,
+    )
 
 
 # ---- partial sums ----------------------------------------------------------------------------------------------------
@@ -377,8 +553,9 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
     out = torch.empty_like(parts[0]) if onto is None else onto
     assert parts[0].is_contiguous() and out.is_contiguous()
     n = out.numel()
-    _sum_parts[(triton.cdiv(n, 2048),)](parts, out, n, parts.stride(0), ADD=onto is not None, PARTS=len(parts),
-                                        BLOCK=2048, num_warps=8)
+    _sum_parts[(triton.cdiv(n, 2048),)](
+        parts, out, n, parts.stride(0), ADD=onto is not None, PARTS=len(parts), BLOCK=2048, num_warps=8
+    )
     return out
 
 
@@ -411,8 +588,9 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
     if in_order or torch.are_deterministic_algorithms_enabled():
         return plain.add_rows_(table, ids, first, rows, in_order=True)
     h = table.shape[1]
-    _add_rows[(ids.numel(), triton.cdiv(h, 2048))](table, ids.contiguous(), rows.contiguous(), first, table.shape[0], h,
-                                                   BLOCK=2048, num_warps=8)
+    _add_rows[(ids.numel(), triton.cdiv(h, 2048))](
+        table, ids.contiguous(), rows.contiguous(), first, table.shape[0], h, BLOCK=2048, num_warps=8
+    )
     return table
 
 
@@ -450,8 +628,9 @@ def _softmax_gradient(logits, labels, lse, dloss, vocab, num_ids, first, BLOCK: 
     tl.store(logits + row * vocab + columns, grad, inside)
 
 
-def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
-                 ) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_sums(
+    logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
     See kernels/plain.py.
@@ -459,19 +638,30 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None
     assert logits.is_contiguous() and labels.is_contiguous()
     vocab = logits.shape[-1]
     top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _softmax_sums[(labels.numel(),)](logits, labels, top, total, picked, vocab, vocab if num_ids is None else num_ids,
-                                     first, BLOCK=8192, num_warps=4)
+    _softmax_sums[(labels.numel(),)](
+        logits, labels, top, total, picked, vocab, vocab if num_ids is None else num_ids, first, BLOCK=8192, num_warps=4
+    )
     return top, total, picked
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor,
-                      num_ids: int | None = None) -> Tensor:
+def softmax_gradient_(
+    logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int | None = None
+) -> Tensor:
     """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; see kernels/plain.py."""
     assert logits.is_contiguous() and labels.is_contiguous() and lse.is_contiguous()
     vocab = logits.shape[-1]
     grid = labels.numel(), triton.cdiv(vocab, 4096)
-    _softmax_gradient[grid](logits, labels, lse, dloss.contiguous(), vocab, vocab if num_ids is None else num_ids,
-                            first, BLOCK=4096, num_warps=8)
+    _softmax_gradient[grid](
+        logits,
+        labels,
+        lse,
+        dloss.contiguous(),
+        vocab,
+        vocab if num_ids is None else num_ids,
+        first,
+        BLOCK=4096,
+        num_warps=8,
+    )
     return logits
 
 
@@ -508,8 +698,26 @@ def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, thresho
 
 
 @triton.jit
-def _adamw(master, grad, average, square, param, corrections, divisor, found_inf, lr, beta1, beta2, rest1, rest2, eps,
-           decay, n, CAST: tl.constexpr, BLOCK: tl.constexpr):
+def _adamw(
+    master,
+    grad,
+    average,
+    square,
+    param,
+    corrections,
+    divisor,
+    found_inf,
+    lr,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    decay,
+    n,
+    CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     if tl.load(found_inf) == 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
@@ -525,14 +733,36 @@ def _adamw(master, grad, average, square, param, corrections, divisor, found_inf
             tl.store(param + i, p, inside)
 
 
-def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
-           updated: Callable[[int], None]) -> None:
+def adamw_(
+    states: list[AdamState],
+    steps: Tensor,
+    divisor: Tensor,
+    found_inf: Tensor,
+    hyper: AdamHyper,
+    updated: Callable[[int], None],
+) -> None:
     """One pass over memory for each state; see kernels/plain.py."""
     corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
     rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
     for i, s in enumerate(states):
         n = s.master.numel()
         _adamw[(triton.cdiv(n, 4096),)](
-            s.master, s.grad, s.average, s.square, s.param, corrections, divisor, found_inf, hyper.lr, *hyper.betas,
-            *rests, hyper.eps, s.decay, n, CAST=s.param.dtype != torch.float32, BLOCK=4096, num_warps=8)
+            s.master,
+            s.grad,
+            s.average,
+            s.square,
+            s.param,
+            corrections,
+            divisor,
+            found_inf,
+            hyper.lr,
+            *hyper.betas,
+            *rests,
+            hyper.eps,
+            s.decay,
+            n,
+            CAST=s.param.dtype != torch.float32,
+            BLOCK=4096,
+            num_warps=8,
+        )
         updated(i)

@@ -56,9 +56,20 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
         backend = fp8.choose_backend(cfg.precision, device)
     ops = choose_ops(device)
     apex = choose_apex(cfg.train.kernels, device) or ops
-    return Kernels(attention.choose(m.attention, device, DTYPES[cfg.precision.dtype], m.head_dim, m.attention_dropout,
-                                    documents=cfg.data.separate_documents),
-                   ops, Gemm(apex.add_product), apex.adamw_, backend)
+    return Kernels(
+        attention.choose(
+            m.attention,
+            device,
+            DTYPES[cfg.precision.dtype],
+            m.head_dim,
+            m.attention_dropout,
+            documents=cfg.data.separate_documents,
+        ),
+        ops,
+        Gemm(apex.add_product),
+        apex.adamw_,
+        backend,
+    )
 
 
 def choose_ops(device: torch.device) -> ModuleType:
@@ -66,6 +77,7 @@ def choose_ops(device: torch.device) -> ModuleType:
     if device.type != "cuda":
         return meta if device.type == "meta" else plain
     from minitron.kernels import fused
+
     return fused
 
 
@@ -78,8 +90,10 @@ def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:
     try:
         from minitron.kernels import apex
     except ImportError as error:
-        raise ValueError(f"train.kernels=apex cannot load the extensions of NVIDIA's apex ({error}); build them with "
-                         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
-                         "git+https://github.com/NVIDIA/apex.git (`apex` on PyPI is another project), or use "
-                         "train.kernels=auto") from error
+        raise ValueError(
+            f"train.kernels=apex cannot load the extensions of NVIDIA's apex ({error}); build them with "
+            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
+            "git+https://github.com/NVIDIA/apex.git (`apex` on PyPI is another project), or use "
+            "train.kernels=auto"
+        ) from error
     return apex

@@ -70,8 +70,17 @@ def _maker(result, arguments: list) -> Callable | None:
 
     def make(*args, **kwargs):
         leaves = tree_leaves((args, kwargs))
-        return tree_unflatten([torch.empty_strided(*r[:2], dtype=r[2], device="meta") if isinstance(r, tuple) else
-                               None if r is None else leaves[r] for r in recipe], structure)
+        return tree_unflatten(
+            [
+                torch.empty_strided(*r[:2], dtype=r[2], device="meta")
+                if isinstance(r, tuple)
+                else None
+                if r is None
+                else leaves[r]
+                for r in recipe
+            ],
+            structure,
+        )
 
     return make
 

@@ -35,8 +35,9 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 # ---- residual and norm -----------------------------------------------------------------------------------------------
 
 
-def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-             eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """total = x + delta + delta_bias (without delta x itself), and its RMSNorm, or with `bias` its LayerNorm.
 
     x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y that of the rounded total, and the
@@ -57,9 +58,15 @@ def add_norm(x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight:
     return total, y.to(x.dtype), torch.stack([rstd, *means])
 
 
-def add_norm_backward(dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor,
-                      delta_bias: bool, frozen: bool = False
-                      ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def add_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    delta_bias: bool,
+    frozen: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm), ddelta_bias (if wanted), float32 [h].
 
     dtotal: the gradient of the sum, None where nothing but the norm read it. frozen: dx is all that is wanted.
@@ -99,8 +106,9 @@ def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype
     return cast(swiglu_forward(x), scale, amax, kind, columns)
 
 
-def swiglu_backward_cast(dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype,
-                         columns: bool) -> Cast:
+def swiglu_backward_cast(
+    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
+) -> Cast:
     """cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
     return cast(swiglu_backward(dy, x), scale, amax, kind, columns)
 
@@ -197,8 +205,9 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
 # ---- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
-def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
-                 ) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_sums(
+    logits: Tensor, labels: Tensor, first: int, num_ids: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
     labels are global ids, `first` is the id of column 0; the logit of a label elsewhere counts as 0. Columns from
@@ -213,8 +222,9 @@ def softmax_sums(logits: Tensor, labels: Tensor, first: int, num_ids: int | None
     return top, total, picked.masked_fill_(~inside, 0)
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor,
-                      num_ids: int | None = None) -> Tensor:
+def softmax_gradient_(
+    logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int | None = None
+) -> Tensor:
     """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; that of padding columns is exactly 0."""
     num_ids = logits.shape[-1] if num_ids is None else num_ids
     local, inside = _local(labels, first, num_ids)
@@ -252,8 +262,14 @@ class AdamHyper(NamedTuple):
     eps: float
 
 
-def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper,
-           updated: Callable[[int], None]) -> None:
+def adamw_(
+    states: list[AdamState],
+    steps: Tensor,
+    divisor: Tensor,
+    found_inf: Tensor,
+    hyper: AdamHyper,
+    updated: Callable[[int], None],
+) -> None:
     """One step on every state with grad / divisor, unless found_inf is 1; `param` becomes the master in its own dtype.
 
     steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are used
@@ -261,9 +277,23 @@ def adamw_(states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: T
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
-        torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), lr=hyper.lr,
-                            beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay, eps=hyper.eps,
-                            amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
+        torch._fused_adamw_(
+            masters,
+            grads,
+            averages,
+            squares,
+            [],
+            [steps] * len(masters),
+            lr=hyper.lr,
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            weight_decay=decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=found_inf,
+        )
     for i, s in enumerate(states):
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)

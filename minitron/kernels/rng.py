@@ -65,8 +65,16 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int, dro
     return _Dropout.apply(x, p, keys, layer, site, drop or drop_elements)
 
 
-def attention_mask(p: float, keys: Tensor, layer: int, first_head: int, num_heads: int, samples: slice = slice(None),
-                   queries: slice = slice(None), seen: slice = slice(None)) -> Tensor:
+def attention_mask(
+    p: float,
+    keys: Tensor,
+    layer: int,
+    first_head: int,
+    num_heads: int,
+    samples: slice = slice(None),
+    queries: slice = slice(None),
+    seen: slice = slice(None),
+) -> Tensor:
     """Factors for attention probabilities, 0 or 1/(1-p): [b, num_heads, s (query), s (key)] float32. keys: [s, b].
 
     A tensor-parallel rank asks for its own heads; `first_head` is the global index of their first. samples, queries,

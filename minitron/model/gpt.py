@@ -34,8 +34,7 @@ from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_t
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.layout import Layout, make_layout
-from minitron.parallel.linear import (ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear,
-                                      column_linear)
+from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, column_linear
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 from minitron.runtime.room import room_for
 
@@ -46,8 +45,8 @@ class Microbatch:
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: [s/cp, b, 1, d/2]
     documents: context.Documents | None
-    keys: Tensor | None                 # dropout counters [s/cp, b]
-    local_keys: Tensor | None           # of the rows this rank has between blocks: [s/cp/tp, b]
+    keys: Tensor | None  # dropout counters [s/cp, b]
+    local_keys: Tensor | None  # of the rows this rank has between blocks: [s/cp/tp, b]
 
 
 class Attention(nn.Module):
@@ -61,8 +60,9 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
         self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
         width, kv_width, bias = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.family == "gpt"
-        self.qkv = ColumnParallelLinear(m.hidden_size, (width, kv_width, kv_width), layout, std=m.init_std, bias=bias,
-                                        gemm=gemm())
+        self.qkv = ColumnParallelLinear(
+            m.hidden_size, (width, kv_width, kv_width), layout, std=m.init_std, bias=bias, gemm=gemm()
+        )
         self.out = RowParallelLinear(width, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
     def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
@@ -72,8 +72,17 @@ class Attention(nn.Module):
         dropped = None
         if self.dropout and self.training:
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
-        y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
-                              dropout_mask=dropped, ops=self.ops)
+        y = context.attention(
+            q,
+            k,
+            v,
+            axis=self.cp,
+            style=self.style,
+            backend=self.backend,
+            documents=mb.documents,
+            dropout_mask=dropped,
+            ops=self.ops,
+        )
         return self.out(y.flatten(2), keys=mb.keys)
 
 
@@ -84,8 +93,9 @@ class MLP(nn.Module):
         super().__init__()
         m, bias = cfg.model, cfg.model.family == "gpt"
         self.gated, self.ops, f = cfg.model.family == "llama", layout.kernels.ops, m.ffn_hidden_size
-        self.up = ColumnParallelLinear(m.hidden_size, (f, f) if self.gated else (f,), layout, std=m.init_std, bias=bias,
-                                       gemm=gemm())
+        self.up = ColumnParallelLinear(
+            m.hidden_size, (f, f) if self.gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm()
+        )
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
     def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
@@ -172,8 +182,9 @@ class Head(nn.Module):
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         shape = m.padded_vocab_size, m.hidden_size
-        self.weight = tied if tied is not None else layout.parameter(
-            shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
+        self.weight = (
+            tied if tied is not None else layout.parameter(shape, Shard(0, layout.axis, shape[:1]), std=m.init_std)
+        )
         columns = len(self.weight)
         self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
         self.linear = Linear(self.weight, None, layout.gemm, layout.comm)
@@ -224,8 +235,9 @@ class GPT(nn.Module):
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()
-        losses = vocab_parallel_cross_entropy(self.head(stream), batch.labels, self.mesh.tp, self.layout.kernels.ops,
-                                              self.head.num_ids)
+        losses = vocab_parallel_cross_entropy(
+            self.head(stream), batch.labels, self.mesh.tp, self.layout.kernels.ops, self.head.num_ids
+        )
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:

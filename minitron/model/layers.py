@@ -24,9 +24,9 @@ from minitron.parallel.layout import Layout
 class Residual(NamedTuple):
     """The residual stream x + delta + bias, a sum yet to be made: the norm that reads it makes it in the same pass."""
 
-    x: Tensor                           # [..., h]
-    delta: Tensor | None = None         # [..., h]
-    bias: nn.Parameter | None = None    # [h]
+    x: Tensor  # [..., h]
+    delta: Tensor | None = None  # [..., h]
+    bias: nn.Parameter | None = None  # [h]
 
     def sum(self) -> Tensor:
         """One tensor, for where there is no norm: between pipeline stages."""
@@ -52,8 +52,9 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dtotal, dy):
         weight, _, delta_bias = ctx.params
-        dx, *grads = ctx.ops.add_norm_backward(dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None,
-                                               frozen=not weight.requires_grad)
+        dx, *grads = ctx.ops.add_norm_backward(
+            dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None, frozen=not weight.requires_grad
+        )
         dweight, dbias, ddelta_bias = (None if g is None else accumulate(p, g) for p, g in zip(ctx.params, grads))
         return dx, dx if ctx.summed else None, ddelta_bias, dweight, dbias, None, None
 

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config.schema import Config, ModelConfig
+from minitron.kernels.param import Shard
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
-from minitron.kernels.param import Shard
 from minitron.parallel.layout import Layout
-from minitron.parallel.linear import (ParallelLinear, RecomputeInput, column_backward, row_backward, rows, unrows)
+from minitron.parallel.linear import ParallelLinear, RecomputeInput, column_backward, row_backward, rows, unrows
 from minitron.parallel.overlap import LinearComm
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
@@ -61,11 +61,16 @@ def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Spa
     q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
     gated = m.family == "llama"
     layers = {
-        "attention.qkv": {"qkv": Span(0, (q, kv, kv)),
-                          "q": Span(0, (q,)), "k": Span(q, (kv,)), "v": Span(q + kv, (kv,))},
+        "attention.qkv": {
+            "qkv": Span(0, (q, kv, kv)),
+            "q": Span(0, (q,)),
+            "k": Span(q, (kv,)),
+            "v": Span(q + kv, (kv,)),
+        },
         "attention.out": {"o": Span(0, (h,))},
         "mlp.up": {"gate": Span(0, (f,)), "up": Span(f, (f,))} if gated else {"up": Span(0, (f,))},
-        "mlp.down": {"down": Span(0, (h,))}}
+        "mlp.down": {"down": Span(0, (h,))},
+    }
     return {layer: {t: span for t, span in spans.items() if t in targets} for layer, spans in layers.items()}
 
 
@@ -90,21 +95,25 @@ class Adapter(nn.Module):
     a [targets * rank, k] and, by target, b [rows, rank]; `place` (layer, site) names its dropout.
     """
 
-    def __init__(self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config,
-                 layout: Layout, place: tuple[int, int]):
+    def __init__(
+        self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config, layout: Layout, place: tuple[int, int]
+    ):
         super().__init__()
         axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.by_columns
         k = linear.weight.shape[1] * (1 if by_rows else axis.size)
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
-        self.a = layout.parameter((len(spans) * rank, k), None if by_rows else Shard(1, axis, (k,)),
-                                  std=(3 * k) ** -0.5)
+        self.a = layout.parameter(
+            (len(spans) * rank, k), None if by_rows else Shard(1, axis, (k,)), std=(3 * k) ** -0.5
+        )
         self.b = nn.ParameterDict()
         for target, span in spans.items():  # one by one: from a dict it would take them in the order of the alphabet
             self.b[target] = layout.parameter((span.size, rank), Shard(0, axis, span.chunks) if by_rows else None)
         split = axis.size if by_rows else 1
         # (rows of y, columns of u) that a target's B stands between, on this rank
-        self.places = [(slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
-                       for i, span in enumerate(spans.values())]
+        self.places = [
+            (slice(span.start // split, (span.start + span.size) // split), slice(i * rank, (i + 1) * rank))
+            for i, span in enumerate(spans.values())
+        ]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
         self.linear, self.by_columns = linear.linear, by_rows
         self.ops, self.add_gradient = layout.kernels.ops, layout.gemm.add_gradient
@@ -166,8 +175,10 @@ class _Adapted(torch.autograd.Function):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
         du, handle = (g_start if adapter.by_columns else f_start)(du, adapter.linear.comm)
         dx = adapter.input_grad(dy) if ctx.needs_input_grad[0] else None
-        db = [adapter.add_gradient(factor, dy[:, outputs], u[:, columns])
-              for (outputs, columns), factor in zip(adapter.places, factors)]
+        db = [
+            adapter.add_gradient(factor, dy[:, outputs], u[:, columns])
+            for (outputs, columns), factor in zip(adapter.places, factors)
+        ]
         handle.wait()
         x = x if ctx.recompute_input is None else ctx.recompute_input()
         da = adapter.add_gradient(adapter.a, du, rows(adapter.drop(x, keys)))

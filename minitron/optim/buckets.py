@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, all_gather_into, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
-from minitron.optim.slices import ProcessGroupSlices, choose_slices
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot
+from minitron.optim.slices import ProcessGroupSlices, choose_slices
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
@@ -213,8 +213,15 @@ class Gradients:
     `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp, tp and embedding.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, kernels: Kernels, *, overlap: bool,
-                 bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        kernels: Kernels,
+        *,
+        overlap: bool,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
         self.mesh, self.overlap = mesh, overlap
         self.chunks: list[list[Bucket]] = []
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
@@ -275,9 +282,11 @@ class Gradients:
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
-        counted = [bucket for bucket in self.buckets
-                   if (self.mesh.tp.rank == 0 or not bucket.key.replicated)
-                   and (self.mesh.pp.rank == 0 or not bucket.key.tied)]
+        counted = [
+            bucket
+            for bucket in self.buckets
+            if (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
+        ]
         squares = [bucket.square for bucket in counted if bucket.square is not None]
         late = [bucket.grad_slice for bucket in counted if bucket.square is None]
         if late:
@@ -310,8 +319,14 @@ class Gradients:
         for index, bucket in enumerate(self.buckets):
             base = axis.rank * bucket.grad_slice.numel()
             for span, first, last in bucket.plan.owned(axis.rank, axis.size):
-                yield OwnedPart(span.name, bucket.params[span.name], index, start=first - base,
-                                offset=first - span.start, numel=last - first)
+                yield OwnedPart(
+                    span.name,
+                    bucket.params[span.name],
+                    index,
+                    start=first - base,
+                    offset=first - span.start,
+                    numel=last - first,
+                )
 
     def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
         """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
@@ -320,7 +335,7 @@ class Gradients:
             flat = part.new_empty(bucket.plan.size)
             all_gather_into(flat, part, self.mesh.dp_cp)
             for name, start, numel in bucket.plan.spans:
-                result[name] = flat[start:start + numel].view(bucket.params[name].shape)
+                result[name] = flat[start : start + numel].view(bucket.params[name].shape)
         return result
 
     def full_gradients(self) -> dict[str, Tensor]:

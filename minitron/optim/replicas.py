@@ -52,8 +52,11 @@ class Replicas:
     def __init__(self, chunks: Sequence[nn.Module], gradients: Gradients, cfg: TrainConfig):
         self.gradients, self.mesh, self.every = gradients, gradients.mesh, cfg.check_replicas_every
         mesh, params = gradients.mesh, [param for chunk in chunks for param in chunk.parameters()]
-        copies = ((mesh.dp_cp, params), (mesh.tp, [p for p in params if p.spec.shard is None]),
-                  (mesh.embedding, [p for p in params if p.spec.tied]))
+        copies = (
+            (mesh.dp_cp, params),
+            (mesh.tp, [p for p in params if p.spec.shard is None]),
+            (mesh.embedding, [p for p in params if p.spec.tied]),
+        )
         self.copies = [(axis, params) for axis, params in copies if axis.size > 1 and params]
         self.params = {p.spec.name: p for _, params in self.copies for p in params}
         self.waiting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a result and when it is on the host
@@ -106,8 +109,12 @@ class Replicas:
     def _describe(self) -> str:
         """Name the first parameter that differs and its ranks, the same on all ranks. Collective over the world."""
         mesh, world = self.mesh, self.mesh.world
-        different = [param for (_, params), differing in zip(self.copies, self.differing)
-                     for param, differs in zip(params, differing.tolist()) if differs]
+        different = [
+            param
+            for (_, params), differing in zip(self.copies, self.differing)
+            for param, differs in zip(params, differing.tolist())
+            if differs
+        ]
         # The same key on all ranks that hold a copy: the tensor-parallel rank tells shards apart.
         mine = {(p.spec.name, p.spec.shard and mesh.tp.rank): tuple(self.sums[p.spec.name].tolist()) for p in different}
         everyone: list = [None] * world.size
@@ -117,28 +124,35 @@ class Replicas:
         keys = list(dict.fromkeys(key for theirs in everyone for key in theirs))
         name, part = keys[0]
         values = {rank: theirs[name, part] for rank, theirs in enumerate(everyone) if (name, part) in theirs}
-        (usual, _), = Counter(values.values()).most_common(1)
+        ((usual, _),) = Counter(values.values()).most_common(1)
         most, others = ([rank for rank in values if (values[rank] == usual) == same] for same in (True, False))
-        return (f"iteration {self.compared}: {listed(others)} and {listed(most)} hold different copies of {name}"
-                + (f", and of {len(keys) - 1} more" if len(keys) > 1 else "")
-                + (f"; after iteration {self.equal} they were equal" if self.equal is not None else "")
-                + ". A layer of your own must give all ranks that hold a parameter the same gradient; else suspect the "
-                "memory of these ranks. Each save came after a comparison: start again from the newest checkpoint")
+        return (
+            f"iteration {self.compared}: {listed(others)} and {listed(most)} hold different copies of {name}"
+            + (f", and of {len(keys) - 1} more" if len(keys) > 1 else "")
+            + (f"; after iteration {self.equal} they were equal" if self.equal is not None else "")
+            + ". A layer of your own must give all ranks that hold a parameter the same gradient; else suspect the "
+            "memory of these ranks. Each save came after a comparison: start again from the newest checkpoint"
+        )
 
 
 def checksum(x: Tensor) -> Tensor:
     """Add up the bits of x [..., n] as integers: [plain sum, sum of each times its position], int64, modulo 2^64."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    words = rows.view(next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
-                           if rows.shape[1] * rows.itemsize % word.itemsize == 0))
+    words = rows.view(
+        next(
+            word
+            for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
+            if rows.shape[1] * rows.itemsize % word.itemsize == 0
+        )
+    )
     height, width = words.shape
     # A word's position is its row times the words in a row, plus its column. So neither sum needs a copy of x.
     place = torch.arange(max(words.shape), device=x.device)
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
     each = max(1, PIECE_BYTES // (width * words.itemsize))
     for first in range(0, height, each):  # in pieces, since a kernel may take a multiple of what it adds up
-        piece = words[first:first + each]
+        piece = words[first : first + each]
         by_row, by_column = piece.sum(1, dtype=torch.int64), piece.sum(0, dtype=torch.int64)
-        weighted = (by_row * place[first:first + len(piece)]).sum() * width + (by_column * place[:width]).sum()
+        weighted = (by_row * place[first : first + len(piece)]).sum() * width + (by_column * place[:width]).sum()
         sums += torch.stack([by_row.sum(), weighted])
     return sums

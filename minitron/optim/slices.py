@@ -73,7 +73,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         start, self._used = self._used, self._used + numel * dtype.itemsize
-        return self._memory.own[start:self._used].view(dtype)
+        return self._memory.own[start : self._used].view(dtype)
 
     def reduce(self, buffer: Tensor) -> Arrival:
         self._announce()
@@ -100,7 +100,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
         """Add the other ranks' copies of `piece`, read from the same offset of their buffers."""
         self._stages.reverse()
         self._free.reverse()
-        stage = self._stages[0][:, :piece.numel()]
+        stage = self._stages[0][:, : piece.numel()]
         with torch.cuda.stream(self._copies):
             self._free[0].wait()
             for part, source in zip(stage, self._others()):
@@ -129,8 +129,9 @@ class Arrival:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def choose_slices(axis: Axis, device: torch.device, nbytes: int, overlapped: bool,
-                  sum_parts: Callable[[Tensor, Tensor], Tensor]) -> ProcessGroupSlices:
+def choose_slices(
+    axis: Axis, device: torch.device, nbytes: int, overlapped: bool, sum_parts: Callable[[Tensor, Tensor], Tensor]
+) -> ProcessGroupSlices:
     """SymmetricMemorySlices between GPUs of one node that can read each other's memory. Collective over the axis.
 
     nbytes: of all buffers together.

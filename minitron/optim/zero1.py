@@ -28,9 +28,9 @@ from torch import Tensor
 
 from minitron.comm.collectives import Done, all_reduce_
 from minitron.config.schema import OptimizerConfig
+from minitron.kernels.kernels import Kernels
 from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.optim.buckets import Gradients
-from minitron.kernels.kernels import Kernels
 
 # Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
 CLIP_EPS = 1e-6
@@ -75,9 +75,17 @@ class Zero1Optimizer:
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
         self.snapshot_done: torch.cuda.Event | Done = Done()
         self.adamw_ = kernels.adamw_
-        self.states = [AdamState(master, bucket.grad_slice, average, square, bucket.data_slice,
-                                 cfg.weight_decay if bucket.key.decay else 0.0)
-                       for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)]
+        self.states = [
+            AdamState(
+                master,
+                bucket.grad_slice,
+                average,
+                square,
+                bucket.data_slice,
+                cfg.weight_decay if bucket.key.decay else 0.0,
+            )
+            for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)
+        ]
 
     @torch.no_grad()
     def step(self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0) -> Stats:
@@ -106,5 +114,11 @@ class Zero1Optimizer:
         """AdamW on all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
         self.steps += 1 - found_inf
         self.snapshot_done.wait()
-        self.adamw_(self.states, self.steps, divisor, found_inf, AdamHyper(lr, self.cfg.betas, self.cfg.eps),
-                        updated=lambda i: self.gradients.buckets[i].start_gather())
+        self.adamw_(
+            self.states,
+            self.steps,
+            divisor,
+            found_inf,
+            AdamHyper(lr, self.cfg.betas, self.cfg.eps),
+            updated=lambda i: self.gradients.buckets[i].start_gather(),
+        )

@@ -56,8 +56,10 @@ def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarra
     """
     parts = 2 * size if style != "ulysses" and size > 1 else size
     if seq_len % parts:
-        raise ValueError(f"train.seq_len={seq_len} cannot be cut into {parts} equal chunks, which parallel.cp={size} "
-                         f"with parallel.cp_style={style} needs; use a multiple of {parts}")
+        raise ValueError(
+            f"train.seq_len={seq_len} cannot be cut into {parts} equal chunks, which parallel.cp={size} "
+            f"with parallel.cp_style={style} needs; use a multiple of {parts}"
+        )
     chunks = np.arange(seq_len, dtype=np.int64).reshape(parts, -1)
     return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
 
@@ -67,9 +69,18 @@ def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
     return tuple(tuple(int(position) for position in sample) for sample in boundaries)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, style: str, backend: Backend,
-              documents: Documents | None = None, dropout_mask: Callable[..., Tensor] | None = None,
-              ops: ModuleType = plain) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    axis: Axis,
+    style: str,
+    backend: Backend,
+    documents: Documents | None = None,
+    dropout_mask: Callable[..., Tensor] | None = None,
+    ops: ModuleType = plain,
+) -> Tensor:
     """Causal softmax(q k^T / sqrt(d)) v over the whole sequence: q [s/cp, b, n, d]; k, v [s/cp, b, g, d] -> like q.
 
     The rank holds the positions that `local_positions` says. `documents` (made by `as_documents`) are the boundaries of
@@ -109,7 +120,8 @@ def _check(q, k, axis, style, documents, dropout_mask) -> None:
 def _covers(documents: Documents, num_samples: int, seq_len: int) -> bool:
     """Whether boundaries rise from 0 to the sequence length in every sample."""
     return len(documents) == num_samples and all(
-        (sample[0], sample[-1]) == (0, seq_len) and all(a < b for a, b in pairwise(sample)) for sample in documents)
+        (sample[0], sample[-1]) == (0, seq_len) and all(a < b for a, b in pairwise(sample)) for sample in documents
+    )
 
 
 # ---- the work of a rank as dense blocks: host code ------------------------------------------------------------------
@@ -278,8 +290,10 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, documents):
         keys_values, kernel_saved = [k, v], []
-        steps = [ring_blocks(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
-                 for step in range(axis.size)]
+        steps = [
+            ring_blocks(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
+            for step in range(axis.size)
+        ]
         for step, blocks in enumerate(steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)
@@ -304,11 +318,15 @@ class _Ring(torch.autograd.Function):
         for step, blocks in enumerate(ctx.steps):
             if step + 1 < axis.size:
                 arriving = _pass_on(keys_values, axis)
-            grads = [ctx.kernel.backward(block, dout, q, *keys_values, out, lse, saved)
-                     for block, saved in zip(blocks, ctx.kernel_saved[step])]
+            grads = [
+                ctx.kernel.backward(block, dout, q, *keys_values, out, lse, saved)
+                for block, saved in zip(blocks, ctx.kernel_saved[step])
+            ]
             if step == 0:
-                dq, *sums = (_sum_of(parts, blocks, of, like, axis.size) for parts, of, like in
-                             zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v)))
+                dq, *sums = (
+                    _sum_of(parts, blocks, of, like, axis.size)
+                    for parts, of, like in zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v))
+                )
             else:
                 sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
                 _add(blocks, grads, dq, *sums)
@@ -367,8 +385,15 @@ class _AllGather(torch.autograd.Function):
         gathers = [gather_start(x, axis) for x in (k, v)]
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         dq, *sums = (torch.zeros_like(x, dtype=_dtype_of_sum(x, _MANY)) for x in (q, keys, values))
-        _add(others, (ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
-                      for block, saved in zip(others, saved_others)), dq, *sums)
+        _add(
+            others,
+            (
+                ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
+                for block, saved in zip(others, saved_others)
+            ),
+            dq,
+            *sums,
+        )
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
         grads = [ctx.kernel.backward(block, dout, q, k, v, out, lse, saved) for block, saved in zip(own, saved_own)]
         for _, handle in scatters:
@@ -387,4 +412,4 @@ def _finish_gather(gathered: Tensor, handle, axis: Axis) -> Tensor:
 
 def _to_rank_order(x: Tensor, axis: Axis) -> Tensor:
     chunks = x.chunk(2 * axis.size)
-    return torch.cat([chunk for pair in zip(chunks[:axis.size], reversed(chunks)) for chunk in pair])
+    return torch.cat([chunk for pair in zip(chunks[: axis.size], reversed(chunks)) for chunk in pair])

@@ -34,8 +34,14 @@ class _SwigluMLP(torch.autograd.Function):
         inner, _ = up.comm.gather_matmul(cast.for_product(), up.gemm.forward, up_weight, up_weight.shape[0])
         act = down.gemm.quantize_swiglu(inner, ops, columns=keep and ctx.needs_input_grad[2], record=training)
         ctx.up, ctx.down, ctx.ops, ctx.recompute_input, ctx.batch = up, down, ops, recompute_input, x.shape[1:-1]
-        saved = [payload.for_weight_grad() if needed else Payload(None)
-                 for payload, needed in zip((cast, act), ctx.needs_input_grad[1:3])] if keep else []
+        saved = (
+            [
+                payload.for_weight_grad() if needed else Payload(None)
+                for payload, needed in zip((cast, act), ctx.needs_input_grad[1:3])
+            ]
+            if keep
+            else []
+        )
         ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
         down.gemm.prepare(down_weight)
         y = down.comm.matmul_scatter(act, down.gemm.forward, down_weight, down_weight.shape[0])
@@ -52,8 +58,11 @@ class _SwigluMLP(torch.autograd.Function):
         d_act, dw_down = row_backward(down, dy, act, need_dx=True)
         d_inner = up.gemm.quantize_swiglu_grad(d_act, inner, ops, columns=need_up)
         if need_up:
-            cast = Payload(*saved[:4]) if saved else up.gemm.quantize(
-                rows(ctx.recompute_input()), up.comm.gathered, columns=True, record=True)
+            cast = (
+                Payload(*saved[:4])
+                if saved
+                else up.gemm.quantize(rows(ctx.recompute_input()), up.comm.gathered, columns=True, record=True)
+            )
         dx, dw_up = column_backward(up, d_inner, cast, need_dx)
         dx = None if dx is None else unrows(dx, ctx.batch)
         return dx, dw_up, dw_down, None, None, None, None, None

@@ -38,8 +38,15 @@ class Layout:
         """Products in the parameters' own format."""
         return self.kernels.gemm
 
-    def parameter(self, shape: tuple[int, ...], shard: Shard | None = None, *, std: float | None = None,
-                  fill: float = 0.0, per_head: bool = False) -> nn.Parameter:
+    def parameter(
+        self,
+        shape: tuple[int, ...],
+        shard: Shard | None = None,
+        *,
+        std: float | None = None,
+        fill: float = 0.0,
+        per_head: bool = False,
+    ) -> nn.Parameter:
         """Make an uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tp rank).
 
         std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. A replicated
@@ -54,6 +61,11 @@ class Layout:
 def make_layout(cfg: Config, mesh: Mesh, kernels: Kernels) -> Layout:
     """Make the layout that all chunks of a rank share. Collective over tp."""
     p = cfg.parallel
-    comm = choose(mesh.tp, mesh.device, sequence_parallel=p.sequence_parallel, overlap=p.overlap_tp,
-                  sum_parts=kernels.ops.sum_parts)
+    comm = choose(
+        mesh.tp,
+        mesh.device,
+        sequence_parallel=p.sequence_parallel,
+        overlap=p.overlap_tp,
+        sum_parts=kernels.ops.sum_parts,
+    )
     return Layout(comm, kernels, DTYPES[cfg.precision.dtype], mesh.device)

@@ -94,8 +94,9 @@ class _ColumnLinear(torch.autograd.Function):
         return None if dx is None else unrows(dx, ctx.batch), dw, db, None, None, None
 
 
-def column_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
-                    ) -> tuple[Tensor | None, Tensor | None]:
+def column_backward(
+    linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Return (dx, dW).  x None: the weight has no gradient; dW is None also if it went into its main_grad."""
     weight, _, gemm, comm = linear
     if x is None:
@@ -144,8 +145,7 @@ class _RowLinear(torch.autograd.Function):
         return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
 
 
-def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
-                 ) -> tuple[Tensor | None, Tensor | None]:
+def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
     """As `column_backward`."""
     weight, _, gemm, comm = linear
     if not need_dx:
@@ -200,11 +200,16 @@ class ColumnParallelLinear(ParallelLinear):
 
     by_columns = True
 
-    def __init__(self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool,
-                 gemm: Gemm):
+    def __init__(
+        self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool, gemm: Gemm
+    ):
         shard = Shard(0, layout.axis, chunks)
-        super().__init__(layout.parameter((sum(chunks), in_features), shard, std=std),
-                         layout.parameter((sum(chunks),), shard) if bias else None, gemm, layout.comm)
+        super().__init__(
+            layout.parameter((sum(chunks), in_features), shard, std=std),
+            layout.parameter((sum(chunks),), shard) if bias else None,
+            gemm,
+            layout.comm,
+        )
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
         """keys: dropout counters of the rows of x, for an adapter."""
@@ -223,8 +228,12 @@ class RowParallelLinear(ParallelLinear):
     by_columns = False
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
-        super().__init__(layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
-                         layout.parameter((out_features,)) if bias else None, gemm, layout.comm)
+        super().__init__(
+            layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
+            layout.parameter((out_features,)) if bias else None,
+            gemm,
+            layout.comm,
+        )
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
         """keys: dropout counters of the rows of x, for an adapter."""

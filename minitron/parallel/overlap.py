@@ -88,8 +88,9 @@ class AllReduceComm:
     def __init__(self, axis: Axis, overlap: bool = True):
         self.axis, self.overlap = axis, overlap
 
-    def gather_matmul(self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
-                      ) -> tuple[Tensor, Payload | None]:
+    def gather_matmul(
+        self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
+    ) -> tuple[Tensor, Payload | None]:
         """Return product(x, weight) [m, n], and x if it is to be kept."""
         return product(x, weight), x if keep else None
 
@@ -119,8 +120,9 @@ class ProcessGroupComm:
         self.axis = self.gathered = axis
         self.overlap = overlap
 
-    def gather_matmul(self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
-                      ) -> tuple[Tensor, Payload | None]:
+    def gather_matmul(
+        self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
+    ) -> tuple[Tensor, Payload | None]:
         """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
         whole = self.start_gather(x).wait()
         return product(whole, weight), whole if keep else None
@@ -178,8 +180,9 @@ class SymmetricMemoryComm:
         self._buffers: dict[str, list[SharedBuffer]] = {}
         self._pending: set[str] = set()
 
-    def gather_matmul(self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
-                      ) -> tuple[Tensor, Payload | None]:
+    def gather_matmul(
+        self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
+    ) -> tuple[Tensor, Payload | None]:
         """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
         m = x.rows.shape[0]
         y = weight.new_empty(self.axis.size * m, n)
@@ -267,7 +270,7 @@ class SymmetricMemoryComm:
         """Copy these ranks' pieces into `whole`; return them."""
         rows = [out.shape[0] // self.axis.size for out in whole]
         for source in group.sources:
-            mine = [out[source * m:(source + 1) * m] for out, m in zip(whole, rows)]
+            mine = [out[source * m : (source + 1) * m] for out, m in zip(whole, rows)]
             for piece, theirs in zip(mine, _places(memory, source, mine)):
                 piece.copy_(theirs)
         return [out[group.rows(m)] for out, m in zip(whole, rows)]
@@ -364,8 +367,9 @@ def _room(part: Tensor) -> int:
 LinearComm = AllReduceComm | ProcessGroupComm | SymmetricMemoryComm
 
 
-def choose(axis: Axis, device: torch.device, *, sequence_parallel: bool, overlap: bool,
-           sum_parts: Callable[[Tensor], Tensor]) -> LinearComm:
+def choose(
+    axis: Axis, device: torch.device, *, sequence_parallel: bool, overlap: bool, sum_parts: Callable[[Tensor], Tensor]
+) -> LinearComm:
     """Choose how linear layers communicate over `axis`; the fastest that can run. Collective over the axis."""
     if axis.size == 1 or not sequence_parallel:
         return AllReduceComm(axis, overlap)

@@ -91,8 +91,9 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.ops.softmax_gradient_(logits, labels, ctx.first, lse, dloss, ctx.num_ids), None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType = plain,
-                                 num_ids: int | None = None) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType = plain, num_ids: int | None = None
+) -> Tensor:
     """Compute the loss of each token from logits split over the vocabulary, in float32 and without gathering them.
 
     logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. Of this

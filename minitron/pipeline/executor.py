@@ -24,8 +24,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minitron.comm.collectives import Pending, all_reduce_, exchange
 from minitron.comm.mesh import Axis
-from minitron.pipeline.schedule import (Action, Backward, Exchange, Forward, Schedule, Transfer, forward_only,
-                                        input_of, make, output_of)
+from minitron.pipeline.schedule import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Schedule,
+    Transfer,
+    forward_only,
+    input_of,
+    make,
+    output_of,
+)
 
 
 class Executor:
@@ -35,8 +45,15 @@ class Executor:
     the chunk's last backward of a step, when gradients may be reduced as they come.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], pp: Axis, shape: tuple[int, ...], dtype: torch.dtype,
-                 device: torch.device, on_last_backward: Callable[[int], None]):
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        pp: Axis,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_last_backward: Callable[[int], None],
+    ):
         self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
         self.on_last_backward = on_last_backward
         self.actions = lru_cache(4)(self._actions)
@@ -118,8 +135,10 @@ class _Run:
         while self.flights and self.flights[0].is_completed():
             self.flights.popleft()
         sends = [(t.peer, self.outbox.pop(t).contiguous()) for t in action.sends]
-        recvs = [(t.peer, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
-                 for t in action.recvs]
+        recvs = [
+            (t.peer, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
+            for t in action.recvs
+        ]
         flight = exchange(self.executor.pp, sends, recvs)
         self.flights.append(flight)
         for t, (_, value) in zip(action.recvs, recvs):

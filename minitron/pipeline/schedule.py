@@ -223,9 +223,7 @@ def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer |
     return Transfer("gradient", op.mb, stage - 1, (rank - 1) % pp) if stage > 0 else None
 
 
-def stage_layers(
-    num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None
-) -> tuple[range, ...]:
+def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
     """The layers of every global stage: pp * vp ranges that follow each other.
 
     Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the

@@ -51,7 +51,7 @@ class Record(NamedTuple):
     num_bytes: int
     dtype: torch.dtype
     ranks: tuple[int, ...]  # who takes part; of a message the peer
-    action: object          # of the schedule, in which it begins
+    action: object  # of the schedule, in which it begins
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
 def fake_world(world: int, rank: int) -> Iterator[None]:
     """The default process group is one of `world` ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests': no run should need them
+
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
     dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # or its end warns that it has none
     try:
@@ -127,8 +128,16 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
         label(walk, trainer)
         run_step(trainer)
     memory, action = walk.peak()
-    return Report(mesh.rank, mesh.cell(), {part: memory.get(part, 0) for part in PARTS}, action, walk.timeline(),
-                  recorder.records, replaced(trainer), time.perf_counter() - start)
+    return Report(
+        mesh.rank,
+        mesh.cell(),
+        {part: memory.get(part, 0) for part in PARTS},
+        action,
+        walk.timeline(),
+        recorder.records,
+        replaced(trainer),
+        time.perf_counter() - start,
+    )
 
 
 def make_mesh(cfg: Config, world: int) -> Mesh:
@@ -140,8 +149,9 @@ def make_mesh(cfg: Config, world: int) -> Mesh:
 def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
     """The same mesh, all of whose axes report to `recorder`."""
     axes = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
-    return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()
-                            if isinstance(axis, Axis)})
+    return replace(
+        mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items() if isinstance(axis, Axis)}
+    )
 
 
 def prepare(cfg: Config, mesh: Mesh) -> Trainer:
@@ -156,8 +166,14 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
 def run_step(trainer: Trainer) -> None:
     """One step on random tokens. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
-    data = build_datasets(replace(cfg.data, source="mock"), vocab_size=cfg.model.vocab_size, seq_len=t.seq_len,
-                          seed=t.seed, train_samples=t.global_batch_size, valid_samples=0)
+    data = build_datasets(
+        replace(cfg.data, source="mock"),
+        vocab_size=cfg.model.vocab_size,
+        seq_len=t.seq_len,
+        seed=t.seed,
+        train_samples=t.global_batch_size,
+        valid_samples=0,
+    )
     loader = Loader(data.train, cfg, trainer.mesh)
     trainer.step(loader.step(0, 1), cfg.optimizer.lr)
     loader.close()
@@ -223,8 +239,10 @@ def choose_ranks(names: str, pp: int, world: int) -> list[int]:
     places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
-        raise ValueError(f"--ranks={names} does not name ranks of --world={world}; use first, middle, last or numbers "
-                         f"from 0 to {world - 1}, with commas")
+        raise ValueError(
+            f"--ranks={names} does not name ranks of --world={world}; use first, middle, last or numbers "
+            f"from 0 to {world - 1}, with commas"
+        )
     return list(dict.fromkeys(ranks))
 
 
@@ -241,8 +259,10 @@ def traffic(report: Report) -> dict[str, list[int]]:
 def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     """The reports side by side, a column each."""
     p, dp = cfg.parallel, cfg.dp(world)
-    yield (f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
-           f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}")
+    yield (
+        f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
+        f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}"
+    )
 
     def row(name: str, cells: Iterable[str]) -> str:
         return f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells)

@@ -18,9 +18,14 @@ def check_room(cfg: Config, world: int, device: torch.device) -> None:
     """
     memory = Memory(cfg, world, gpus_per_node=1)
     parts = max(map(memory.lasting_parts, range(cfg.parallel.pp)), key=sum)
-    has = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else
-           os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    has = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
     if sum(parts) > has:
         sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(PARTS, parts) if size)
-        raise OutOfMemory(f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes}), and this "
-                          f"{device.type} has {has / 2**30:.1f}; {ADVICE}")
+        raise OutOfMemory(
+            f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes}), and this "
+            f"{device.type} has {has / 2**30:.1f}; {ADVICE}"
+        )

@@ -31,20 +31,20 @@ from minitron.config.files import read_json
 class Device:
     """One kind of GPU. Rates are those of kernels alone; `source` says where they are from."""
 
-    gpu: str                    # as CUDA names it: H100
-    fabric: str                 # the network that it usually has
-    memory_gib: float           # that CUDA reports
-    reserved_gib: float         # of it outside of torch's allocator: context, NCCL
-    processors: int             # streaming multiprocessors
+    gpu: str  # as CUDA names it: H100
+    fabric: str  # the network that it usually has
+    memory_gib: float  # that CUDA reports
+    reserved_gib: float  # of it outside of torch's allocator: context, NCCL
+    processors: int  # streaming multiprocessors
     gemm_tflops: dict[str, float]  # bf16, fp8: of a product with full waves and no memory traffic
     weight_grad: dict[str, float]  # share of it that weight gradients reach
-    unhidden: float             # share of a product's memory traffic that its arithmetic does not hide
-    attention_tflops: float     # forward and backward, of the pairs under the mask, for endless sequences
-    half_keys: float            # keys at which attention reaches half of that
-    copy_tb_s: float            # bytes read plus bytes written
-    pointwise: float            # share of it that fused pointwise kernels reach
-    in_step: float              # rate of kernels in a step over that alone
-    gap_seconds: float          # between two kernels
+    unhidden: float  # share of a product's memory traffic that its arithmetic does not hide
+    attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
+    half_keys: float  # keys at which attention reaches half of that
+    copy_tb_s: float  # bytes read plus bytes written
+    pointwise: float  # share of it that fused pointwise kernels reach
+    in_step: float  # rate of kernels in a step over that alone
+    gap_seconds: float  # between two kernels
     source: str
 
 
@@ -54,31 +54,43 @@ class Fabric:
 
     gpus_per_node: int
     nvlink_gb_s: float
-    nvlink_seconds: float       # latency of a step of a ring
-    network_gb_s: float         # of the card that one GPU has
+    nvlink_seconds: float  # latency of a step of a ring
+    network_gb_s: float  # of the card that one GPU has
     network_seconds: float
-    tp_exposed: float           # share of tensor-parallel traffic that overlap does not hide
-    dp_exposed: float           # of gradients and parameters
+    tp_exposed: float  # share of tensor-parallel traffic that overlap does not hide
+    dp_exposed: float  # of gradients and parameters
     source: str
 
 
-MAY_BE_ZERO = ("reserved_gib", "unhidden", "half_keys", "gap_seconds", "nvlink_seconds", "network_seconds",
-               "tp_exposed", "dp_exposed")
+MAY_BE_ZERO = (
+    "reserved_gib",
+    "unhidden",
+    "half_keys",
+    "gap_seconds",
+    "nvlink_seconds",
+    "network_seconds",
+    "tp_exposed",
+    "dp_exposed",
+)
 
 
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
     """Devices and fabrics by name. Raises ValueError if the file has other keys than these, or what is no number."""
     try:
         content = read_json(path)
-        devices, fabrics = ({name: kind(**values) for name, values in content[section].items()}
-                            for kind, section in ((Device, "devices"), (Fabric, "fabrics")))
+        devices, fabrics = (
+            {name: kind(**values) for name, values in content[section].items()}
+            for kind, section in ((Device, "devices"), (Fabric, "fabrics"))
+        )
         for one in (*devices.values(), *fabrics.values()):
             _check_numbers(one)
         return devices, fabrics
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         names = ", ".join(f.name for f in fields(Device))
-        raise ValueError(f"{path} is no table of devices ({error}); it needs `devices` with {names}, and `fabrics`; "
-                         "benchmarks/devices.json is one") from None
+        raise ValueError(
+            f"{path} is no table of devices ({error}); it needs `devices` with {names}, and `fabrics`; "
+            "benchmarks/devices.json is one"
+        ) from None
 
 
 def _check_numbers(one: Device | Fabric) -> None:
@@ -114,8 +126,14 @@ class Machine:
     def attention(self, operations: float, keys: float, head_dim: int) -> float:
         """`operations` of a kernel's call over `keys` positions, under the mask."""
         d = self.device
-        rate = d.attention_tflops * keys / (keys + d.half_keys) * head_dim / next(
-            (size for size in (64, 128, 256) if size >= head_dim), head_dim) * 1e12
+        rate = (
+            d.attention_tflops
+            * keys
+            / (keys + d.half_keys)
+            * head_dim
+            / next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
+            * 1e12
+        )
         return operations / rate / d.in_step + d.gap_seconds
 
     def moved(self, num_bytes: float, kernels: int = 1) -> float:

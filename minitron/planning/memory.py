@@ -56,8 +56,12 @@ def adapters(cfg: Config) -> dict[str, Adapter]:
     """Of every block, by the layer; none without LoRA."""
     m, lora = cfg.model, cfg.lora
     h, f, nd, kv = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_dim, m.kv_heads * m.head_dim
-    widths = ((h, {"qkv": nd + 2 * kv, "q": nd, "k": kv, "v": kv}), (nd, {"o": h}), (h, {"gate": f, "up": f}),
-              (f, {"down": h}))
+    widths = (
+        (h, {"qkv": nd + 2 * kv, "q": nd, "k": kv, "v": kv}),
+        (nd, {"o": h}),
+        (h, {"gate": f, "up": f}),
+        (f, {"down": h}),
+    )
     found = {}
     for layer, (inputs, outputs) in zip(LAYERS, widths) if cfg.finetune.kind == "lora" else ():
         if sizes := [outputs[target] for target in lora.targets if target in outputs]:
@@ -111,7 +115,7 @@ class Memory:
 
     def cast(self, rank: int) -> int:
         """Elements of the rank's weights that are cast to FP8."""
-        return self.block_matrices * sum(self.fp8_blocks[rank::self.cfg.parallel.pp])
+        return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp])
 
     def trained(self, stage: int) -> int:
         """Elements on a rank of this stage that have gradients: all, or those of adapters."""

@@ -37,10 +37,10 @@ class MemoryWalk(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.parts: list[str] = []                                  # of each storage, by its number in order of birth
-        self.alive: dict[int, tuple[int, weakref.ref]] = {}         # address -> number
-        self.log: list[tuple[int, int]] = []                        # (number, bytes), negative at a death
-        self.actions: list[tuple[object, int]] = [("build", 0)]     # (what began, length of the log then)
+        self.parts: list[str] = []  # of each storage, by its number in order of birth
+        self.alive: dict[int, tuple[int, weakref.ref]] = {}  # address -> number
+        self.log: list[tuple[int, int]] = []  # (number, bytes), negative at a death
+        self.actions: list[tuple[object, int]] = [("build", 0)]  # (what began, length of the log then)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         run = _once(func) if func.namespace == "aten" else func  # collectives happen each time

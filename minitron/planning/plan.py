@@ -27,7 +27,7 @@ from minitron.planning.simulate import Timeline, simulate
 from minitron.planning.work import Parts, Work, document_tokens, total
 
 BUCKET_BYTES = 256 << 20  # of gradients, as optim/buckets.py closes them
-STATE_BYTES = 34          # that the update reads and writes per element: gradient twice, master, moments, parameter
+STATE_BYTES = 34  # that the update reads and writes per element: gradient twice, master, moments, parameter
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ class Step:
         p = cfg.parallel
         if cfg.precision.dtype == "fp32" or (cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops):
             key, other = ("dtype", "bf16") if cfg.precision.dtype == "fp32" else ("fp8", "none")
-            raise ValueError(f"precision.{key}={getattr(cfg.precision, key)} has no rate in the table of "
-                             f"{machine.device.gpu}; use precision.{key}={other}, or another device")
+            raise ValueError(
+                f"precision.{key}={getattr(cfg.precision, key)} has no rate in the table of "
+                f"{machine.device.gpu}; use precision.{key}={other}, or another device"
+            )
         self.cfg, self.machine = cfg, machine
         self.microbatches = cfg.num_microbatches(cfg.dp(world))
         self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node)
@@ -109,14 +111,14 @@ class Step:
         self.parts = [work.stage(layers, i == 0, i == last) for i, layers in enumerate(self.memory.layers)]
         self.forward, self.backward = ([total(pair[i]) for pair in self.parts] for i in (0, 1))
         self.transfer_seconds = machine.message(cfg.model.hidden_size * ITEM * work.slice, p.pp, world // p.pp)
-        computing = [sum(self.forward[rank::p.pp] + self.backward[rank::p.pp]) for rank in range(p.pp)]
+        computing = [sum(self.forward[rank :: p.pp] + self.backward[rank :: p.pp]) for rank in range(p.pp)]
         self.slowest = max(range(p.pp), key=computing.__getitem__)
         self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
 
     def at_least(self) -> float:
         """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
         update."""
-        before = sum(self.forward[:self.slowest]) + sum(self.backward[:self.slowest])
+        before = sum(self.forward[: self.slowest]) + sum(self.backward[: self.slowest])
         return self.busy + before + self.update_seconds(self.slowest)
 
     def timeline(self, transfer_seconds: float) -> Timeline:
@@ -133,7 +135,7 @@ class Step:
     def seconds(self, timeline: Timeline) -> Counter:
         """Every part, of the rank that computes longest."""
         pp, parts = self.cfg.parallel.pp, Parts()
-        for pair in self.parts[self.slowest::pp]:
+        for pair in self.parts[self.slowest :: pp]:
             for part in pair:
                 parts.update({name: self.microbatches * seconds for name, seconds in part.items()})
         exchanged = timeline.makespan - self.timeline(0.0).makespan if pp > 1 else 0.0
@@ -158,8 +160,10 @@ class Step:
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
         p = self.cfg.parallel
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
-        reduce, gather = ({chunk: self.machine.collective(size * count, self.memory.shards, p.tp)
-                           for chunk, count in counts.items()} for size in (4, ITEM))
+        reduce, gather = (
+            {chunk: self.machine.collective(size * count, self.memory.shards, p.tp) for chunk, count in counts.items()}
+            for size in (4, ITEM)
+        )
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0

@@ -54,8 +54,9 @@ class Timeline:
         return idle / (self.makespan * len(self.idle) - idle)
 
 
-def simulate(schedule: Schedule, forward_seconds: Seconds, backward_seconds: Seconds,
-             transfer_seconds: float = 0.0) -> Timeline:
+def simulate(
+    schedule: Schedule, forward_seconds: Seconds, backward_seconds: Seconds, transfer_seconds: float = 0.0
+) -> Timeline:
     """Time a schedule that `check` passes, given the seconds of one microbatch in each stage and between two ranks.
 
     Raises ValueError if a duration is not positive, or if their number is not that of the stages.

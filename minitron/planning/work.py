@@ -85,7 +85,7 @@ class Work:
         for n, k, beside in ((w, h, "gather"), (h, nd, "scatter"), (inner, h, "gather"), (h, f, "scatter")):
             self._linear(n, k, beside, fp8, forward, backward)
         for layer, adapter in self.adapters.items():
-            x, y = ((self.slice, self.tokens / p.tp) if layer in ("qkv", "up") else (self.tokens / p.tp, self.slice))
+            x, y = (self.slice, self.tokens / p.tp) if layer in ("qkv", "up") else (self.tokens / p.tp, self.slice)
             x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
             forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
@@ -117,8 +117,8 @@ class Work:
             if split:
                 self._tp(forward, cast * width, y, pieces=True)
                 if not frozen:
-                    self._tp(backward, cast * width, dx)    # x is gathered again beside dx
-            self._tp(backward, ITEM * width, dw)            # dx is scattered, or reduced, beside dW
+                    self._tp(backward, cast * width, dx)  # x is gathered again beside dx
+            self._tp(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
         else:
             self._tp(forward, ITEM * width, y, pieces=True)
             if split:
@@ -205,8 +205,10 @@ class Work:
     def embedding(self) -> tuple[Parts, Parts]:
         rows = self.model.hidden_size * self.tokens
         moved = self.machine.collective(rows * ITEM, self.cfg.parallel.tp, 1)
-        forward, backward = (Parts(pointwise=self.machine.moved(num_bytes, 3), tp_exposed=moved)
-                             for num_bytes in (3 * ITEM * rows, 5 * 4 * rows))
+        forward, backward = (
+            Parts(pointwise=self.machine.moved(num_bytes, 3), tp_exposed=moved)
+            for num_bytes in (3 * ITEM * rows, 5 * 4 * rows)
+        )
         return forward, Parts() if self.frozen else backward
 
     def head(self) -> tuple[Parts, Parts]:

@@ -44,7 +44,6 @@ from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
 
-
 RECENT = 20  # steps that the summary is of
 
 
@@ -97,8 +96,14 @@ class Log:
         self._val_loss = loss
         self._record("eval", step=step, loss=loss)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
-        self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else (
-            f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"))
+        self._print_from(
+            self.world - 1,
+            self._format(self._line())
+            if self.cfg.log.format == "nemo"
+            else (
+                f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+            ),
+        )
 
     def summary(self) -> None:
         """The mean of the last steps, by which NVIDIA's fine-tuning recipes are judged: the first ones are slower."""
@@ -106,8 +111,10 @@ class Log:
         if its:
             seconds, rates = sum(it.seconds for it in its) / len(its), self._rates(its)
             mfu = "" if self.peak is None else f", MFU (full): {100 * rates['full'] / self.peak:.2f}%"
-            self.info(f"mean of the last {len(its)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
-                      f"{t.global_batch_size * t.seq_len / seconds:.0f}{mfu}")
+            self.info(
+                f"mean of the last {len(its)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
+                f"{t.global_batch_size * t.seq_len / seconds:.0f}{mfu}"
+            )
 
     def info(self, text: str) -> None:
         """To every rank's log, and to stdout from rank 0."""
@@ -147,20 +154,25 @@ class Log:
         its = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
         t, rates = self.cfg.train, self._rates(its)
         mfu = None if self.peak is None else rates["full"] / self.peak
-        return Line(its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu,
-                    self._val_loss)
+        return Line(
+            its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu, self._val_loss
+        )
 
     def _rates(self, its: Sequence[Iteration]) -> dict[str, float]:
         """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
         t, shape, frozen = self.cfg.train, self.cfg.model.shape, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
-        sizes = [(tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
-                 for it in its]
+        sizes = [
+            (tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
+            for it in its
+        ]
         sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
         share = flops.FROZEN if frozen else 1.0
-        operations = {"full": share * sum(flops.full(shape, *size) for size in sizes),
-                      "causal": share * sum(flops.causal(shape, *size) for size in sizes),
-                      "hardware": len(its) * t.global_batch_size * sequence}
+        operations = {
+            "full": share * sum(flops.full(shape, *size) for size in sizes),
+            "causal": share * sum(flops.causal(shape, *size) for size in sizes),
+            "hardware": len(its) * t.global_batch_size * sequence,
+        }
         seconds = sum(it.seconds for it in its)
         return {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
 
@@ -178,16 +190,21 @@ class Log:
             self._errors = ErrorLog(folder, self.rank)
         except OSError as error:
             self.close()
-            raise ValueError(f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
-                             "or null for none") from None
+            raise ValueError(
+                f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
+                "or null for none"
+            ) from None
 
     def _open_board(self, folder: str) -> None:
         try:
             self._board = _Board(Path(folder).expanduser())
         except (ImportError, OSError) as error:
             self.close()
-            why = (f"cannot be written: {error.strerror}; name another directory" if isinstance(error, OSError) else
-                   "needs TensorBoard, which is not installed; pip install tensorboard")
+            why = (
+                f"cannot be written: {error.strerror}; name another directory"
+                if isinstance(error, OSError)
+                else "needs TensorBoard, which is not installed; pip install tensorboard"
+            )
             raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
 
     def _print_from(self, rank: int, text: str) -> None:
@@ -225,8 +242,10 @@ class Log:
         if not self._warned and self.rank == 0:
             self._warned = True
             reason = (error.strerror or str(error)).lower()
-            self._say(f"warning: {where} cannot be written: {reason}; training goes on, and records are missing in the "
-                      "logs until there is room")
+            self._say(
+                f"warning: {where} cannot be written: {reason}; training goes on, and records are missing in the "
+                "logs until there is room"
+            )
 
     def _record_step(self, it: Iteration) -> None:
         if self._metrics is None and self._board is None:
@@ -234,12 +253,23 @@ class Log:
         if self._dllogger is not None:
             self._append(self._dllogger, self._dllog(it.step - 1, log_formats.dllogger_step(it)))
         t, rates = self.cfg.train, self._rates([it])
-        self._record("step", step=it.step, consumed_samples=it.consumed_samples, loss=it.loss, grad_norm=it.grad_norm,
-                     learning_rate=it.lr, loss_scale=it.loss_scale, step_seconds=it.seconds,
-                     samples_per_second=t.global_batch_size / it.seconds,
-                     tokens_per_second=t.global_batch_size * t.seq_len / it.seconds, tflops=rates,
-                     mfu=None if self.peak is None else rates["full"] / self.peak, memory_gib=it.memory_gib,
-                     skipped_total=self._skipped_total, nan_total=self._nan_total)
+        self._record(
+            "step",
+            step=it.step,
+            consumed_samples=it.consumed_samples,
+            loss=it.loss,
+            grad_norm=it.grad_norm,
+            learning_rate=it.lr,
+            loss_scale=it.loss_scale,
+            step_seconds=it.seconds,
+            samples_per_second=t.global_batch_size / it.seconds,
+            tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
+            tflops=rates,
+            mfu=None if self.peak is None else rates["full"] / self.peak,
+            memory_gib=it.memory_gib,
+            skipped_total=self._skipped_total,
+            nan_total=self._nan_total,
+        )
 
     def _record(self, kind: str, **values) -> None:
         """One line of metrics.jsonl, written whole, and its numbers for TensorBoard."""
@@ -322,8 +352,9 @@ class _Board(_File):
     def event(self, step: int, scalars: dict[str, float]) -> bytes:
         """The record of a step's scalars."""
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        return self._record(self._event(wall_time=datetime.now().timestamp(), step=step,
-                                        summary=self._summary(value=values)))
+        return self._record(
+            self._event(wall_time=datetime.now().timestamp(), step=step, summary=self._summary(value=values))
+        )
 
     def _record(self, event) -> bytes:
         self._frame(framed := io.BytesIO()).write(event.SerializeToString())

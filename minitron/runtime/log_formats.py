@@ -89,9 +89,14 @@ class Line:
 def megatron(line: Line) -> str:
     """Seconds, hardware TFLOPs; MFU and memory behind what Megatron has."""
     return _fields(
-        _progress(line), f"elapsed time per iteration (s): {line.seconds:.4f}", f"learning rate: {line.last.lr:.3E}",
-        *_common(line), f"samples per second: {line.batch / line.seconds:.3f}",
-        f"TFLOPs: {line.tflops['hardware']:.2f}", *_added(line))
+        _progress(line),
+        f"elapsed time per iteration (s): {line.seconds:.4f}",
+        f"learning rate: {line.last.lr:.3E}",
+        *_common(line),
+        f"samples per second: {line.batch / line.seconds:.3f}",
+        f"TFLOPs: {line.tflops['hardware']:.2f}",
+        *_added(line),
+    )
 
 
 def megatron_core(line: Line) -> str:
@@ -100,48 +105,91 @@ def megatron_core(line: Line) -> str:
         f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_progress(line)}",
         f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {line.tflops['causal']:.1f}",
-        f"learning rate: {line.last.lr:.6E}", *_common(line), *_added(line))
+        f"learning rate: {line.last.lr:.6E}",
+        *_common(line),
+        *_added(line),
+    )
 
 
 def nemo_bar(line: Line) -> str:
     """The bar as it stands after the step; NeMo redraws one line, a log gets a line each."""
-    figures = {"reduced_train_loss": line.loss, "global_step": line.last.step - 1.0,
-               "consumed_samples": float(line.last.consumed_samples), "train_step_timing in s": line.seconds,
-               "val_loss": line.val_loss}
+    figures = {
+        "reduced_train_loss": line.loss,
+        "global_step": line.last.step - 1.0,
+        "consumed_samples": float(line.last.consumed_samples),
+        "train_step_timing in s": line.seconds,
+        "val_loss": line.val_loss,
+    }
     postfix = ", ".join(f"{name}={_padded(x)}" for name, x in figures.items() if x is not None)
-    return tqdm.format_meter(line.last.step, line.steps, line.elapsed, initial=line.last.step - line.done,
-                             prefix="Epoch 0: ", postfix=postfix, bar_format=NEMO_BAR)
+    return tqdm.format_meter(
+        line.last.step,
+        line.steps,
+        line.elapsed,
+        initial=line.last.step - line.done,
+        prefix="Epoch 0: ",
+        postfix=postfix,
+        bar_format=NEMO_BAR,
+    )
 
 
 def nemo_pipe(line: Line) -> str:
     """NeMo's line of fine-tuning. Values have four digits, whole ones are integers; memory in bytes."""
     last = line.last
-    figures = {"lr": last.lr, "global_batch_size": line.batch, "global_step": last.step - 1,
-               "peak_memory_usage": _bytes(last.memory_gib), "memory_allocated": _bytes(last.allocated_gib),
-               "reduced_train_loss": line.loss, "train_step_timing in s": line.seconds,
-               "consumed_samples": last.consumed_samples, "val_loss": line.val_loss}
+    figures = {
+        "lr": last.lr,
+        "global_batch_size": line.batch,
+        "global_step": last.step - 1,
+        "peak_memory_usage": _bytes(last.memory_gib),
+        "memory_allocated": _bytes(last.allocated_gib),
+        "reduced_train_loss": line.loss,
+        "train_step_timing in s": line.seconds,
+        "consumed_samples": last.consumed_samples,
+        "val_loss": line.val_loss,
+    }
     shown = {name: int(x) if float(x).is_integer() else format(x, ".4") for name, x in figures.items() if x is not None}
-    return " | ".join([f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}",
-                       *(f"{name}: {x}" for name, x in shown.items())])
+    return " | ".join(
+        [
+            f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}",
+            *(f"{name}: {x}" for name, x in shown.items()),
+        ]
+    )
 
 
-FORMATS: dict[str, Callable[[Line], str]] = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar,
-                                              "nemo pipe": nemo_pipe}
+FORMATS: dict[str, Callable[[Line], str]] = {
+    "megatron": megatron,
+    "megatron-core": megatron_core,
+    "nemo": nemo_bar,
+    "nemo pipe": nemo_pipe,
+}
 
 
 def dllogger(step: int | str, data: dict, now: datetime, begun: datetime) -> str:
     """A record of dllogger.json; `data` without NaN. The parameters of the run have the step "PARAMETER"."""
-    return "DLLL " + json.dumps({
-        "timestamp": f"{now.timestamp():.6f}", "datetime": f"{now:%Y-%m-%d %H:%M:%S.%f}",
-        "elapsedtime": f"{(now - begun).total_seconds():.6f}", "type": "LOG", "step": step, "data": data},
-        allow_nan=False)
+    return "DLLL " + json.dumps(
+        {
+            "timestamp": f"{now.timestamp():.6f}",
+            "datetime": f"{now:%Y-%m-%d %H:%M:%S.%f}",
+            "elapsedtime": f"{(now - begun).total_seconds():.6f}",
+            "type": "LOG",
+            "step": step,
+            "data": data,
+        },
+        allow_nan=False,
+    )
 
 
 def dllogger_step(it: Iteration) -> dict:
     """The data of a step, under NeMo's names. Its backward timer measures nothing (the backward is in the step)."""
-    return {"reduced_train_loss": it.loss, "lr": it.lr, "global_step": it.step - 1,
-            "consumed_samples": it.consumed_samples, "train_backward_timing in s": 0.0, "grad_norm": it.grad_norm,
-            "train_step_timing in s": it.seconds, "epoch": 0}
+    return {
+        "reduced_train_loss": it.loss,
+        "lr": it.lr,
+        "global_step": it.step - 1,
+        "consumed_samples": it.consumed_samples,
+        "train_backward_timing in s": 0.0,
+        "grad_norm": it.grad_norm,
+        "train_step_timing in s": it.seconds,
+        "epoch": 0,
+    }
 
 
 def flattened(tree: dict, prefix: str) -> dict:
@@ -170,8 +218,11 @@ def _common(line: Line) -> list[str]:
     fields.append(f"loss scale: {line.last.loss_scale:.1f}")
     if line.last.advanced:
         fields.append(f"grad norm: {line.last.grad_norm:.3f}")
-    return [*fields, f"number of skipped iterations: {sum(int(it.skipped) for it in line.its):3d}",
-            f"number of nan iterations: {sum(int(it.nan) for it in line.its):3d}"]
+    return [
+        *fields,
+        f"number of skipped iterations: {sum(int(it.skipped) for it in line.its):3d}",
+        f"number of nan iterations: {sum(int(it.nan) for it in line.its):3d}",
+    ]
 
 
 def _added(line: Line) -> list[str]:

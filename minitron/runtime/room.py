@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-
-ADVICE = ("use more ranks (parallel.tp, parallel.pp) or a smaller model; tools/plan.py says what each part of a layout "
-          "takes")
+ADVICE = (
+    "use more ranks (parallel.tp, parallel.pp) or a smaller model; tools/plan.py says what each part of a layout takes"
+)
 
 
 class OutOfMemory(ValueError):

@@ -115,13 +115,16 @@ class Stop:
             raise Diverged(
                 f"iteration {it.step}: the gradients of {self.skips} iterations in a row were not finite, so nothing "
                 f"was learned (train.max_skipped={self.max_skipped}); lower optimizer.lr or lengthen its warm-up, and "
-                "look at the loss and the gradient norm before the first of them")
+                "look at the loss and the gradient norm before the first of them"
+            )
 
     def report(self, step: int, saved: bool) -> None:
         """The last line of a run that all ranks agreed to stop after `step`."""
         name = signal.Signals(self.agreed).name
-        self.log.info(f"{name}: stopped after iteration {step}" + (
-            ", which was saved" if saved else "; nothing was saved: there is no checkpoint.dir, or the save failed"))
+        self.log.info(
+            f"{name}: stopped after iteration {step}"
+            + (", which was saved" if saved else "; nothing was saved: there is no checkpoint.dir, or the save failed")
+        )
 
     # ---- signals --------------------------------------------------------------------------------------------------
 
@@ -151,5 +154,6 @@ class Stop:
             self._end(signal.SIGTERM, f"and has not moved for {activity.idle():.0f} s")
 
     def _end(self, number: signal.Signals, why: str) -> None:
-        self.listener.end(f"{self.mesh.cell()} got {number.name} {why}: ends without saving in {self.mesh.activity}",
-                          128 + number)
+        self.listener.end(
+            f"{self.mesh.cell()} got {number.name} {why}: ends without saving in {self.mesh.activity}", 128 + number
+        )

@@ -36,8 +36,8 @@ from minitron.comm.activity import Activity, listed
 from minitron.runtime.rendezvous import connect
 
 if TYPE_CHECKING:
-    from minitron.runtime.log import Log
     from minitron.comm.mesh import Mesh
+    from minitron.runtime.log import Log
 
 HUNG = 124  # exit status, as of timeout(1)
 # Actions that the host does at its own pace: no other rank is to blame if they take long. In "start" ranks meet.
@@ -58,8 +58,11 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
             raise
         if watch.hangs:
             sleep(watch.grace)  # the others have ended before this one: the report has said it all
-        log.alarm(f"error: {mesh.cell()} failed in {mesh.activity}; most likely another rank has died, and the first "
-                  "error says why. The traceback is in this rank's log", traceback.format_exc())
+        log.alarm(
+            f"error: {mesh.cell()} failed in {mesh.activity}; most likely another rank has died, and the first "
+            "error says why. The traceback is in this rank's log",
+            traceback.format_exc(),
+        )
         raise SystemExit(1) from None
     finally:
         watch.over.set()
@@ -80,8 +83,9 @@ class _Watch:
                 end.daemon = True
                 end.start()
                 host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
-                self.log.alarm("\n".join([f"{self.mesh.cell()} has not moved for {idle:.0f} s", host,
-                                          *self._device(), *stacks()]))
+                self.log.alarm(
+                    "\n".join([f"{self.mesh.cell()} has not moved for {idle:.0f} s", host, *self._device(), *stacks()])
+                )
                 return self._tell_others()
 
     def _device(self) -> list[str]:
@@ -111,16 +115,20 @@ class _Watch:
 
 def unfinished(activity: Activity) -> str:
     """The first action that the device is not through with."""
-    waiting = (f"not through with step {step}, {action}" for event, step, action in activity.queued.copy()
-               if not event.query())
+    waiting = (
+        f"not through with step {step}, {action}" for event, step, action in activity.queued.copy() if not event.query()
+    )
     return next(waiting, "through with all actions")
 
 
 def unfinished_nccl(at_most: int = 4) -> list[str]:
     """The oldest NCCL operations that the device is not through with, as torch's flight recorder has them."""
     entries = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json())["entries"]
-    return [f"  not finished: {e['profiling_name']} of group {e['process_group'][1]}, sizes {e['input_sizes']}"
-            for e in entries if e["state"] != "completed" and not e["retired"]][:at_most]
+    return [
+        f"  not finished: {e['profiling_name']} of group {e['process_group'][1]}, sizes {e['input_sizes']}"
+        for e in entries
+        if e["state"] != "completed" and not e["retired"]
+    ][:at_most]
 
 
 def stacks() -> list[str]:
@@ -131,6 +139,9 @@ def stacks() -> list[str]:
     for ident, frame in sys._current_frames().items():
         if ident not in others:
             lines.append("  the main thread:" if ident == main else "  a thread of autograd's:")
-            lines += [f"    {f.filename}:{f.lineno}, {f.name}: {f.line}" for f in traceback.extract_stack(frame)
-                      if not f.filename.startswith(os.path.dirname(torch.__file__))]
+            lines += [
+                f"    {f.filename}:{f.lineno}, {f.name}: {f.line}"
+                for f in traceback.extract_stack(frame)
+                if not f.filename.startswith(os.path.dirname(torch.__file__))
+            ]
     return lines

@@ -30,9 +30,17 @@ from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import stage_layers
 from minitron.pretrain import build_data
 
-TINY = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=200",
-        "train.seq_len=64", "train.micro_batch_size=2", "train.global_batch_size=8", "data.source=mock",
-        "precision.dtype=fp32"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=96",
+    "model.vocab_size=200",
+    "train.seq_len=64",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=8",
+    "data.source=mock",
+    "precision.dtype=fp32",
+]
 CPU = torch.device("cpu")
 
 
@@ -50,11 +58,19 @@ def offline_trainer(cfg, world, rank):
     return SimpleNamespace(cfg=cfg, mesh=mesh, chunks=chunks)
 
 
-@pytest.mark.parametrize("world, layout", [
-    (1, []), (2, ["parallel.tp=2"]), (4, ["parallel.pp=2"]), (4, ["parallel.cp=2", "parallel.tp=2"]),
-    (4, ["parallel.cp=4"]), (2, ["parallel.cp=2", "parallel.cp_style=allgather"]),
-    (2, ["parallel.cp=2", "parallel.cp_style=ulysses"]), (1, ["model.family=gpt", "model.tie_embeddings=true"]),
-])
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (1, []),
+        (2, ["parallel.tp=2"]),
+        (4, ["parallel.pp=2"]),
+        (4, ["parallel.cp=2", "parallel.tp=2"]),
+        (4, ["parallel.cp=4"]),
+        (2, ["parallel.cp=2", "parallel.cp_style=allgather"]),
+        (2, ["parallel.cp=2", "parallel.cp_style=ulysses"]),
+        (1, ["model.family=gpt", "model.tie_embeddings=true"]),
+    ],
+)
 def test_the_floor_of_all_ranks_has_the_operations_of_the_step(world, layout):
     cfg = cli.load([*TINY, *layout])
     rules.check(cfg, world)
@@ -63,14 +79,17 @@ def test_the_floor_of_all_ranks_has_the_operations_of_the_step(world, layout):
     # `flops` counts four products of the backward; a kernel that keeps no scores computes them again, a fifth.
     scores = sum(c.operations * count for _, part in work for c, count in part.items()) * 12 / 14
     shape, t = cfg.model.shape, cfg.train
-    assert scores == pytest.approx(t.global_batch_size * (
-        flops.full(shape, t.seq_len) - flops.causal(shape, t.seq_len)))
+    assert scores == pytest.approx(
+        t.global_batch_size * (flops.full(shape, t.seq_len) - flops.causal(shape, t.seq_len))
+    )
     assert products + scores == pytest.approx(t.global_batch_size * flops.causal(shape, t.seq_len))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("kind, shape", [("forward", (32, 48)), ("input_grad", (32, 16)), ("weight_grad", (48, 16)),
-                                         ("first_weight_grad", (48, 16))])
+@pytest.mark.parametrize(
+    "kind, shape",
+    [("forward", (32, 48)), ("input_grad", (32, 16)), ("weight_grad", (48, 16)), ("first_weight_grad", (48, 16))],
+)
 def test_products_have_the_shape_and_format_of_their_kind(kind, shape, fp8):
     result = floor.Product(kind, 32, 48, 16, fp8).prepare(torch.bfloat16, CPU)()
     assert result.shape == shape
@@ -79,10 +98,14 @@ def test_products_have_the_shape_and_format_of_their_kind(kind, shape, fp8):
 
 # ---- shares of a profile --------------------------------------------------------------------------------------------
 
-NAMES = {"nccl": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-         "gemm": "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
-         "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0",
-         "optimizer": "_adamw", "copy": "Memcpy DtoD (Device -> Device)", "pointwise": "_swiglu_forward"}
+NAMES = {
+    "nccl": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "gemm": "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+    "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0",
+    "optimizer": "_adamw",
+    "copy": "Memcpy DtoD (Device -> Device)",
+    "pointwise": "_swiglu_forward",
+}
 
 
 def test_kernel_names_have_their_kind():
@@ -90,12 +113,14 @@ def test_kernel_names_have_their_kind():
     assert shares.kind_of("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>") == "attention"
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 30), st.integers(1, 9)), min_size=1,
-                max_size=8))
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=8)
+)
 def test_shares_equal_those_counted_tick_by_tick(drawn):
     kernels = [(NAMES[kind], float(start), float(start + length)) for kind, start, length in drawn]
-    ticks = {kind: [t for k, start, length in drawn if k == kind for t in range(start, start + length)]
-             for kind in NAMES}
+    ticks = {
+        kind: [t for k, start, length in drawn if k == kind for t in range(start, start + length)] for kind in NAMES
+    }
     busy = {t for times in ticks.values() for t in times}
     compute = {t for kind, times in ticks.items() if kind != "nccl" for t in times}
     window = max(busy) + 1 - min(busy)
@@ -135,11 +160,14 @@ def test_mfu_is_tflops_over_the_peak_of_the_format(monkeypatch):
         assert result["mfu_causal"] < result["mfu_full"]
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--steps", "3"], "--steps 3 are all warm-up; use 4 or more"),
-    (["model.num_layer=4"], "unknown key model.num_layer; did you mean model.num_layers?"),
-    (["--profile"], "--profile lists a GPU's kernels, and there is no GPU; leave it out"),
-])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--steps", "3"], "--steps 3 are all warm-up; use 4 or more"),
+        (["model.num_layer=4"], "unknown key model.num_layer; did you mean model.num_layers?"),
+        (["--profile"], "--profile lists a GPU's kernels, and there is no GPU; leave it out"),
+    ],
+)
 def test_mistakes_of_the_command_line_are_one_line(argv, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit:
@@ -215,9 +243,11 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
     assert compare.main(argv) == 1 and len(launched) == 3
     assert capsys.readouterr().out.splitlines() == [
         "case=8b-1gpu-bf16 ours_mfu=66.00 peer_mfu=60.00 ratio=1.100 ours_gib=100.00 peer_gib=110.00",
-        "case=8b-1gpu-fp8 failed: it broke", "case=70b-tp4-bf16 skipped: needs 4 GPUs, there are 1",
-        "case=70b-tp4-fp8 skipped: needs 4 GPUs, there are 1"]
-    entry, = map(json.loads, path.read_text().splitlines())
+        "case=8b-1gpu-fp8 failed: it broke",
+        "case=70b-tp4-bf16 skipped: needs 4 GPUs, there are 1",
+        "case=70b-tp4-fp8 skipped: needs 4 GPUs, there are 1",
+    ]
+    (entry,) = map(json.loads, path.read_text().splitlines())
     figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0}
     assert entry["case"] == "8b-1gpu-bf16" and {k: entry[k] for k in figures} == pytest.approx(figures)
     assert entry["kind"] == "compare" and entry["commit"] == "abc" and entry["peer"] == name
@@ -233,12 +263,31 @@ def test_an_unknown_case_is_an_error(capsys):
 
 
 def test_two_ranks_of_our_side_really_run():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", compare.OURS,
-               "configs/quickstart.yaml", *TINY, "train.eval_every=0", "--steps", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        compare.OURS,
+        "configs/quickstart.yaml",
+        *TINY,
+        "train.eval_every=0",
+        "--steps",
+        "5",
+    ]
     figures = compare.launch(command, 240.0, {})
     assert figures["world"] == 2 and figures["step_seconds"] > 0
-    both = {"ours": figures, "peer_figures": figures, "ratio": 1.0, "ours_mfu": float("nan"), "peer_mfu": float("nan"),
-            "ours_gib": 0.0, "peer_gib": 0.0}
+    both = {
+        "ours": figures,
+        "peer_figures": figures,
+        "ratio": 1.0,
+        "ours_mfu": float("nan"),
+        "peer_mfu": float("nan"),
+        "ours_gib": 0.0,
+        "peer_gib": 0.0,
+    }
     assert "ours_mfu=nan" in compare.line({"case": "tiny", **both})
 
 
@@ -247,8 +296,15 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     args = Namespace(results=tmp_path / "results.jsonl", commit=None)
     assert table.main(["--results", str(args.results)]) == 1
     assert "has no record of kind compare; run benchmarks/compare.py first" in capsys.readouterr().err
-    figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0,
-               "peer": "megatron", "fp8": "none"}
+    figures = {
+        "ours_mfu": 66.0,
+        "peer_mfu": 60.0,
+        "ratio": 1.1,
+        "ours_gib": 100.0,
+        "peer_gib": 110.0,
+        "peer": "megatron",
+        "fp8": "none",
+    }
     record.append(args, "host", {"what": "x"})
     for case, ours in (("a", 61.0), ("b", None), ("a", 66.0)):
         record.append(args, "compare", figures | {"case": case, "ours_mfu": ours})
@@ -273,15 +329,36 @@ def in_this_process(arguments, environment):
 def test_saving_and_resuming_are_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "launch", in_this_process)
     (tmp_path / "disk").mkdir()
-    entry = checkpoint.main([*TINY, "--steps", "4", "--dir", str(tmp_path / "disk"),
-                             "--results", str(tmp_path / "results.jsonl"), "--commit", "abc"])
+    entry = checkpoint.main(
+        [
+            *TINY,
+            "--steps",
+            "4",
+            "--dir",
+            str(tmp_path / "disk"),
+            "--results",
+            str(tmp_path / "results.jsonl"),
+            "--commit",
+            "abc",
+        ]
+    )
     assert json.loads((tmp_path / "results.jsonl").read_text()) == entry and entry["kind"] == "checkpoint"
     assert not list((tmp_path / "disk").iterdir())
     cfg = cli.load(TINY)
     numbers = sum(p.numel() for p in whole_model(cfg, Mesh.offline(1)).parameters())
     assert entry["state_gb"] * 1e9 == pytest.approx(12 * numbers, rel=0.01)  # and headers
-    assert all(entry[key] > 0 for key in ("step_seconds", "blocked_seconds", "save_gb_per_second", "host_gib_fresh",
-                                          "load_gb_per_second_from_cache", "start_seconds_resumed", "host_gib_resumed"))
+    assert all(
+        entry[key] > 0
+        for key in (
+            "step_seconds",
+            "blocked_seconds",
+            "save_gb_per_second",
+            "host_gib_fresh",
+            "load_gb_per_second_from_cache",
+            "start_seconds_resumed",
+            "host_gib_resumed",
+        )
+    )
     assert entry["gpu_gib_fresh"] is entry["gpu_gib_more_by_saving"] is None
     assert "save " + f"{entry['save_gb_per_second']:.3f} GB/s" in capsys.readouterr().out
 
@@ -313,9 +390,27 @@ def test_a_leg_reports_or_ends_the_measurement(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_checkpoints_are_measured_under_torchrun(tmp_path):
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                    "benchmarks/checkpoint.py", *TINY, "--steps", "4", "--dir", str(tmp_path),
-                    "--results", str(tmp_path / "results.jsonl")], cwd=record.ROOT, check=True, timeout=240)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "benchmarks/checkpoint.py",
+            *TINY,
+            "--steps",
+            "4",
+            "--dir",
+            str(tmp_path),
+            "--results",
+            str(tmp_path / "results.jsonl"),
+        ],
+        cwd=record.ROOT,
+        check=True,
+        timeout=240,
+    )
     assert json.loads((tmp_path / "results.jsonl").read_text())["world"] == 2
 
 
@@ -335,11 +430,14 @@ def peer_module(name):
     return importlib.import_module(f"benchmarks.peers.{name}")
 
 
-@pytest.mark.parametrize("peer, package, line", [
-    ("megatron", "transformer_engine.pytorch", "pip install megatron-core 'transformer-engine[pytorch]'"),
-    ("torchtitan", "torchtitan.components.loss", "pip install torchtitan==0.2.2"),
-    ("huggingface", "transformers", "pip install transformers"),
-])
+@pytest.mark.parametrize(
+    "peer, package, line",
+    [
+        ("megatron", "transformer_engine.pytorch", "pip install megatron-core 'transformer-engine[pytorch]'"),
+        ("torchtitan", "torchtitan.components.loss", "pip install torchtitan==0.2.2"),
+        ("huggingface", "transformers", "pip install transformers"),
+    ],
+)
 def test_a_peer_that_is_not_installed_is_skipped_with_a_reason(peer, package, line, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as exit:
@@ -348,17 +446,29 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_reason(peer, package, li
     assert re.fullmatch(f"SKIP .* is not installed .*; {re.escape(line)}\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("peer, world, argv, reason", [
-    ("huggingface", 2, ["parallel.tp=2"], "Hugging Face is measured data parallel only, not with tp, pp or cp"),
-    ("huggingface", 1, FP8_KEYS, "Hugging Face is measured in bf16 only, not in FP8"),
-    ("huggingface", 1, ["model.family=gpt"], "Hugging Face has no gpt model with rope positions"),
-    ("huggingface", 1, [*GPT_KEYS, "model.num_kv_heads=2"], "Hugging Face's GPT-2 has no grouped queries"),
-    ("torchtitan", 1, GPT_KEYS, "torchtitan's Llama 3 has rotary positions and an untied head, and it has no GPT-3"),
-    ("torchtitan", 1, FP8_KEYS, "torchtitan is measured in bf16 only, not in FP8"),
-    ("torchtitan", 2, ["parallel.tp=2", "parallel.sequence_parallel=false"],
-     "torchtitan has no tensor parallelism without sequence parallelism"),
-    ("torchtitan", 2, ["parallel.cp=2"], "torchtitan's context parallelism needs GPUs"),
-])
+@pytest.mark.parametrize(
+    "peer, world, argv, reason",
+    [
+        ("huggingface", 2, ["parallel.tp=2"], "Hugging Face is measured data parallel only, not with tp, pp or cp"),
+        ("huggingface", 1, FP8_KEYS, "Hugging Face is measured in bf16 only, not in FP8"),
+        ("huggingface", 1, ["model.family=gpt"], "Hugging Face has no gpt model with rope positions"),
+        ("huggingface", 1, [*GPT_KEYS, "model.num_kv_heads=2"], "Hugging Face's GPT-2 has no grouped queries"),
+        (
+            "torchtitan",
+            1,
+            GPT_KEYS,
+            "torchtitan's Llama 3 has rotary positions and an untied head, and it has no GPT-3",
+        ),
+        ("torchtitan", 1, FP8_KEYS, "torchtitan is measured in bf16 only, not in FP8"),
+        (
+            "torchtitan",
+            2,
+            ["parallel.tp=2", "parallel.sequence_parallel=false"],
+            "torchtitan has no tensor parallelism without sequence parallelism",
+        ),
+        ("torchtitan", 2, ["parallel.cp=2"], "torchtitan's context parallelism needs GPUs"),
+    ],
+)
 def test_what_a_peer_has_not_is_skipped_with_a_reason(peer, world, argv, reason, monkeypatch, capsys):
     module = peer_module(peer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -389,9 +499,23 @@ def test_fine_tuning_and_its_peer_really_run(case, world, argv):
     if case == "lora":
         pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     argv = [*PEER_TINY, *argv, "train.micro_batch_size=1", f"finetune.kind={case}", "--steps", "4"]
-    both = [compare.launch([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                            str(world), program, *argv], 240.0, {"OMP_NUM_THREADS": "1"})
-            for program in (compare.OURS, "benchmarks/peers/huggingface.py")]
+    both = [
+        compare.launch(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(world),
+                program,
+                *argv,
+            ],
+            240.0,
+            {"OMP_NUM_THREADS": "1"},
+        )
+        for program in (compare.OURS, "benchmarks/peers/huggingface.py")
+    ]
     cfg = cli.load(argv[:-2])
     shape, data = cfg.model.shape, build_data(cfg).train
     squares = measure.squared_lengths(cfg, data)
@@ -417,16 +541,22 @@ def test_peers_know_the_samples():
         assert (inputs["position_ids"][0, i] == 0) == (i in starts)
 
 
-@pytest.mark.parametrize("peer, argv", [
-    ("huggingface", []), ("huggingface", ["model.tie_embeddings=true"]), ("huggingface", GPT_KEYS),
-    ("huggingface", ["model.rope_scaling.factor=4"]), ("torchtitan", []),
-    ("torchtitan", ["model.num_kv_heads=null", "model.ffn_hidden_size=100"]),
-])
+@pytest.mark.parametrize(
+    "peer, argv",
+    [
+        ("huggingface", []),
+        ("huggingface", ["model.tie_embeddings=true"]),
+        ("huggingface", GPT_KEYS),
+        ("huggingface", ["model.rope_scaling.factor=4"]),
+        ("torchtitan", []),
+        ("torchtitan", ["model.num_kv_heads=null", "model.ffn_hidden_size=100"]),
+    ],
+)
 def test_a_peer_builds_our_model(peer, argv):
     module, cfg = peer_module(peer), cli.load([*PEER_TINY, *argv])
     with torch.device("meta"):
         model = module.make_model(cfg, *([torch.float32] if peer == "torchtitan" else []))
-    chunk, = offline_trainer(cfg, 1, 0).chunks
+    (chunk,) = offline_trainer(cfg, 1, 0).chunks
     count, ours = (sum(weight.numel() for weight in part.parameters()) for part in (model, chunk))
     assert count == ours
 
@@ -448,16 +578,36 @@ def test_a_tied_weight_lies_in_one_unit():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("peer, world, argv", [
-    ("huggingface", 2, []), ("torchtitan", 1, []), ("torchtitan", 2, []),
-    ("torchtitan", 4, ["parallel.tp=2"]), ("torchtitan", 4, ["parallel.pp=2", "parallel.vp=2"]),
-])
+@pytest.mark.parametrize(
+    "peer, world, argv",
+    [
+        ("huggingface", 2, []),
+        ("torchtitan", 1, []),
+        ("torchtitan", 2, []),
+        ("torchtitan", 4, ["parallel.tp=2"]),
+        ("torchtitan", 4, ["parallel.pp=2", "parallel.vp=2"]),
+    ],
+)
 def test_peers_really_run(peer, world, argv):
     """As programs of their own: one that ends only now and then is a bug that a function would not show."""
     peer_module(peer)
     figures = compare.launch(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-         f"benchmarks/peers/{peer}.py", *PEER_TINY, *argv, "--steps", "4"], 240.0, {"OMP_NUM_THREADS": "1"})
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+            f"benchmarks/peers/{peer}.py",
+            *PEER_TINY,
+            *argv,
+            "--steps",
+            "4",
+        ],
+        240.0,
+        {"OMP_NUM_THREADS": "1"},
+    )
     assert figures["world"] == world and figures["step_seconds"] > 0
 
 
@@ -466,8 +616,11 @@ def test_peers_really_run(peer, world, argv):
 
 def local_ceilings():
     call = floor.AttentionCall(1, 2, 2, 16, 32, 32, True)
-    return [*ceilings.gemm_rows([(32, 48, 16)], "toy", CPU, (False, True)),
-            *ceilings.attention_rows([call], "toy", CPU), *ceilings.copy_rows(2**16, CPU)]
+    return [
+        *ceilings.gemm_rows([(32, 48, 16)], "toy", CPU, (False, True)),
+        *ceilings.attention_rows([call], "toy", CPU),
+        *ceilings.copy_rows(2**16, CPU),
+    ]
 
 
 def collective_ceilings():
@@ -500,12 +653,20 @@ def test_host_costs_are_recorded(monkeypatch, tmp_path):
 def test_building_a_rank_of_175b_and_reading_at_2048_ranks_stay_cheap(tmp_path):
     """Against work that would grow with the model or the world: by four orders of magnitude, and 64 times."""
     small = tmp_path / "small.yaml"
-    small.write_text(cli.to_yaml(cli.load([host.RECIPE, "model.hidden_size=384", "model.ffn_hidden_size=384",
-                                           "model.vocab_size=1024"])))
+    small.write_text(
+        cli.to_yaml(
+            cli.load([host.RECIPE, "model.hidden_size=384", "model.ffn_hidden_size=384", "model.vocab_size=1024"])
+        )
+    )
     host.build_rank(str(small))  # the first one loads modules
     build, toy, loader, few = (
         min((host.cost(work) for _ in range(5)), key=lambda cost: cost["seconds"])
-        for work in (lambda: host.build_rank(host.RECIPE), lambda: host.build_rank(str(small)),
-                     host.loader_step(host.RECIPE, host.RANKS), host.loader_step(host.RECIPE, host.RANKS // 64)))
+        for work in (
+            lambda: host.build_rank(host.RECIPE),
+            lambda: host.build_rank(str(small)),
+            host.loader_step(host.RECIPE, host.RANKS),
+            host.loader_step(host.RECIPE, host.RANKS // 64),
+        )
+    )
     assert build["seconds"] < 10 * toy["seconds"] and build["peak_mib"] < 50
     assert loader["seconds"] < 20 * few["seconds"] and loader["peak_mib"] < 50

@@ -34,8 +34,21 @@ def test_a_folder_without_text_is_said(tmp_path):
 @pytest.mark.slow
 def test_all_of_it_at_two_megabytes(tmp_path):
     results = tmp_path / "results.jsonl"
-    dataset.main([str(tmp_path), "--bytes", "2e6", "--vocab-size", "600", "--steps", "3", "--results", str(results),
-                  "--commit", "none"])
+    dataset.main(
+        [
+            str(tmp_path),
+            "--bytes",
+            "2e6",
+            "--vocab-size",
+            "600",
+            "--steps",
+            "3",
+            "--results",
+            str(results),
+            "--commit",
+            "none",
+        ]
+    )
     [entry] = map(json.loads, results.read_text().splitlines())
     assert entry["kind"] == "dataset" and sum(entry["blend_samples"]) == 3 * 16
     assert all(abs(drawn - 48 * weight / 10) <= 1 for drawn, weight in zip(entry["blend_samples"], (4, 3, 2, 1)))

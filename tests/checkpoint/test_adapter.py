@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import config
 from safetensors.torch import load_file, save_file
-from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
-from test_convert_hf import batch_of, convert, error_of, loaded, model_of
-from test_lora import ALL
 
+from layouts import config
 from minitron import finetune, pretrain
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import Merged, fingerprint, open_weights
@@ -25,10 +22,17 @@ from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.testing import assert_close_rel
+from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
+from test_convert_hf import batch_of, convert, error_of, loaded, model_of
+from test_lora import ALL
 
 TRAIN = dict(seq_len=32, micro_batch_size=1, global_batch_size=4, steps=30)
-RUN = dict(train=TRAIN, precision=dict(dtype="fp32"), optimizer=dict(lr=5e-2, min_lr=1e-3, warmup_steps=0, eps=1e-5),
-           data=dict(source="mock"))
+RUN = dict(
+    train=TRAIN,
+    precision=dict(dtype="fp32"),
+    optimizer=dict(lr=5e-2, min_lr=1e-3, warmup_steps=0, eps=1e-5),
+    data=dict(source="mock"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +74,10 @@ def logits_of(trainer, batch) -> torch.Tensor:
 # ---- there and back -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, targets", [("llama3.1", ("qkv",)), ("llama", ALL), ("llama-tied", ("v", "q", "down")),
-                                           ("gpt2", ("qkv", "o", "up", "down"))])
+@pytest.mark.parametrize(
+    "name, targets",
+    [("llama3.1", ("qkv",)), ("llama", ALL), ("llama-tied", ("v", "q", "down")), ("gpt2", ("qkv", "o", "up", "down"))],
+)
 def test_merged_and_peft_equal_the_trained_adapter(bases, tmp_path, name, targets):
     """Trained, saved, exported twice: what transformers and PEFT compute from the exports is what we compute."""
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
@@ -102,7 +108,9 @@ def test_peft_finds_no_more_modules_than_were_trained(bases, tmp_path, recwarn):
     convert("export", tmp_path / "run", tmp_path / "adapter", "--adapter")
     tuned = peft.PeftModel.from_pretrained(loaded(bases("gpt2")), tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1  # who may read one may read both
+    assert (
+        len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1
+    )  # who may read one may read both
     assert sum(".lora_" in name for name, _ in tuned.named_parameters()) == len(saved)
     assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
 
@@ -157,8 +165,9 @@ def test_adapters_go_on_in_any_layout(ranks, bases, tmp_path):
     """
     cfg = saving(tuning(bases("llama"), targets=ALL), tmp_path)
     before, figures = None, []
-    for until, (world, layout) in zip(itertools.count(2, 2), [
-            (2, dict(tp=2)), (2, dict(pp=2)), (1, {}), (4, dict(tp=2, cp=2)), (2, {})]):
+    for until, (world, layout) in zip(
+        itertools.count(2, 2), [(2, dict(tp=2)), (2, dict(pp=2)), (1, {}), (4, dict(tp=2, cp=2)), (2, {})]
+    ):
         results = ranks(world, leg, in_layout(cfg, **layout), until)
         figures += results[0]
         if before is not None:
@@ -206,10 +215,14 @@ def test_an_adapter_belongs_to_its_base(bases, tmp_path):
     assert wanted in start_error(moved)
     assert wanted in error_of(convert, "export", tmp_path / "run", tmp_path / "out", "--base", other)
     assert f"the base of the adapter in {tmp_path / 'run' / 'step_00000001'}: {tmp_path / 'gone'} holds no weights" in (
-        error_of(convert, "export", tmp_path / "run", tmp_path / "out", "--base", tmp_path / "gone"))
+        error_of(convert, "export", tmp_path / "run", tmp_path / "out", "--base", tmp_path / "gone")
+    )
     assert not (tmp_path / "out").exists()
-    for keys, line in (({"rank": 2}, "lora.rank was 4 and is 2"), ({"alpha": 1.0}, "lora.alpha was 8.0 and is 1.0"),
-                       ({"targets": ("q",)}, "lora.targets was ['qkv'] and is ['q']")):
+    for keys, line in (
+        ({"rank": 2}, "lora.rank was 4 and is 2"),
+        ({"alpha": 1.0}, "lora.alpha was 8.0 and is 1.0"),
+        ({"targets": ("q",)}, "lora.targets was ['qkv'] and is ['q']"),
+    ):
         assert line in start_error(dataclasses.replace(cfg, lora=dataclasses.replace(cfg.lora, **keys)))
     full = saving(tuning(bases("llama"), "sft"), tmp_path / "run")
     assert "finetune.kind was lora and is sft; set it to that, or use another checkpoint.dir" in start_error(full)
@@ -235,29 +248,57 @@ def test_exports_that_cannot_be(bases, tmp_path):
     cfg = saving(tuning(bases("gpt2"), targets=("q",)), tmp_path / "run")
     leg(cfg, 1)
     assert "an adapter of q alone, which is a part of transformer.h.0.attn.c_attn" in error_of(
-        convert, "export", tmp_path / "run", tmp_path / "out", "--adapter")
+        convert, "export", tmp_path / "run", tmp_path / "out", "--adapter"
+    )
     convert("import", bases("llama"), tmp_path / "plain")
     assert "plain holds no adapter; leave --adapter out" in error_of(
-        convert, "export", tmp_path / "plain", tmp_path / "out", "--adapter")
+        convert, "export", tmp_path / "plain", tmp_path / "out", "--adapter"
+    )
     assert "plain holds a whole model; leave it out" in error_of(
-        convert, "export", tmp_path / "plain", tmp_path / "out", "--base", bases("llama"))
+        convert, "export", tmp_path / "plain", tmp_path / "out", "--base", bases("llama")
+    )
     assert "is a Hugging Face folder already" in error_of(convert, "export", bases("llama"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("change, error", [
-    ({"finetune": {"base": "x"}}, "finetune.base=x has no effect with finetune.kind=null; set finetune.kind=sft or"),
-    ({"finetune": {"kind": "sft", "base": "x"}, "checkpoint": {"load": "y"}},
-     "finetune.base=x and checkpoint.load=y both give the weights to start from; drop one of them"),
-    ({"finetune": {"kind": "sft"}, "lora": {"rank": 4}}, "lora.rank=4 has no effect with finetune.kind=sft; drop it"),
-    ({"finetune": {"kind": "lora"}, "lora": {"targets": ("q", "query")}},
-     "lora.targets=[q,query]: a llama model has no query; use some of qkv, q, k, v, o, gate, up, down"),
-    ({"finetune": {"kind": "lora"}, "lora": {"targets": ("gate",)},
-      "model": {"family": "gpt", "positions": "learned"}}, "a gpt model has no gate; use some of qkv, q, k, v, o, up"),
-    ({"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "v")}}, "lora.targets=[qkv,v] must name each layer"),
-    ({"finetune": {"kind": "lora"}, "lora": {"targets": ("o", "o")}}, "lora.targets=[o,o] must name each layer once"),
-    ({"finetune": {"kind": "lora"}, "lora": {"targets": ()}}, "lora.targets=[] must name each layer once"),
-    ({"data": {"document_length": 5}}, "data.document_length=5 is of random documents, and data.source=corpus has"),
-])
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (
+            {"finetune": {"base": "x"}},
+            "finetune.base=x has no effect with finetune.kind=null; set finetune.kind=sft or",
+        ),
+        (
+            {"finetune": {"kind": "sft", "base": "x"}, "checkpoint": {"load": "y"}},
+            "finetune.base=x and checkpoint.load=y both give the weights to start from; drop one of them",
+        ),
+        (
+            {"finetune": {"kind": "sft"}, "lora": {"rank": 4}},
+            "lora.rank=4 has no effect with finetune.kind=sft; drop it",
+        ),
+        (
+            {"finetune": {"kind": "lora"}, "lora": {"targets": ("q", "query")}},
+            "lora.targets=[q,query]: a llama model has no query; use some of qkv, q, k, v, o, gate, up, down",
+        ),
+        (
+            {
+                "finetune": {"kind": "lora"},
+                "lora": {"targets": ("gate",)},
+                "model": {"family": "gpt", "positions": "learned"},
+            },
+            "a gpt model has no gate; use some of qkv, q, k, v, o, up",
+        ),
+        (
+            {"finetune": {"kind": "lora"}, "lora": {"targets": ("qkv", "v")}},
+            "lora.targets=[qkv,v] must name each layer",
+        ),
+        (
+            {"finetune": {"kind": "lora"}, "lora": {"targets": ("o", "o")}},
+            "lora.targets=[o,o] must name each layer once",
+        ),
+        ({"finetune": {"kind": "lora"}, "lora": {"targets": ()}}, "lora.targets=[] must name each layer once"),
+        ({"data": {"document_length": 5}}, "data.document_length=5 is of random documents, and data.source=corpus has"),
+    ],
+)
 def test_rules(change, error):
     with pytest.raises(ValueError) as caught:
         rules.check(config({}, change), 1)
@@ -271,9 +312,19 @@ def test_the_program(bases, tmp_path, capsys):
     """Its lines are NeMo's, its last one the mean of the last 20 steps; it and pretrain send each other's runs away."""
     model = dataclasses.asdict(hf.Reader(bases("llama")).model)
     keys = [f"model.{key}={'null' if value is None else str(value).lower()}" for key, value in model.items()]
-    keys += ["train.seq_len=32", "train.steps=22", "train.global_batch_size=4", "data.source=mock", "log.format=nemo",
-             "data.separate_documents=true", "data.document_length=7", "precision.dtype=fp32",
-             f"log.dir={tmp_path / 'log'}", f"finetune.base={bases('llama')}", "finetune.kind=lora"]
+    keys += [
+        "train.seq_len=32",
+        "train.steps=22",
+        "train.global_batch_size=4",
+        "data.source=mock",
+        "log.format=nemo",
+        "data.separate_documents=true",
+        "data.document_length=7",
+        "precision.dtype=fp32",
+        f"log.dir={tmp_path / 'log'}",
+        f"finetune.base={bases('llama')}",
+        "finetune.kind=lora",
+    ]
     finetune.main(keys)
     lines = capsys.readouterr().out.splitlines()
     steps = [line for line in lines if line.startswith("Training epoch 0, iteration ")]
@@ -281,10 +332,13 @@ def test_the_program(bases, tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     seconds = [record["step_seconds"] for record in records if record["kind"] == "step"]
     mean = sum(seconds[-20:]) / 20
-    assert lines[-1] == (f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: "
-                         f"{4 * 32 / mean:.0f}")
-    for program, kind, line in ((pretrain.main, "lora", "finetune.kind=lora is for python -m minitron.finetune"),
-                                (finetune.main, "null", "finetune.kind=null is for python -m minitron.pretrain")):
+    assert lines[-1] == (
+        f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: {4 * 32 / mean:.0f}"
+    )
+    for program, kind, line in (
+        (pretrain.main, "lora", "finetune.kind=lora is for python -m minitron.finetune"),
+        (finetune.main, "null", "finetune.kind=null is for python -m minitron.pretrain"),
+    ):
         with pytest.raises(SystemExit) as status:
             program([f"finetune.kind={kind}"])
         assert status.value.code == 1 and line in capsys.readouterr().err

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 
+from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
 from minitron.checkpoint.format import CheckpointError, Reader, TakenOver, Writer, begin, claim, write_shard
 from minitron.checkpoint.load import Start, find, restore
@@ -35,8 +35,10 @@ from tools import inspect_checkpoint
 LONG = {"train": {"steps": 30, "global_batch_size": 4}, "model": {"num_layers": 5}}
 DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.1}}
 FP16 = {"precision": {"dtype": "fp16", "loss_scale": 2.0**24, "loss_scale_hysteresis": 1, "loss_scale_window": 3}}
-FP8 = {"precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"},
-       "model": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4}}
+FP8 = {
+    "precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"},
+    "model": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4},
+}
 
 
 def saving(cfg: Config, directory: Path, **keys) -> Config:
@@ -56,8 +58,11 @@ def train(trainer: Trainer, done: int, until: int) -> list[dict]:
     """Steps done + 1 to until: their figures."""
     cfg, batch = trainer.cfg, trainer.cfg.train.global_batch_size
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
-    figures = [trainer.step(loader.step((step - 1) * batch, step), cfg.optimizer.lr).read() | {
-        "loss_scale": float(trainer.loss_scale())} for step in range(done + 1, until + 1)]
+    figures = [
+        trainer.step(loader.step((step - 1) * batch, step), cfg.optimizer.lr).read()
+        | {"loss_scale": float(trainer.loss_scale())}
+        for step in range(done + 1, until + 1)
+    ]
     loader.close()
     return figures
 
@@ -87,8 +92,11 @@ def whole(cfg: Config, until: int) -> list[dict]:
 def contents(directory: Path) -> dict:
     reader = Reader(directory)
     reader.verify()
-    tensors = {(name, kind): reader.read(name, kind, [0] * len(reader.shape(name)), reader.shape(name))
-               for name in reader.names() for kind in reader.kinds(name)}
+    tensors = {
+        (name, kind): reader.read(name, kind, [0] * len(reader.shape(name)), reader.shape(name))
+        for name in reader.names()
+        for kind in reader.kinds(name)
+    }
     return {"state": {k: v for k, v in reader.state.items()}, "consumed": reader.consumed_samples} | tensors
 
 
@@ -101,14 +109,26 @@ def assert_same(mine: dict, other: dict) -> None:
 # ---- from any layout to any other ---------------------------------------------------------------------------------
 
 LLAMA_LEGS = [
-    (2, dict(tp=2), "none"), (4, dict(pp=2, vp=2), "none"), (8, dict(tp=2, pp=2, cp=2), "none"), (1, {}, "none"),
-    (4, dict(tp=4, sequence_parallel=False), "selective"), (4, dict(pp=4), "none"),
+    (2, dict(tp=2), "none"),
+    (4, dict(pp=2, vp=2), "none"),
+    (8, dict(tp=2, pp=2, cp=2), "none"),
+    (1, {}, "none"),
+    (4, dict(tp=4, sequence_parallel=False), "selective"),
+    (4, dict(pp=4), "none"),
     (4, dict(overlap_grads=False), "none"),
-    (2, dict(pp=2, layers_per_stage=(1, 4)), "full"), (4, dict(tp=2, pp=2, vp=2), "none"),
-    (4, dict(cp=2, cp_style="ulysses"), "full"), (4, dict(pp=2, vp=2, layers_per_stage=(2, 1, 1, 1)), "selective"),
+    (2, dict(pp=2, layers_per_stage=(1, 4)), "full"),
+    (4, dict(tp=2, pp=2, vp=2), "none"),
+    (4, dict(cp=2, cp_style="ulysses"), "full"),
+    (4, dict(pp=2, vp=2, layers_per_stage=(2, 1, 1, 1)), "selective"),
 ]
-TIED_LEGS = [(2, dict(pp=2), "none"), (4, dict(tp=2, pp=2), "none"), (1, {}, "none"), (4, dict(pp=2, vp=2), "full"),
-             (2, dict(cp=2), "none"), (2, {}, "selective")]
+TIED_LEGS = [
+    (2, dict(pp=2), "none"),
+    (4, dict(tp=2, pp=2), "none"),
+    (1, {}, "none"),
+    (4, dict(pp=2, vp=2), "full"),
+    (2, dict(cp=2), "none"),
+    (2, {}, "selective"),
+]
 
 
 @pytest.mark.parametrize("base, legs", [(LLAMA, LLAMA_LEGS), (GPT3, TIED_LEGS)], ids=["llama", "tied gpt"])
@@ -131,10 +151,17 @@ def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
     assert [f["loss"] for f in figures] == pytest.approx([f["loss"] for f in expected], rel=1e-6)
 
 
-@pytest.mark.parametrize("world, parallel, change", [
-    (4, dict(tp=2, pp=2), DROPOUT), (4, dict(cp=2), {"model": {"hidden_dropout": 0.2}}),
-    (2, dict(pp=2, vp=2), FP16), (2, {}, {"precision": {"dtype": "bf16"}}), (2, dict(tp=2), FP8)],
-    ids=["dropout", "context", "fp16", "bf16", "fp8"])
+@pytest.mark.parametrize(
+    "world, parallel, change",
+    [
+        (4, dict(tp=2, pp=2), DROPOUT),
+        (4, dict(cp=2), {"model": {"hidden_dropout": 0.2}}),
+        (2, dict(pp=2, vp=2), FP16),
+        (2, {}, {"precision": {"dtype": "bf16"}}),
+        (2, dict(tp=2), FP8),
+    ],
+    ids=["dropout", "context", "fp16", "bf16", "fp8"],
+)
 def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, change):
     cfg = config(LLAMA, LONG, change, {"parallel": parallel})
     expected = ranks(world, whole, cfg, 4)
@@ -148,8 +175,9 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, c
 
 def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
     """Two clean steps and a forgiven overflow before the save: the next doubling and halving come as without it."""
-    precision = {"precision": {"dtype": "fp16", "loss_scale": 1024.0, "loss_scale_window": 5,
-                               "loss_scale_hysteresis": 2}}
+    precision = {
+        "precision": {"dtype": "fp16", "loss_scale": 1024.0, "loss_scale_window": 5, "loss_scale_hysteresis": 2}
+    }
     cfg = saving(config(LLAMA, LONG, precision), tmp_path)
     trainer, _ = start_trainer(cfg)
     for overflow in (1.0, 0.0, 0.0):
@@ -176,15 +204,18 @@ def test_fp8_histories_follow_their_layers(ranks, tmp_path):
         if before is not None:
             assert_same(contents(tmp_path / "again"), before)
         before = contents(tmp_path)
-    histories = [tensor for (name, kind), tensor in ((k, t) for k, t in before.items() if isinstance(k, tuple))
-                 if kind == "fp8_history"]
+    histories = [
+        tensor
+        for (name, kind), tensor in ((k, t) for k, t in before.items() if isinstance(k, tuple))
+        if kind == "fp8_history"
+    ]
     assert len(histories) == 4 * 4 and all((h[:6] > 0).all() and (h[6:] == 0).all() for h in histories)
     plain = dataclasses.replace(cfg, precision=config(LLAMA, {"precision": {"dtype": "bf16"}}).precision)
-    start_trainer(plain)                                 # without FP8 the histories are left
+    start_trainer(plain)  # without FP8 the histories are left
     more = dataclasses.replace(cfg, precision=dataclasses.replace(cfg.precision, fp8_bf16_layers=1))
     save(start_trainer(more)[0], saving(more, tmp_path / "fewer"), 6)
     trainer, _ = start_trainer(saving(cfg, tmp_path / "fewer"))
-    assert trainer.chunks[0].formats.scaling.cold        # not all of its layers have one: it looks first
+    assert trainer.chunks[0].formats.scaling.cold  # not all of its layers have one: it looks first
 
 
 # ---- weights only -------------------------------------------------------------------------------------------------
@@ -205,7 +236,7 @@ def test_weights_start_a_run_of_their_own(ranks, tmp_path):
         for param in trainer.chunks[0].parameters():
             assert torch.equal(param, masters[param.spec.name].to(dtype).float())
         assert all(not moment.any() for moment in trainer.optimizer.exp_avg)
-        resumed = saving(loading, tmp_path / "a")        # what is in checkpoint.dir goes before
+        resumed = saving(loading, tmp_path / "a")  # what is in checkpoint.dir goes before
         assert find(resumed).step == 3
     with pytest.raises(CheckpointError, match="step_00000000 holds weights only; start from it with checkpoint.load="):
         find(saving(cfg, tmp_path / "b"))
@@ -247,9 +278,9 @@ def test_the_save_is_of_its_moment_and_waits_for_none(tmp_path, monkeypatch, cha
         assert not list(tmp_path.glob("late/step_*"))
         gate.set()
         saves.wait()
-        saves.save(2, 8)                                 # once is enough
+        saves.save(2, 8)  # once is enough
         assert saves.running is None
-        saves.save(4, 16)                                # the last one: no update waits for it
+        saves.save(4, 16)  # the last one: no update waits for it
         saves.wait()
     assert_same(contents(tmp_path / "late" / "step_00000002"), contents(tmp_path / "then"))
     save(trainer, saving(cfg, tmp_path / "end"), 4)
@@ -261,8 +292,10 @@ def lacks_memory(cfg: Config) -> str:
     trainer, _ = start_trainer(cfg)
     with pytest.MonkeyPatch.context() as patch, Log(cfg, trainer.mesh.rank, trainer.mesh.world.size) as log:
         if trainer.mesh.rank == 1:
-            patch.setattr("minitron.checkpoint.save.host_memory", lambda rows, _, pinned: host_memory(
-                rows, 1 << 55, pinned=pinned))
+            patch.setattr(
+                "minitron.checkpoint.save.host_memory",
+                lambda rows, _, pinned: host_memory(rows, 1 << 55, pinned=pinned),
+            )
         try:
             return str(Checkpointer(cfg, trainer.state, {}, log))
         except CheckpointError as error:
@@ -273,10 +306,12 @@ def test_a_host_without_memory_for_the_copy(ranks, tmp_path, monkeypatch):
     """One rank lacks it: all say so. A GPU's driver may refuse to lock what the host has."""
     messages = ranks(2, lacks_memory, saving(config(LLAMA, LONG), tmp_path))
     assert len(set(messages)) == 1 and messages[0].startswith(
-        f"checkpoint.dir is set and the host has no {3 * 4 * 2**55 / 1e9:.1f} GB for a copy of this rank's state; use")
+        f"checkpoint.dir is set and the host has no {3 * 4 * 2**55 / 1e9:.1f} GB for a copy of this rank's state; use"
+    )
     calls = []
-    cuda = SimpleNamespace(cudaHostRegister=lambda *range_: calls.append(range_) or len(calls) - 1,
-                           cudaHostUnregister=calls.append)
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda *range_: calls.append(range_) or len(calls) - 1, cudaHostUnregister=calls.append
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     memory = host_memory(3, 5, pinned=True)
     assert not memory.any() and calls == [(memory.data_ptr(), 60, 0)]
@@ -284,7 +319,7 @@ def test_a_host_without_memory_for_the_copy(ranks, tmp_path, monkeypatch):
         host_memory(3, 5, pinned=True)
     address = memory.data_ptr()
     del memory
-    assert calls[-1] == address                          # before the memory goes to somebody else
+    assert calls[-1] == address  # before the memory goes to somebody else
 
 
 def names_in(directory: Path) -> list[str]:
@@ -366,7 +401,7 @@ def test_a_second_run_in_one_directory_takes_it_over(ranks, tmp_path):
         for line in said:
             assert line.startswith(f"checkpoint.dir={tmp_path} was taken over by process ")
             assert "started 20" in line and "; only one run at a time can save there: end one of them, or" in line
-        aside, = tmp_path.glob("aside.*")
+        (aside,) = tmp_path.glob("aside.*")
         assert said[1].endswith(f"; this run's step 2 is in {aside}")
     assert names_in(tmp_path) == ["aside.1", "latest", "owner.2", "step_00000003"]
     for folder, step in (tmp_path, 3), (aside, 2):
@@ -395,7 +430,7 @@ def cleared_away(cfg: Config) -> str:
 def test_a_save_that_the_next_run_has_cleared_away_is_made_aside(ranks, tmp_path):
     """A run that is told to end, and its successor is already there: this save is its last."""
     messages = ranks(2, cleared_away, saving(config(LLAMA, LONG, {"parallel": {"tp": 2}}), tmp_path))
-    aside, = tmp_path.glob("aside.*")
+    (aside,) = tmp_path.glob("aside.*")
     assert len(set(messages)) == 1 and messages[0].endswith(f"; this run's step 1 is in {aside}")
     Reader(aside).verify()
 
@@ -435,7 +470,8 @@ def test_a_damaged_checkpoint_ends_the_run_and_names_another(ranks, tmp_path):
     flip(tmp_path / "step_00000003" / "index.json")
     assert ranks(2, resume_on_2, back) == ["step 2"] * 2
     assert ranks(2, resume_on_2, cfg)[0].endswith(
-        "its first line is no checksum of the rest; checkpoint.resume_step=4 goes back to step_00000004")
+        "its first line is no checksum of the rest; checkpoint.resume_step=4 goes back to step_00000004"
+    )
     for folder in "step_00000002", "step_00000004":
         (tmp_path / folder / "index.json").unlink()
     assert ranks(2, resume_on_2, cfg)[0].endswith("there is no other checkpoint; checkpoint.resume=false begins anew")
@@ -480,17 +516,20 @@ def test_saves_would_delete_the_weights_that_a_run_starts_from(tmp_path, more):
         find(saving(anew, tmp_path / "another"))
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"num_layers": 4}, "index.json is of another model: model.num_layers was 5 and is 4; set it to that, or"),
-    ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
-    ({"rope_theta": 500.0}, "model.rope_theta was 100.0 and is 500.0"),
-    ({"rope_scaling": RopeScaling()}, "model.rope_scaling was None and is "),
-    ({"norm_eps": 1e-6}, "model.norm_eps was 1e-05 and is 1e-06"),
-    ({"vocab_size": 91}, "model.vocab_size was 90 and is 91"),
-    ({"family": "gpt"}, "model.family was llama and is gpt"),
-    ({"tie_embeddings": True}, "model.tie_embeddings was False and is True"),
-    ({"vocab_multiple": 128}, r"head.weight has shape \[96, 32\] there and \[128, 32\] here"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_layers": 4}, "index.json is of another model: model.num_layers was 5 and is 4; set it to that, or"),
+        ({"num_kv_heads": 2}, "model.num_kv_heads was 4 and is 2"),
+        ({"rope_theta": 500.0}, "model.rope_theta was 100.0 and is 500.0"),
+        ({"rope_scaling": RopeScaling()}, "model.rope_scaling was None and is "),
+        ({"norm_eps": 1e-6}, "model.norm_eps was 1e-05 and is 1e-06"),
+        ({"vocab_size": 91}, "model.vocab_size was 90 and is 91"),
+        ({"family": "gpt"}, "model.family was llama and is gpt"),
+        ({"tie_embeddings": True}, "model.tie_embeddings was False and is True"),
+        ({"vocab_multiple": 128}, r"head.weight has shape \[96, 32\] there and \[128, 32\] here"),
+    ],
+)
 def test_another_model(tmp_path, change, message):
     cfg = saving(config(LLAMA, LONG), tmp_path)
     save(start_trainer(cfg)[0], cfg, 1)
@@ -508,9 +547,20 @@ def test_another_model(tmp_path, change, message):
 
 # ---- as users run it ----------------------------------------------------------------------------------------------
 
-COMMAND = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.vocab_size=300",
-           "train.seq_len=32", "train.global_batch_size=8", "train.eval_every=3", "train.eval_steps=1",
-           "data.source=mock", "precision.dtype=fp32", "optimizer.lr_schedule=constant", "model.hidden_dropout=0.1"]
+COMMAND = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.vocab_size=300",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    "train.eval_every=3",
+    "train.eval_steps=1",
+    "data.source=mock",
+    "precision.dtype=fp32",
+    "optimizer.lr_schedule=constant",
+    "model.hidden_dropout=0.1",
+]
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -520,6 +570,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 def test_the_same_command_goes_on(tmp_path, capsys):
     """Saved every 2 steps, kept 2, ended by train.steps; with more of them, the same command goes on from there."""
+
     def command(name: str, steps: int, *more: str) -> str:
         pretrain.main([*COMMAND, f"log.dir={tmp_path / name}", f"train.steps={steps}", *more])
         return capsys.readouterr().out
@@ -536,9 +587,14 @@ def test_the_same_command_goes_on(tmp_path, capsys):
 
     inspect_checkpoint.main([str(tmp_path / "saves"), "--tensors"])
     shown = capsys.readouterr().out
-    for text in ("iteration 8   consumed samples 64", "world 1   tp 1", "optimizer_steps 8.0",
-                 "beside it: step_00000006",
-                 "blocks.1.mlp.up.weight   [96, 32]   master float32, exp_avg float32", "all 1 checksums are right"):
+    for text in (
+        "iteration 8   consumed samples 64",
+        "world 1   tp 1",
+        "optimizer_steps 8.0",
+        "beside it: step_00000006",
+        "blocks.1.mlp.up.weight   [96, 32]   master float32, exp_avg float32",
+        "all 1 checksums are right",
+    ):
         assert text in shown
     shard = tmp_path / "saves" / "step_00000008" / "rank_00000.safetensors"
     flip(shard)
@@ -571,8 +627,10 @@ def test_a_directory_with_other_things_in_it(tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit):
         pretrain.main([*command, "train.steps=4"])
-    assert capsys.readouterr().err == (f"error: {tmp_path}/step_00000004 is in the way of a save of this run: it holds "
-                                       "what no save wrote; move it away, or use another checkpoint.dir\n")
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/step_00000004 is in the way of a save of this run: it holds "
+        "what no save wrote; move it away, or use another checkpoint.dir\n"
+    )
     pretrain.main([*command, "train.steps=3"])
     assert names_in(tmp_path / "step_00000004") == ["photo.jpg"]
 
@@ -583,8 +641,17 @@ def test_a_full_disk_under_log_dir_does_not_end_a_run(tmp_path, capsys):
     folder.mkdir()
     for name in "metrics.jsonl", "rank-0.log", "profile-rank-0.txt":
         (folder / name).symlink_to("/dev/full")
-    pretrain.main([*COMMAND, "train.steps=3", f"checkpoint.dir={tmp_path / 'saves'}", f"log.dir={folder}",
-                   "profile.kind=torch", "profile.start_step=2", "profile.end_step=2"])
+    pretrain.main(
+        [
+            *COMMAND,
+            "train.steps=3",
+            f"checkpoint.dir={tmp_path / 'saves'}",
+            f"log.dir={folder}",
+            "profile.kind=torch",
+            "profile.start_step=2",
+            "profile.end_step=2",
+        ]
+    )
     output = capsys.readouterr()
     assert output.err.startswith(f"warning: {folder}/metrics.jsonl cannot be written: no space left on device; ")
     assert output.err.count("warning: ") == 1
@@ -595,8 +662,10 @@ def test_a_full_disk_under_log_dir_does_not_end_a_run(tmp_path, capsys):
     (folder / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(SystemExit):
         pretrain.main([*COMMAND, "train.steps=4", f"log.dir={folder}"])
-    assert capsys.readouterr().err == (f"error: log.dir={folder} cannot be written: No space left on device; name "
-                                       "another directory, or null for none\n")
+    assert capsys.readouterr().err == (
+        f"error: log.dir={folder} cannot be written: No space left on device; name "
+        "another directory, or null for none\n"
+    )
 
 
 # ---- the order of samples -----------------------------------------------------------------------------------------
@@ -604,6 +673,7 @@ def test_a_full_disk_under_log_dir_does_not_end_a_run(tmp_path, capsys):
 
 def test_the_data_index_is_pinned(tmp_path):
     """A run that goes on has its samples in the order it began with, whatever train.steps is now."""
+
     def write(documents: int) -> None:
         with IndexedWriter(str(tmp_path / "text"), np.dtype("<i4")) as writer:
             for i in range(documents):
@@ -613,8 +683,18 @@ def test_the_data_index_is_pinned(tmp_path):
         return dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **keys)})
 
     write(60)
-    cfg = config(LLAMA, {"train": {"steps": 20, "global_batch_size": 8}, "data": {
-        "source": "indexed", "paths": (str(tmp_path / "text"),), "split": "1", "cache_dir": str(tmp_path / "cache")}})
+    cfg = config(
+        LLAMA,
+        {
+            "train": {"steps": 20, "global_batch_size": 8},
+            "data": {
+                "source": "indexed",
+                "paths": (str(tmp_path / "text"),),
+                "split": "1",
+                "cache_dir": str(tmp_path / "cache"),
+            },
+        },
+    )
     data = build_data(cfg)
     reader = Reader.__new__(Reader)
     reader.path = tmp_path / "step_00000005"
@@ -629,8 +709,10 @@ def test_the_data_index_is_pinned(tmp_path):
     message = rf"train.steps={most + 1} needs {8 * most + 8} samples.*use at most {most}, or"
     with pytest.raises(ValueError, match=message):
         build_data(with_("train", steps=most + 1), start)
-    for changed, name in ((with_("train", seed=5), "seed was 1234 and is 5"),
-                          (with_("data", split="2,1"), "split was '1' and is '2,1'")):
+    for changed, name in (
+        (with_("train", seed=5), "seed was 1234 and is 5"),
+        (with_("data", split="2,1"), "split was '1' and is '2,1'"),
+    ):
         with pytest.raises(CheckpointError, match=f"index.json was saved with other data: {name}.*checkpoint.load="):
             build_data(changed, start)
     write(61)

@@ -64,7 +64,7 @@ def test_boxes_of_a_slice_hold_the_slices_own_elements(other, size, data):
     """Every tensor-parallel rank's flat ranges, cut anywhere and carried to the whole, are the whole once."""
     dim = data.draw(st.integers(0, len(other) - 1))
     chunks = tuple(size * n for n in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
-    full = numbered((*other[:dim], sum(chunks), *other[dim + 1:]))
+    full = numbered((*other[:dim], sum(chunks), *other[dim + 1 :]))
     found = []
     for rank in range(size):
         shard = Shard(dim, Axis("tp", rank, size, tuple(range(size))), chunks)
@@ -84,8 +84,15 @@ def test_coverage_is_each_element_once(shape, data):
     box = st.tuples(*(st.tuples(st.integers(0, n - 1), st.integers(1, n)) for n in shape))
     boxes = [Box(*zip(*drawn)) for drawn in data.draw(st.lists(box, max_size=4))]
     half = prod(shape) // 2
-    boxes = data.draw(st.sampled_from([boxes, [Box((0,) * len(shape), shape)],
-                                       boxes_of_range(shape, 0, half) + boxes_of_range(shape, half, prod(shape))]))
+    boxes = data.draw(
+        st.sampled_from(
+            [
+                boxes,
+                [Box((0,) * len(shape), shape)],
+                boxes_of_range(shape, 0, half) + boxes_of_range(shape, half, prod(shape)),
+            ]
+        )
+    )
     count = torch.zeros([2 * n for n in shape])
     for b in boxes:
         at(count, b).add_(1)
@@ -96,8 +103,12 @@ def test_coverage_is_each_element_once(shape, data):
 
 # ---- written and read ---------------------------------------------------------------------------------------------
 
-TENSORS = {"a.weight": torch.randn(6, 5), "b.bias": torch.randn(7), "c": torch.randn(3, 4, 2).bfloat16(),
-           "d": torch.randn(4, 4).half()}
+TENSORS = {
+    "a.weight": torch.randn(6, 5),
+    "b.bias": torch.randn(7),
+    "c": torch.randn(3, 4, 2).bfloat16(),
+    "d": torch.randn(4, 4).half(),
+}
 
 
 def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TENSORS) -> None:
@@ -193,7 +204,7 @@ def test_every_corruption_is_found(tmp_path_factory, sound, data):
         bit = data.draw(st.integers(0, 8 * len(content) - 1))
         content[bit // 8] ^= 1 << bit % 8
     elif damage == "truncate":
-        del content[data.draw(st.integers(0, len(content) - 1)):]
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
     elif damage == "swap":
         other = data.draw(st.sampled_from([p for p in read + older if p.read_bytes() != content]))
         content = bytearray(other.read_bytes())
@@ -226,34 +237,40 @@ def tensors_with(**box) -> dict:
     return {"b.bias": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": [entry]}}}}
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(version=2), "'version': 2}, and this code reads .*'version': 1}; use the minitron that wrote it"),
-    (dict(format="other"), "'format': 'other'"),
-    (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias do not hold each element once"),
-    (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias do not hold each element once"),
-    (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is no file beside it"),
-    (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
-    (dict(tensors={"b.bias": {"shape": [7]}}), "not as version 1 has it: KeyError"),
-    (dict(files=3), "not as version 1 has it: AttributeError"),
-    (dict(tensors=3), "not as version 1 has it: TypeError"),
-    (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
-    (dict(iteration=4), "is of iteration 4, and its folder says 00000003; give it its old name back"),
-    (dict(iteration=1 << 60), "1152921504606846976 is no count"),
-    (dict(consumed_samples=True), "True is no count"),
-    (dict(config=[]), "config is no object"),
-    (dict(config={"model": 3}), "config.model is no object"),
-    (dict(layout={"tp": 1.5}), "1.5 is no count"),
-    (dict(state={"data": []}), "state.data is no object"),
-    (dict(state={"data": {"train_samples": -1}}), "-1 is no count"),
-    (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is no counter"),
-    (dict(state={"optimizer_steps": float("nan")}), "NaN is no number of JSON"),
-    (dict(state={"loss_scale": 0.5}), "loss_scale=0.5 is no loss scale"),
-    (dict(tensors=tensors_with(key=3)), "the key 3 is no text"),
-    (dict(tensors=tensors_with(file=[])), "not as version 1 has it: TypeError"),
-    (dict(tensors=tensors_with(start=[0.0])), "0.0 is no count"),
-    (dict(tensors=tensors_with(shape="7")), "'7' is no count|7 is no count"),
-    (dict(tensors={name: tensors_with()["b.bias"] for name in "ab"}), "two boxes are 'k' of part_00000.safetensors"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(version=2), "'version': 2}, and this code reads .*'version': 1}; use the minitron that wrote it"),
+        (dict(format="other"), "'format': 'other'"),
+        (dict(tensors=tensors_with(shape=[6])), "boxes of param of b.bias do not hold each element once"),
+        (dict(tensors=tensors_with(file="other")), "boxes of param of b.bias do not hold each element once"),
+        (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is no file beside it"),
+        (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
+        (dict(tensors={"b.bias": {"shape": [7]}}), "not as version 1 has it: KeyError"),
+        (dict(files=3), "not as version 1 has it: AttributeError"),
+        (dict(tensors=3), "not as version 1 has it: TypeError"),
+        (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
+        (dict(iteration=4), "is of iteration 4, and its folder says 00000003; give it its old name back"),
+        (dict(iteration=1 << 60), "1152921504606846976 is no count"),
+        (dict(consumed_samples=True), "True is no count"),
+        (dict(config=[]), "config is no object"),
+        (dict(config={"model": 3}), "config.model is no object"),
+        (dict(layout={"tp": 1.5}), "1.5 is no count"),
+        (dict(state={"data": []}), "state.data is no object"),
+        (dict(state={"data": {"train_samples": -1}}), "-1 is no count"),
+        (dict(state={"optimizer_steps": 1 << 40}), "optimizer_steps=1099511627776 is no counter"),
+        (dict(state={"optimizer_steps": float("nan")}), "NaN is no number of JSON"),
+        (dict(state={"loss_scale": 0.5}), "loss_scale=0.5 is no loss scale"),
+        (dict(tensors=tensors_with(key=3)), "the key 3 is no text"),
+        (dict(tensors=tensors_with(file=[])), "not as version 1 has it: TypeError"),
+        (dict(tensors=tensors_with(start=[0.0])), "0.0 is no count"),
+        (dict(tensors=tensors_with(shape="7")), "'7' is no count|7 is no count"),
+        (
+            dict(tensors={name: tensors_with()["b.bias"] for name in "ab"}),
+            "two boxes are 'k' of part_00000.safetensors",
+        ),
+    ],
+)
 def test_a_foreign_index_is_refused(tmp_path, changes, message):
     write(tmp_path)
     path = reindex(tmp_path, **changes)
@@ -265,10 +282,11 @@ def test_a_foreign_index_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize("shape", [lambda n: (4, n), lambda n: (n, 4), lambda n: (n,)])
 def test_boxes_are_checked_in_linear_time(shape):
     """Columns of a matrix all reach over its first row: a sweep over rows compared each with all others."""
+
     def seconds(n: int) -> float:
         whole = shape(n)
         dim = whole.index(n)
-        size = (*whole[:dim], 1, *whole[dim + 1:])
+        size = (*whole[:dim], 1, *whole[dim + 1 :])
         boxes = [Box(tuple(i * (d == dim) for d in range(len(whole))), size) for i in range(n)]
         gc.collect()
         gc.disable()  # its own time grows with all that lives
@@ -287,14 +305,17 @@ def test_a_box_that_is_not_what_the_index_says(tmp_path):
         Reader(tmp_path).read("b.bias", "param", (0,), (7,))
 
 
-@pytest.mark.parametrize("path, why", [("nothing", "no such file or directory"), (".", "no such file or directory"),
-                                       ("x" * 300, "file name too long")])
+@pytest.mark.parametrize(
+    "path, why",
+    [("nothing", "no such file or directory"), (".", "no such file or directory"), ("x" * 300, "file name too long")],
+)
 def test_no_checkpoint_there(tmp_path, path, why):
     with pytest.raises(CheckpointError, match=f"(index.json|latest): {why}"):
         Reader(tmp_path / path)
 
 
 # ---- whatever is killed -------------------------------------------------------------------------------------------
+
 
 class Killed(BaseException):
     """A process that has died does nothing more, so every later call raises it again."""
@@ -319,6 +340,7 @@ def save_until(directory: Path, moment: int) -> list[int]:
             if next(calls) >= moment:
                 raise Killed
             return real(*args, **kwargs)
+
         return call
 
     with pytest.MonkeyPatch.context() as patch:
@@ -377,6 +399,7 @@ def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
             files = [path for path in Path(source).rglob("*")] if Path(source).is_dir() else []
             events.append(("rename", Path(source), Path(target), files))
             rename(source, target)
+
         return record
 
     monkeypatch.setattr(os, "fsync", synced)
@@ -395,7 +418,7 @@ def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
                 path = temporary / path.name
             assert ("sync", path) in events[:i], f"{path.name} shown as {target.name} before the disk has it"
         assert ("sync", tmp_path) in events[i:], f"{target.name} is not on the disk"
-    assert ("sync", tmp_path) in events[shown[0][0]:shown[1][0]], "latest may reach the disk before what it names"
+    assert ("sync", tmp_path) in events[shown[0][0] : shown[1][0]], "latest may reach the disk before what it names"
     written = [path for kind, path, *_ in events if kind == "sync"]
     assert not [path for path in written if path == latest or step in path.parents]
 
@@ -403,6 +426,7 @@ def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
 def test_old_ones_are_removed_and_later_ones_left(tmp_path):
     for step in 1, 2, 9:
         write(tmp_path, step)
+
     def save(step: int, after: int, keep: int) -> list[int]:
         commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep, after)
         return list(files.checkpoints(tmp_path))
@@ -431,7 +455,7 @@ def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
     (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
     begin(tmp_path, 2, 0, second)
     assert claim(tmp_path).startswith("1-")
-    with pytest.raises(TakenOver):            # the numbers begin again, and yet it is none of the two that were
+    with pytest.raises(TakenOver):  # the numbers begin again, and yet it is none of the two that were
         begin(tmp_path, 2, 0, first)
 
 
@@ -474,6 +498,7 @@ def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
 
 def test_a_mount_that_cannot_rename_folders_is_refused_at_the_start(tmp_path, monkeypatch):
     """As gcsfuse does by default in a bucket without folders."""
+
     def rename(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -510,19 +535,45 @@ def test_a_disk_without_room_or_rights(tmp_path):
 
 def everything_in(folder: Path) -> dict[str, object]:
     """What a folder holds, at any depth: bytes of files, targets of links, None for folders."""
-    return {str(path.relative_to(folder)):
-            os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-            for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in folder.rglob("*")
+    }
 
 
 NAMES = st.one_of(
-    st.sampled_from(["thesis.tmp-final", "notes.tmp-1", "latest.tmp", "latest.txt", "owner.txt", "step_1", "index.json",
-                     "step_00000009", "step_00000009.tmp-8d21f06b", "probe.tmp-8d21f06b", "owner.1-5e0c91d2",
-                     "owner.99-5e0c91d2", "rank_00000.safetensors", "aside.1-5e0c91d2"]),
-    st.from_regex(r"(step_\d{7,9}|probe|thesis|latest|owner)(\.\d\d?)?(-|\.tmp-)([0-9a-g]{7,9}|\w{3})(\.tmp-\w{8})?",
-                  fullmatch=True, alphabet=st.characters(codec="ascii")))
-CONTENTS = st.one_of(st.binary(min_size=1, max_size=20),
-                     st.sampled_from([b"latest", b"step_00000009 and more", b"the process owner", b'{"a": 1}']))
+    st.sampled_from(
+        [
+            "thesis.tmp-final",
+            "notes.tmp-1",
+            "latest.tmp",
+            "latest.txt",
+            "owner.txt",
+            "step_1",
+            "index.json",
+            "step_00000009",
+            "step_00000009.tmp-8d21f06b",
+            "probe.tmp-8d21f06b",
+            "owner.1-5e0c91d2",
+            "owner.99-5e0c91d2",
+            "rank_00000.safetensors",
+            "aside.1-5e0c91d2",
+        ]
+    ),
+    st.from_regex(
+        r"(step_\d{7,9}|probe|thesis|latest|owner)(\.\d\d?)?(-|\.tmp-)([0-9a-g]{7,9}|\w{3})(\.tmp-\w{8})?",
+        fullmatch=True,
+        alphabet=st.characters(codec="ascii"),
+    ),
+)
+CONTENTS = st.one_of(
+    st.binary(min_size=1, max_size=20),
+    st.sampled_from([b"latest", b"step_00000009 and more", b"the process owner", b'{"a": 1}']),
+)
 PARTS = st.sampled_from(["index.json", "notes.txt", "file", "rank_00000.safetensors.bak", "rank_00000.safetensors"])
 
 
@@ -576,7 +627,7 @@ def test_whatever_others_put_there_survives(tmp_path_factory, strangers):
     with pytest.raises(TakenOver):
         save(3, first)
     save(3, second)
-    save(3, second)                                      # as a run that went back
+    save(3, second)  # as a run that went back
     assert not killed.exists() and newest(directory).name == "step_00000003"
     Reader(directory).verify()
     after = everything_in(directory)
@@ -596,7 +647,7 @@ def test_a_checkpoint_with_a_file_of_somebody_s_stays(tmp_path):
     with pytest.raises(CheckpointError, match="step_00000001 is in the way: it holds what no save wrote; move it away"):
         write(tmp_path, 1)
     assert everything_in(tmp_path / "step_00000001") == before and newest(tmp_path).name == "step_00000003"
-    (tmp_path / "step_00000004").mkdir()                 # a rename would replace an empty one
+    (tmp_path / "step_00000004").mkdir()  # a rename would replace an empty one
     with pytest.raises(CheckpointError, match="step_00000004 is in the way"):
         write(tmp_path, 4)
     assert (tmp_path / "step_00000004").is_dir() and not list(tmp_path.glob("*.tmp-*"))

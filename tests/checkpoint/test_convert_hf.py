@@ -326,7 +326,11 @@ LACKING = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "fact
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gpt2", {"n_embd": {}}, "model.hidden_size={} is not an integer"),
         ("gpt2", {"n_positions": ...}, "n_positions is missing"),
-        ("gpt2", {"n_layer": "${oc.env:HOME}"}, "model.num_layers=${oc.env:HOME} holds an interpolation ${...}, which is not expanded"),
+        (
+            "gpt2",
+            {"n_layer": "${oc.env:HOME}"},
+            "model.num_layers=${oc.env:HOME} holds an interpolation ${...}, which is not expanded",
+        ),
     ],
 )
 def test_what_the_model_cannot_be_is_refused_by_name(name, changes, message, folders):

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
+
 from fault_run import Run
 from kill_run import MODEL, campaign, losses, run
-
 from minitron.checkpoint.format import Reader
 
 
@@ -22,9 +22,14 @@ def test_a_run_survives_many_kills(tmp_path):
     assert campaign(tmp_path, kills, seed, steps=2 * kills)["inside_saves"] > kills / 4
 
 
-@pytest.mark.parametrize("world, layout", [
-    (4, ["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"]),
-    (2, ["parallel.cp=2", "train.recompute=full"])], ids=["tensor", "context"])
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (4, ["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"]),
+        (2, ["parallel.cp=2", "train.recompute=full"]),
+    ],
+    ids=["tensor", "context"],
+)
 def test_deterministic_runs_are_bit_equal_however_often_they_end(tmp_path, world, layout):
     """Two runs, and one that ends and goes on at every save."""
     argv = [*layout, "train.deterministic=true", "checkpoint.every=2", "optimizer.decay_steps=4"]
@@ -46,8 +51,16 @@ def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path):
     """Twice, as often as --max-restarts allows; in the same layout the losses have the same bits."""
     argv = ["parallel.pp=2", "train.steps=60"]
     run(tmp_path / "whole", 2, *argv)
-    with Run(tmp_path, "none", *MODEL, *argv, f"checkpoint.dir={tmp_path / 'saves'}", "checkpoint.every=5", ranks=2,
-             restarts=2) as torchrun:
+    with Run(
+        tmp_path,
+        "none",
+        *MODEL,
+        *argv,
+        f"checkpoint.dir={tmp_path / 'saves'}",
+        "checkpoint.every=5",
+        ranks=2,
+        restarts=2,
+    ) as torchrun:
         for rank, step in (1, 7), (0, 30):
             torchrun.wait_for("checkpoint of step 5 saved")  # beside the steps: a busy machine may take longer than two
             torchrun.wait_for(f'"step": {step}', torchrun.folder / "metrics.jsonl")

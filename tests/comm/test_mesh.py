@@ -22,15 +22,21 @@ def lines_through(cells, cell):
     column = cells[:, dp, cp, tp]
     ends = list(dict.fromkeys([column[0], column[-1]]))
     return {
-        "pp": column, "dp": cells[pp, :, cp, tp], "cp": cells[pp, dp, :, tp], "tp": cells[pp, dp, cp, :],
-        "dp_cp": cells[pp, :, :, tp].ravel(), "world": cells.ravel(),
+        "pp": column,
+        "dp": cells[pp, :, cp, tp],
+        "cp": cells[pp, dp, :, tp],
+        "tp": cells[pp, dp, cp, :],
+        "dp_cp": cells[pp, :, :, tp].ravel(),
+        "world": cells.ravel(),
         "embedding": ends if cells[cell] in ends else [cells[cell]],
     }
 
 
 def coordinates(mesh):
-    return {name: (axis.name, axis.rank, axis.size, axis.ranks)
-            for name, axis in ((name, getattr(mesh, name)) for name in NAMES)}
+    return {
+        name: (axis.name, axis.rank, axis.size, axis.ranks)
+        for name, axis in ((name, getattr(mesh, name)) for name in NAMES)
+    }
 
 
 @given(pp=sizes, dp=sizes, cp=sizes, tp=sizes)
@@ -42,7 +48,8 @@ def test_offline_coordinates_are_lines_of_an_array_of_ranks(pp, dp, cp, tp):
         assert mesh.rank == rank
         assert coordinates(mesh) == {
             name: (name, list(line).index(rank), len(line), tuple(int(r) for r in line))
-            for name, line in lines_through(cells, cell).items()}
+            for name, line in lines_through(cells, cell).items()
+        }
         assert all(getattr(mesh, name).group is None for name in NAMES)
 
 
@@ -73,14 +80,11 @@ def sums_over_axes(sizes):
     return coordinates(mesh), sums
 
 
-@pytest.mark.parametrize("sizes", [
-    {"pp": 2, "cp": 2, "tp": 2},
-    {"pp": 2, "tp": 2},
-    {"pp": 4, "cp": 2},
-    {"cp": 2, "tp": 2},
-    {"tp": 8},
-    {},
-], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pp": 2, "cp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"pp": 4, "cp": 2}, {"cp": 2, "tp": 2}, {"tp": 8}, {}],
+    ids=str,
+)
 def test_groups_communicate_over_exactly_the_ranks_of_their_axis(ranks, sizes):
     """Jobs share worker processes, so this also shows that nothing of an earlier mesh is left behind."""
     for rank, (coords, sums) in enumerate(ranks(8, sums_over_axes, sizes)):

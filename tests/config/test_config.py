@@ -44,15 +44,24 @@ def test_order_files_then_overrides(tmp_path):
 
 
 def test_values_become_what_the_field_says():
-    cfg = cli.load(["optimizer.betas=[0.8, 1e-1]", "parallel.layers_per_stage=[3,1]", "data.paths=[0.3,a,0.7,b]",
-                    "model.num_kv_heads=null", "log.dir=runs/x=1", "train.deterministic=true", "optimizer.lr=1",
-                    "data.split=100"])
+    cfg = cli.load(
+        [
+            "optimizer.betas=[0.8, 1e-1]",
+            "parallel.layers_per_stage=[3,1]",
+            "data.paths=[0.3,a,0.7,b]",
+            "model.num_kv_heads=null",
+            "log.dir=runs/x=1",
+            "train.deterministic=true",
+            "optimizer.lr=1",
+            "data.split=100",
+        ]
+    )
     assert cfg.optimizer.betas == (0.8, 0.1) and cfg.parallel.layers_per_stage == (3, 1)
-    assert cfg.data.paths == ("0.3", "a", "0.7", "b") 
+    assert cfg.data.paths == ("0.3", "a", "0.7", "b")
     assert cfg.model.num_kv_heads is None and cfg.model.kv_heads == cfg.model.num_heads
     assert cfg.log.dir == "runs/x=1" and cfg.train.deterministic is True
     assert isinstance(cfg.optimizer.lr, float) and cfg.data.split == "100"
-    hash(cfg)                                               # frozen through and through: no list inside
+    hash(cfg)  # frozen through and through: no list inside
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.model.num_layers = 1
 
@@ -63,7 +72,8 @@ def test_rope_scaling_comes_and_goes(tmp_path):
     assert cli.load(["model.rope_scaling={}"]).model.rope_scaling == RopeScaling()
     assert cli.load(["model.rope_scaling.factor=32", "model.rope_scaling={}"]).model.rope_scaling == RopeScaling(32.0)
     assert cli.load(["model.rope_scaling=null", "model={}", "model.rope_scaling={}"]) == cli.load(
-        ["model.rope_scaling={}"])
+        ["model.rope_scaling={}"]
+    )
     path = tmp_path / "scaled.yaml"
     path.write_text("model: {rope_scaling: {}}\ntrain: {}")
     assert cli.load(["train.steps=3", str(path)]).model.rope_scaling == RopeScaling()
@@ -72,8 +82,15 @@ def test_rope_scaling_comes_and_goes(tmp_path):
 
 
 def test_print_config_feeds_back(tmp_path, capsys):
-    argv = ["model.rope_scaling.factor=32", "optimizer.eps=1e-12", "data.source=indexed", "data.paths=['1', a]",
-            "parallel.layers_per_stage=[1,3]", "log.dir='null'", "data.split='yes'"]
+    argv = [
+        "model.rope_scaling.factor=32",
+        "optimizer.eps=1e-12",
+        "data.source=indexed",
+        "data.paths=['1', a]",
+        "parallel.layers_per_stage=[1,3]",
+        "log.dir='null'",
+        "data.split='yes'",
+    ]
     with pytest.raises(SystemExit) as ended:
         cli.configure("Train.", [*argv, "--print-config"])
     printed = capsys.readouterr().out
@@ -106,65 +123,74 @@ def test_help_lists_every_key(capsys):
     assert "(one of ring, allgather, ulysses)" in text and "(an integer in [1, inf), or null)" in text
 
 
-@pytest.mark.parametrize("argument, parts", [
-    ("paralel.tp=2", ["unknown key paralel", "did you mean parallel?"]),
-    ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
-    ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),
-    ("model.rope_scaling.factr=8", ["did you mean model.rope_scaling.factor?"]),
-    ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir, log.tensorboard"]),
-    ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
-    ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
-    ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
-    ("model.num_layers=", ["model.num_layers= is empty, as a shell variable that is not set; give a value"]),
-    ("model.num_layers.x=3", ["model.num_layers={x: 3} is not an integer"]),
-    ("optimizer.lr=inf", ["optimizer.lr=inf is not a finite number; write for example optimizer.lr=0.003"]),
-    ("optimizer.lr=-NaN", ["optimizer.lr=-NaN is not a finite number"]),
-    ("data.paths={}", ["data.paths={} is not a list of texts"]),
-    ("optimizer.lr=fast", ["optimizer.lr=fast is not a number", "optimizer.lr=0.003"]),
-    ("train.deterministic=3", ["train.deterministic=3 is not true or false", "train.deterministic=false"]),
-    ("train.deterministic='true'", ["train.deterministic='true' is not true or false"]),
-    ("log.dir=false", ["log.dir=false is not text, or null", "log.dir=NAME"]),
-    ("log.tensorboard=[a]", ["log.tensorboard=[a] is not text, or true or false", "for example log.tensorboard=false"]),
-    ("log.tensorboard=3", ["log.tensorboard=3 is not text, or true or false"]),
-    ("log.dir=???", ["log.dir=??? is not text, or null"]),
-    ("data.split=[9,1]", ["data.split=[9, 1] is not text"]),
-    ("model.family=bert", ["model.family=bert is not one of llama, gpt", "model.family=llama"]),
-    ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9] is not a list of 2 numbers", "optimizer.betas=[0.9, 0.95]"]),
-    ("data.paths=a", ["data.paths=a is not a list of texts", "data.paths=[NAME]"]),
-    ("data.paths=[[a]]", ["data.paths=[[a]] is not a list of texts"]),
-    ("parallel.layers_per_stage=[1,a]", ["is not a list of integers, or null", "parallel.layers_per_stage=[8, 8]"]),
-    ("model=3", ["model=3 is not a section", "model.family=llama"]),
-    ("model=null", ["model=null is not a section"]),
-    ("model.rope_scaling=3", ["model.rope_scaling=3 is not a section, or null", "model.rope_scaling.factor=8.0"]),
-    ("", ["an empty argument is neither a YAML file nor an override"]),
-    ("parallel.tp", ["parallel.tp is neither a YAML file nor an override", "section.key=value"]),
-    ("model..tp=1", ["empty part before '='", "section.key=value"]),
-    ("data.paths=[a", ["data.paths: [a is not valid YAML", "close its brackets"]),
-    ("log.dir=${oc.env:HOME}", ["interpolation", "write the value itself"]),
-    ("log.dir=${", ["interpolation"]),
-    ("data.paths=[a, '${x}']", ["interpolation"]),
-    ("--verbose", ["unknown option --verbose", "--print-config"]),
-    ("no/such.yaml", ["no/such.yaml cannot be read: no such file or directory", "name an existing"]),
-])
+@pytest.mark.parametrize(
+    "argument, parts",
+    [
+        ("paralel.tp=2", ["unknown key paralel", "did you mean parallel?"]),
+        ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
+        ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),
+        ("model.rope_scaling.factr=8", ["did you mean model.rope_scaling.factor?"]),
+        ("log.qqq=2", ["unknown key log.qqq", "use one of log.format, log.every, log.dir, log.tensorboard"]),
+        ("model.num_layers=many", ["model.num_layers=many is not an integer", "model.num_layers=4"]),
+        ("model.num_layers=2.5", ["model.num_layers=2.5 is not an integer"]),
+        ("model.num_layers=true", ["model.num_layers=true is not an integer"]),
+        ("model.num_layers=", ["model.num_layers= is empty, as a shell variable that is not set; give a value"]),
+        ("model.num_layers.x=3", ["model.num_layers={x: 3} is not an integer"]),
+        ("optimizer.lr=inf", ["optimizer.lr=inf is not a finite number; write for example optimizer.lr=0.003"]),
+        ("optimizer.lr=-NaN", ["optimizer.lr=-NaN is not a finite number"]),
+        ("data.paths={}", ["data.paths={} is not a list of texts"]),
+        ("optimizer.lr=fast", ["optimizer.lr=fast is not a number", "optimizer.lr=0.003"]),
+        ("train.deterministic=3", ["train.deterministic=3 is not true or false", "train.deterministic=false"]),
+        ("train.deterministic='true'", ["train.deterministic='true' is not true or false"]),
+        ("log.dir=false", ["log.dir=false is not text, or null", "log.dir=NAME"]),
+        (
+            "log.tensorboard=[a]",
+            ["log.tensorboard=[a] is not text, or true or false", "for example log.tensorboard=false"],
+        ),
+        ("log.tensorboard=3", ["log.tensorboard=3 is not text, or true or false"]),
+        ("log.dir=???", ["log.dir=??? is not text, or null"]),
+        ("data.split=[9,1]", ["data.split=[9, 1] is not text"]),
+        ("model.family=bert", ["model.family=bert is not one of llama, gpt", "model.family=llama"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9] is not a list of 2 numbers", "optimizer.betas=[0.9, 0.95]"]),
+        ("data.paths=a", ["data.paths=a is not a list of texts", "data.paths=[NAME]"]),
+        ("data.paths=[[a]]", ["data.paths=[[a]] is not a list of texts"]),
+        ("parallel.layers_per_stage=[1,a]", ["is not a list of integers, or null", "parallel.layers_per_stage=[8, 8]"]),
+        ("model=3", ["model=3 is not a section", "model.family=llama"]),
+        ("model=null", ["model=null is not a section"]),
+        ("model.rope_scaling=3", ["model.rope_scaling=3 is not a section, or null", "model.rope_scaling.factor=8.0"]),
+        ("", ["an empty argument is neither a YAML file nor an override"]),
+        ("parallel.tp", ["parallel.tp is neither a YAML file nor an override", "section.key=value"]),
+        ("model..tp=1", ["empty part before '='", "section.key=value"]),
+        ("data.paths=[a", ["data.paths: [a is not valid YAML", "close its brackets"]),
+        ("log.dir=${oc.env:HOME}", ["interpolation", "write the value itself"]),
+        ("log.dir=${", ["interpolation"]),
+        ("data.paths=[a, '${x}']", ["interpolation"]),
+        ("--verbose", ["unknown option --verbose", "--print-config"]),
+        ("no/such.yaml", ["no/such.yaml cannot be read: no such file or directory", "name an existing"]),
+    ],
+)
 def test_bad_argument(argument, parts):
     message = error_of([argument])
     for part in parts:
         assert part in message
 
 
-@pytest.mark.parametrize("text, parts", [
-    ("- a\n", ["holds no mapping", "`section:`"]),
-    ("3\n", ["holds no mapping"]),
-    ("model: [1\n", ["is not valid YAML", "line 2"]),
-    ("train: {steps: 1, steps: 2}\n", ["duplicate key steps"]),
-    ("model: !!python/object/apply:os.getcwd []\n", ["is not valid YAML"]),
-    ("model: {famly: gpt}\n", ["unknown key model.famly; did you mean model.family?"]),
-    ("train: {steps: soon}\n", ["train.steps=soon is not an integer"]),
-    ("model: 3\n", ["model=3 is not a section"]),
-    ("log:\n  dir: ${oc.env:HOME}\n", ["interpolation"]),
-    ("log:\n  dir: x/${\n", ["interpolation"]),
-    (b"\xff\xfe\x00", ["cannot be read: it is not UTF-8"]),
-])
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("- a\n", ["holds no mapping", "`section:`"]),
+        ("3\n", ["holds no mapping"]),
+        ("model: [1\n", ["is not valid YAML", "line 2"]),
+        ("train: {steps: 1, steps: 2}\n", ["duplicate key steps"]),
+        ("model: !!python/object/apply:os.getcwd []\n", ["is not valid YAML"]),
+        ("model: {famly: gpt}\n", ["unknown key model.famly; did you mean model.family?"]),
+        ("train: {steps: soon}\n", ["train.steps=soon is not an integer"]),
+        ("model: 3\n", ["model=3 is not a section"]),
+        ("log:\n  dir: ${oc.env:HOME}\n", ["interpolation"]),
+        ("log:\n  dir: x/${\n", ["interpolation"]),
+        (b"\xff\xfe\x00", ["cannot be read: it is not UTF-8"]),
+    ],
+)
 def test_bad_file_is_named(tmp_path, text, parts):
     path = tmp_path / "bad.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -193,13 +219,18 @@ def test_empty_file_is_all_defaults(tmp_path):
 
 
 def test_mistakes_are_one_line_and_status_1():
-    code = ("from minitron.config import cli, rules\n"
-            "with cli.user_errors():\n"
-            "    cfg = cli.configure('Train.')\n"
-            "    rules.check(cfg, world=2)\n"
-            "    raise ValueError('two\\nlines')\n")
-    for argument, message in (("train.steps=x", "train.steps=x is not an integer"),
-                              ("parallel.tp=4", "needs 4 ranks, but there are 2"), ("train.steps=2", "two lines")):
+    code = (
+        "from minitron.config import cli, rules\n"
+        "with cli.user_errors():\n"
+        "    cfg = cli.configure('Train.')\n"
+        "    rules.check(cfg, world=2)\n"
+        "    raise ValueError('two\\nlines')\n"
+    )
+    for argument, message in (
+        ("train.steps=x", "train.steps=x is not an integer"),
+        ("parallel.tp=4", "needs 4 ranks, but there are 2"),
+        ("train.steps=2", "two lines"),
+    ):
         command = [sys.executable, "-c", code, argument]
         done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
         assert done.returncode == 1 and done.stdout == ""
@@ -208,9 +239,37 @@ def test_mistakes_are_one_line_and_status_1():
 
 # ---- values arrive as typed ---------------------------------------------------------------------------------------
 
-TYPED = ["2026_11_22", "8e12345", "010", "12:30", "/a #b", "1_000", "0x10", "2026-11-22", "1e400", "a: b", "- a",
-         "*a", "&a",
-         "!b", "%c", "@d", "`e", "| f", "a, b", "#", "?", "a=b", "Ünïcode 中", "~/x", "inf", ".nan", "1.", "nUll", "a'b"]
+TYPED = [
+    "2026_11_22",
+    "8e12345",
+    "010",
+    "12:30",
+    "/a #b",
+    "1_000",
+    "0x10",
+    "2026-11-22",
+    "1e400",
+    "a: b",
+    "- a",
+    "*a",
+    "&a",
+    "!b",
+    "%c",
+    "@d",
+    "`e",
+    "| f",
+    "a, b",
+    "#",
+    "?",
+    "a=b",
+    "Ünïcode 中",
+    "~/x",
+    "inf",
+    ".nan",
+    "1.",
+    "nUll",
+    "a'b",
+]
 
 
 @pytest.mark.parametrize("text", TYPED)
@@ -233,19 +292,22 @@ def test_text_in_files_needs_no_quotes(tmp_path, text):
     assert cli.load([f"data.paths=[0.70,{text}]"]).data.paths == ("0.70", text)
 
 
-@pytest.mark.parametrize("argument, message", [
-    ("model.num_layers=1:30", "model.num_layers=1:30 is not an integer"),
-    ("model.num_layers=010", "model.num_layers=010 is not an integer"),
-    ("checkpoint.dir=", "checkpoint.dir= is empty, as a shell variable that is not set; give a value, or null"),
-    ("checkpoint.load=", "checkpoint.load= is empty"),
-    ("data.split=''", "data.split='' is empty, as a shell variable that is not set; give a value, or drop the key"),
-    ("data.paths=['']", "data.paths=[''] is empty"),
-    ("log.dir=a\x1b", "holds a character that cannot be printed; rename it"),
-    ("optimizer.lr=1e400", "optimizer.lr=1e400 is not a finite number; use a smaller one"),
-    ("train.steps=" + "9" * 20, "has more than 18 digits; use a smaller number"),
-    ("model" + ".x" * 3000 + "=1", "unknown key model.x.x"),
-    ("data.paths=" + "[" * 3000, "is not valid YAML"),
-])
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("model.num_layers=1:30", "model.num_layers=1:30 is not an integer"),
+        ("model.num_layers=010", "model.num_layers=010 is not an integer"),
+        ("checkpoint.dir=", "checkpoint.dir= is empty, as a shell variable that is not set; give a value, or null"),
+        ("checkpoint.load=", "checkpoint.load= is empty"),
+        ("data.split=''", "data.split='' is empty, as a shell variable that is not set; give a value, or drop the key"),
+        ("data.paths=['']", "data.paths=[''] is empty"),
+        ("log.dir=a\x1b", "holds a character that cannot be printed; rename it"),
+        ("optimizer.lr=1e400", "optimizer.lr=1e400 is not a finite number; use a smaller one"),
+        ("train.steps=" + "9" * 20, "has more than 18 digits; use a smaller number"),
+        ("model" + ".x" * 3000 + "=1", "unknown key model.x.x"),
+        ("data.paths=" + "[" * 3000, "is not valid YAML"),
+    ],
+)
 def test_what_a_value_is_not(argument, message):
     told = error_of([argument])
     assert message in told and len(told) < 1000
@@ -253,20 +315,26 @@ def test_what_a_value_is_not(argument, message):
 
 def test_nothing_is_said_by_null(tmp_path):
     (tmp_path / "a.yaml").write_text("checkpoint: {dir: ~, load: }\nmodel: {num_kv_heads: Null}\n")
-    cfg = cli.load(["log.dir=x", "checkpoint.every=3", str(tmp_path / "a.yaml"), "log.dir=null",
-    "checkpoint.every=null"])
-    assert (cfg.checkpoint.dir, cfg.checkpoint.load, cfg.model.num_kv_heads, cfg.log.dir, cfg.checkpoint.every) == (None,) * 5
+    cfg = cli.load(
+        ["log.dir=x", "checkpoint.every=3", str(tmp_path / "a.yaml"), "log.dir=null", "checkpoint.every=null"]
+    )
+    assert (cfg.checkpoint.dir, cfg.checkpoint.load, cfg.model.num_kv_heads, cfg.log.dir, cfg.checkpoint.every) == (
+        None,
+    ) * 5
 
 
-@pytest.mark.parametrize("text, parts", [
-    ("train: &a {steps: 1}\n", ["anchors, aliases and tags are not read"]),
-    ("train: {steps: !!int 3}\n", ["anchors, aliases and tags are not read"]),
-    ("train: " + "[" * 2000, ["it is nested too deeply"]),
-    ("train: {steps: 1}\n---\ntrain: {steps: 2}\n", ["more than one document"]),
-    ("? [a]\n: b\n", ["a key is no text"]),
-    ("#" * (2 << 20), ["cannot be read: its 2097152 bytes are more than 1048576"]),
-    ("train: {steps: 2026-11-22}\n", ["train.steps=2026-11-22 is not an integer"]),
-])
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("train: &a {steps: 1}\n", ["anchors, aliases and tags are not read"]),
+        ("train: {steps: !!int 3}\n", ["anchors, aliases and tags are not read"]),
+        ("train: " + "[" * 2000, ["it is nested too deeply"]),
+        ("train: {steps: 1}\n---\ntrain: {steps: 2}\n", ["more than one document"]),
+        ("? [a]\n: b\n", ["a key is no text"]),
+        ("#" * (2 << 20), ["cannot be read: its 2097152 bytes are more than 1048576"]),
+        ("train: {steps: 2026-11-22}\n", ["train.steps=2026-11-22 is not an integer"]),
+    ],
+)
 def test_what_a_file_may_not_hold(tmp_path, text, parts):
     (tmp_path / "a.yaml").write_text(text)
     message = error_of([str(tmp_path / "a.yaml")])
@@ -287,12 +355,19 @@ def values_of(hint) -> st.SearchStrategy:
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return st.builds(hint, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(hint)})
-    texts = st.one_of(st.sampled_from([*TYPED, "null", "true", "~", "no", "3", "[a]", "'", "???"]), st.text(
-        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")),
-        min_size=1).filter(lambda text: "${" not in text))
-    return {int: st.integers(-10**17, 10**17), float: st.floats(allow_nan=False, allow_infinity=False),
-    bool: st.booleans(),
-            str: texts, type(None): st.none()}[hint]
+    texts = st.one_of(
+        st.sampled_from([*TYPED, "null", "true", "~", "no", "3", "[a]", "'", "???"]),
+        st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1).filter(
+            lambda text: "${" not in text
+        ),
+    )
+    return {
+        int: st.integers(-(10**17), 10**17),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        bool: st.booleans(),
+        str: texts,
+        type(None): st.none(),
+    }[hint]
 
 
 @settings(max_examples=60, deadline=None)
@@ -309,7 +384,9 @@ def test_an_override_of_the_format_drops_the_loss_scale_of_a_file(tmp_path):
     path = str(tmp_path / "a.yaml")
     assert cli.load([path]).precision.loss_scale == 4096.0
     assert cli.load([path, "precision.dtype=bf16"]) == Config()
-    assert "precision.loss_scale=8.0 has no effect" in error_of([path, "precision.loss_scale=8", "precision.dtype=bf16"], 1)
+    assert "precision.loss_scale=8.0 has no effect" in error_of(
+        [path, "precision.loss_scale=8", "precision.dtype=bf16"], 1
+    )
 
 
 # ---- the rules ----------------------------------------------------------------------------------------------------
@@ -317,138 +394,290 @@ def test_an_override_of_the_format_drops_the_loss_scale_of_a_file(tmp_path):
 FP8 = ["precision.fp8=current"]
 
 
-@pytest.mark.parametrize("argv, world, parts", [
-    (["model.num_layers=0"], 1, ["model.num_layers=0 lies outside [1, inf); use at least 1"]),
-    (["model.hidden_dropout=1.0"], 1, ["model.hidden_dropout=1.0 lies outside [0, 1); use at least 0 and less than 1"]),
-    (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
-    (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
-    (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
-    (["precision.loss_scale=0"], 1,
-     ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"]),
-    (["precision.loss_scale=0.5", "precision.dtype=fp16"], 1, ["precision.loss_scale=0.5 is below 1", "use 1 or more"]),
-    (["precision.loss_scale=4096"], 1,
-     ["precision.loss_scale=4096.0 has no effect with precision.dtype=bf16; drop it, or set precision.dtype=fp16"]),
-    (["precision.loss_scale_window=7"], 1, ["precision.loss_scale_window=7 has no effect with precision.dtype=bf16"]),
-    (["precision.loss_scale_hysteresis=7"], 1, ["precision.loss_scale_hysteresis=7 has no effect"]),
-    (["lora.alpha=1e300"], 1, ["lora.alpha=1e+300 is more than any run can use; use at most 1e+38"]),
-    (["train.max_skipped=1000000000001"], 1, ["is more than any run can use; use at most 1000000000000"]),
-    (["model.num_layers=2000000"], 1,
-     ["model.num_layers=2000000 is more than a model of this kind can have; use at most 10000"]),
-    (["model.hidden_size=10000000001"], 1,
-     ["model.num_heads=8 does not divide model.hidden_size=10000000001; use 1, 101, 3541"]),
-    (["log.dir=~nobody-here/x"], 1, ["log.dir=~nobody-here/x: ~nobody-here is nobody's home; write the whole path"]),
-    (["data.tokenizer=llama3:~nobody-here/x"], 1, ["~nobody-here is nobody's home"]),
-    (["profile.kind=nsys", "profile.ranks=[0,0]"], 1, ["profile.ranks=[0, 0] names a rank twice; use [0]"]),
-    (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
-    (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, inf)"]),
-    (["model.hidden_size=130"], 1,
-     ["model.num_heads=8 does not divide model.hidden_size=130; use 1, 2, 5, 10, 13 or 26"]),
-    (["model.num_kv_heads=3"], 1, ["model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8"]),
-    (["model.hidden_size=24"], 1, ["model.hidden_size/num_heads=24/8=3 is odd", "make it even"]),
-    (["model.positions=learned", "model.rope_scaling.factor=8"], 1, ["no effect with model.positions=learned"]),
-    (["model.rope_scaling.low_freq_factor=4"], 1, ["low_freq_factor=4.0 must be below high_freq_factor=4.0"]),
-    (["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"], 4, ["tp*pp*cp=2*2*2=8 needs 8 ranks, but there are 4"]),
-    (["parallel.tp=2", "parallel.pp=2"], 6, ["tp*pp*cp=2*2*1=4 does not divide the world of 6 ranks; start 4 or 8"]),
-    (["parallel.tp=3"], 3, ["parallel.tp=3 does not divide model.num_kv_heads=4; use 1, 2 or 4"]),
-    (["parallel.tp=3", "model.num_kv_heads=8"], 3,
-     ["parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8"]),
-    (["parallel.tp=3", "model.num_kv_heads=null"], 3, ["parallel.tp=3 does not divide model.num_heads=8"]),
-    (["parallel.tp=4", "model.ffn_hidden_size=390"], 4,
-     ["parallel.tp=4 does not divide model.ffn_hidden_size=390; use 1 or 2"]),
-    (["parallel.tp=4", "model.vocab_size=9", "model.vocab_multiple=2"], 4,
-     ["parallel.tp=4 does not divide the padded vocabulary (model.vocab_size=9, vocab_multiple=2)=10; use 1 or 2"]),
-    (["parallel.tp=2", "parallel.cp=4", "parallel.cp_style=ulysses"], 8,
-     ["parallel.tp*cp (ulysses)=8 does not divide model.num_kv_heads=4; use 1, 2 or 4"]),
-    (["parallel.vp=2"], 1, ["parallel.vp=2", "parallel.pp=1", "use parallel.vp=1"]),
-    (["parallel.pp=8"], 8, ["model.num_layers=4 leaves stages empty: parallel.pp=8"]),
-    (["parallel.pp=2", "parallel.layers_per_stage=[1,2]"], 2, ["layers_per_stage=[1, 2] sums to 3"]),
-    (["parallel.pp=2", "parallel.layers_per_stage=[4]"], 2, ["layers_per_stage=[4] has 1 entries"]),
-    ([], 3, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*3=12; use 12 or 24"]),
-    ([], 8, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*8=32; use 32"]),
-    (["train.seq_len=8192"], 1, ["train.seq_len=8192 exceeds model.max_positions=4096"]),
-    (["train.seq_len=250", "parallel.cp=2"], 2,
-     ["train.seq_len=250 is no multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"]),
-    (["train.seq_len=251", "parallel.cp=2", "parallel.cp_style=ulysses"], 2, ["multiple of parallel.cp (ulysses)=2"]),
-    (["train.seq_len=250", "parallel.tp=4"], 4, ["multiple of parallel.cp*tp (sequence parallel)=4; use 248 or 252"]),
-    (["train.seq_len=252", "parallel.cp=2", "parallel.tp=4"], 8,
-     ["parallel.cp*tp (sequence parallel)=8; use 248 or 256"]),
-    (["model.attention_dropout=0.1", "parallel.cp=2"], 2, ["model.attention_dropout=0.1 needs parallel.cp=1, not 2"]),
-    (["model.attention_dropout=0.1", "model.attention=flash"], 1, ["model.attention=flash has no attention dropout"]),
-    ([*FP8, "precision.dtype=fp32"], 1, ["precision.fp8=current goes with precision.dtype=bf16, not fp32"]),
-    ([*FP8, "model.ffn_hidden_size=104"], 1,
-     ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"]),
-    ([*FP8, "train.micro_batch_size=1", "train.seq_len=40"], 1,
-     ["train.seq_len*micro_batch_size/cp=40 is no multiple of 16"]),
-    (["precision.fp8=block", "model.ffn_hidden_size=400"], 1,
-     ["model.ffn_hidden_size/tp=400 is no multiple of 128, which blocks of FP8 values need"]),
-    (["precision.fp8=block", "model.num_kv_heads=8", "model.hidden_size=512", "model.ffn_hidden_size=512",
-      "train.micro_batch_size=1", "parallel.tp=4"], 4,
-     ["train.seq_len*micro_batch_size/cp/tp=64 is no multiple of 128"]),
-    ([*FP8, "precision.fp8_bf16_layers=2"], 1,
-     ["precision.fp8_bf16_layers=2 at both ends leave none of model.num_layers=4 in FP8; use at most 1"]),
-    (["precision.fp8_bf16_layers=1"], 1, ["precision.fp8_bf16_layers=1 has no effect with precision.fp8=none"]),
-    (["precision.fp8_backend=torch"], 1, ["precision.fp8_backend=torch has no effect with precision.fp8=none"]),
-    (["optimizer.warmup_samples=10"], 1,
-     ["warmup_steps=20 and optimizer.warmup_samples=10", "set optimizer.warmup_steps=0"]),
-    (["optimizer.decay_steps=50", "optimizer.decay_samples=999"], 1, ["twice", "set optimizer.decay_steps=null"]),
-    (["optimizer.decay_steps=50", "optimizer.constant_steps=9"], 1,
-     ["constant_steps=9 has no effect beside optimizer.decay_steps=50"]),
-    (["optimizer.constant_steps=300"], 1,
-     ["optimizer.constant_steps=300 must be below train.steps=300; use at most 299"]),
-    (["optimizer.lr_schedule=constant", "optimizer.decay_steps=50"], 1,
-     ["decay_steps=50 has no effect with optimizer.lr_sch"]),
-    (["optimizer.min_lr=1"], 1, ["optimizer.min_lr=1.0 exceeds optimizer.lr=0.003; use at most 0.003"]),
-    (["optimizer.decay_steps=20"], 1,
-     ["optimizer.decay_steps=20 ends the decay after 320 samples, within the warm-up of 320"]),
-    (["optimizer.decay_samples=319"], 1, ["optimizer.decay_samples=319 ends the decay after 319 samples"]),
-    (["data.source=indexed"], 1, ["data.source=indexed has nothing to read; set data.paths=[PREFIX]"]),
-    (["data.paths=[a]"], 1, ["data.paths=a is not read with data.source=corpus"]),
-    (["data.source=sft"], 1, ["data.source=sft has nothing to read; set data.paths=[FILE.jsonl,...], or [docstrings]"]),
-    (["data.source=sft", "data.paths=[a]"], 1, ["data.source=sft packs documents", "data.separate_documents=true"]),
-    (["data.valid_paths=[a]"], 1, ["data.valid_paths=a is not read with data.source=corpus; drop it"]),
-    (["log.tensorboard=true"], 1, ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"]),
-    (["profile.kind=torch"], 1, ["profile.kind=torch writes into log.dir, which is null; set log.dir"]),
-    (["profile.kind=nsys", "train.steps=11"], 1,
-     ["profile.start_step=10 and profile.end_step=12 are no steps, in order, of train.steps=11; use 1 to 11"]),
-    (["profile.kind=nsys", "profile.start_step=13"], 1, ["profile.start_step=13 and profile.end_step=12 are no steps"]),
-    (["profile.kind=nsys", "profile.ranks=[0,2]"], 2,
-     ["profile.ranks=[0, 2] must name ranks of the world of 2; use 0 to 1"]),
-    (["profile.kind=nsys", "profile.ranks=[]"], 1, ["profile.ranks=[] must name ranks"]),
-])
+@pytest.mark.parametrize(
+    "argv, world, parts",
+    [
+        (["model.num_layers=0"], 1, ["model.num_layers=0 lies outside [1, inf); use at least 1"]),
+        (
+            ["model.hidden_dropout=1.0"],
+            1,
+            ["model.hidden_dropout=1.0 lies outside [0, 1); use at least 0 and less than 1"],
+        ),
+        (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
+        (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
+        (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
+        (
+            ["precision.loss_scale=0"],
+            1,
+            ["precision.loss_scale=0.0 lies outside (0, 1e38]; use more than 0 and at most 1e38"],
+        ),
+        (
+            ["precision.loss_scale=0.5", "precision.dtype=fp16"],
+            1,
+            ["precision.loss_scale=0.5 is below 1", "use 1 or more"],
+        ),
+        (
+            ["precision.loss_scale=4096"],
+            1,
+            [
+                "precision.loss_scale=4096.0 has no effect with precision.dtype=bf16; drop it, or set precision.dtype=fp16"
+            ],
+        ),
+        (
+            ["precision.loss_scale_window=7"],
+            1,
+            ["precision.loss_scale_window=7 has no effect with precision.dtype=bf16"],
+        ),
+        (["precision.loss_scale_hysteresis=7"], 1, ["precision.loss_scale_hysteresis=7 has no effect"]),
+        (["lora.alpha=1e300"], 1, ["lora.alpha=1e+300 is more than any run can use; use at most 1e+38"]),
+        (["train.max_skipped=1000000000001"], 1, ["is more than any run can use; use at most 1000000000000"]),
+        (
+            ["model.num_layers=2000000"],
+            1,
+            ["model.num_layers=2000000 is more than a model of this kind can have; use at most 10000"],
+        ),
+        (
+            ["model.hidden_size=10000000001"],
+            1,
+            ["model.num_heads=8 does not divide model.hidden_size=10000000001; use 1, 101, 3541"],
+        ),
+        (
+            ["log.dir=~nobody-here/x"],
+            1,
+            ["log.dir=~nobody-here/x: ~nobody-here is nobody's home; write the whole path"],
+        ),
+        (["data.tokenizer=llama3:~nobody-here/x"], 1, ["~nobody-here is nobody's home"]),
+        (["profile.kind=nsys", "profile.ranks=[0,0]"], 1, ["profile.ranks=[0, 0] names a rank twice; use [0]"]),
+        (["train.seed=-1"], 1, ["train.seed=-1 lies outside [0, 4294967295]"]),
+        (["model.rope_scaling.factor=0"], 1, ["model.rope_scaling.factor=0.0 lies outside (0, inf)"]),
+        (
+            ["model.hidden_size=130"],
+            1,
+            ["model.num_heads=8 does not divide model.hidden_size=130; use 1, 2, 5, 10, 13 or 26"],
+        ),
+        (["model.num_kv_heads=3"], 1, ["model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8"]),
+        (["model.hidden_size=24"], 1, ["model.hidden_size/num_heads=24/8=3 is odd", "make it even"]),
+        (["model.positions=learned", "model.rope_scaling.factor=8"], 1, ["no effect with model.positions=learned"]),
+        (["model.rope_scaling.low_freq_factor=4"], 1, ["low_freq_factor=4.0 must be below high_freq_factor=4.0"]),
+        (["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"], 4, ["tp*pp*cp=2*2*2=8 needs 8 ranks, but there are 4"]),
+        (
+            ["parallel.tp=2", "parallel.pp=2"],
+            6,
+            ["tp*pp*cp=2*2*1=4 does not divide the world of 6 ranks; start 4 or 8"],
+        ),
+        (["parallel.tp=3"], 3, ["parallel.tp=3 does not divide model.num_kv_heads=4; use 1, 2 or 4"]),
+        (
+            ["parallel.tp=3", "model.num_kv_heads=8"],
+            3,
+            ["parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8"],
+        ),
+        (["parallel.tp=3", "model.num_kv_heads=null"], 3, ["parallel.tp=3 does not divide model.num_heads=8"]),
+        (
+            ["parallel.tp=4", "model.ffn_hidden_size=390"],
+            4,
+            ["parallel.tp=4 does not divide model.ffn_hidden_size=390; use 1 or 2"],
+        ),
+        (
+            ["parallel.tp=4", "model.vocab_size=9", "model.vocab_multiple=2"],
+            4,
+            [
+                "parallel.tp=4 does not divide the padded vocabulary (model.vocab_size=9, vocab_multiple=2)=10; use 1 or 2"
+            ],
+        ),
+        (
+            ["parallel.tp=2", "parallel.cp=4", "parallel.cp_style=ulysses"],
+            8,
+            ["parallel.tp*cp (ulysses)=8 does not divide model.num_kv_heads=4; use 1, 2 or 4"],
+        ),
+        (["parallel.vp=2"], 1, ["parallel.vp=2", "parallel.pp=1", "use parallel.vp=1"]),
+        (["parallel.pp=8"], 8, ["model.num_layers=4 leaves stages empty: parallel.pp=8"]),
+        (["parallel.pp=2", "parallel.layers_per_stage=[1,2]"], 2, ["layers_per_stage=[1, 2] sums to 3"]),
+        (["parallel.pp=2", "parallel.layers_per_stage=[4]"], 2, ["layers_per_stage=[4] has 1 entries"]),
+        ([], 3, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*3=12; use 12 or 24"]),
+        ([], 8, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*8=32; use 32"]),
+        (["train.seq_len=8192"], 1, ["train.seq_len=8192 exceeds model.max_positions=4096"]),
+        (
+            ["train.seq_len=250", "parallel.cp=2"],
+            2,
+            ["train.seq_len=250 is no multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"],
+        ),
+        (
+            ["train.seq_len=251", "parallel.cp=2", "parallel.cp_style=ulysses"],
+            2,
+            ["multiple of parallel.cp (ulysses)=2"],
+        ),
+        (
+            ["train.seq_len=250", "parallel.tp=4"],
+            4,
+            ["multiple of parallel.cp*tp (sequence parallel)=4; use 248 or 252"],
+        ),
+        (
+            ["train.seq_len=252", "parallel.cp=2", "parallel.tp=4"],
+            8,
+            ["parallel.cp*tp (sequence parallel)=8; use 248 or 256"],
+        ),
+        (
+            ["model.attention_dropout=0.1", "parallel.cp=2"],
+            2,
+            ["model.attention_dropout=0.1 needs parallel.cp=1, not 2"],
+        ),
+        (
+            ["model.attention_dropout=0.1", "model.attention=flash"],
+            1,
+            ["model.attention=flash has no attention dropout"],
+        ),
+        ([*FP8, "precision.dtype=fp32"], 1, ["precision.fp8=current goes with precision.dtype=bf16, not fp32"]),
+        (
+            [*FP8, "model.ffn_hidden_size=104"],
+            1,
+            ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"],
+        ),
+        (
+            [*FP8, "train.micro_batch_size=1", "train.seq_len=40"],
+            1,
+            ["train.seq_len*micro_batch_size/cp=40 is no multiple of 16"],
+        ),
+        (
+            ["precision.fp8=block", "model.ffn_hidden_size=400"],
+            1,
+            ["model.ffn_hidden_size/tp=400 is no multiple of 128, which blocks of FP8 values need"],
+        ),
+        (
+            [
+                "precision.fp8=block",
+                "model.num_kv_heads=8",
+                "model.hidden_size=512",
+                "model.ffn_hidden_size=512",
+                "train.micro_batch_size=1",
+                "parallel.tp=4",
+            ],
+            4,
+            ["train.seq_len*micro_batch_size/cp/tp=64 is no multiple of 128"],
+        ),
+        (
+            [*FP8, "precision.fp8_bf16_layers=2"],
+            1,
+            ["precision.fp8_bf16_layers=2 at both ends leave none of model.num_layers=4 in FP8; use at most 1"],
+        ),
+        (["precision.fp8_bf16_layers=1"], 1, ["precision.fp8_bf16_layers=1 has no effect with precision.fp8=none"]),
+        (["precision.fp8_backend=torch"], 1, ["precision.fp8_backend=torch has no effect with precision.fp8=none"]),
+        (
+            ["optimizer.warmup_samples=10"],
+            1,
+            ["warmup_steps=20 and optimizer.warmup_samples=10", "set optimizer.warmup_steps=0"],
+        ),
+        (["optimizer.decay_steps=50", "optimizer.decay_samples=999"], 1, ["twice", "set optimizer.decay_steps=null"]),
+        (
+            ["optimizer.decay_steps=50", "optimizer.constant_steps=9"],
+            1,
+            ["constant_steps=9 has no effect beside optimizer.decay_steps=50"],
+        ),
+        (
+            ["optimizer.constant_steps=300"],
+            1,
+            ["optimizer.constant_steps=300 must be below train.steps=300; use at most 299"],
+        ),
+        (
+            ["optimizer.lr_schedule=constant", "optimizer.decay_steps=50"],
+            1,
+            ["decay_steps=50 has no effect with optimizer.lr_sch"],
+        ),
+        (["optimizer.min_lr=1"], 1, ["optimizer.min_lr=1.0 exceeds optimizer.lr=0.003; use at most 0.003"]),
+        (
+            ["optimizer.decay_steps=20"],
+            1,
+            ["optimizer.decay_steps=20 ends the decay after 320 samples, within the warm-up of 320"],
+        ),
+        (["optimizer.decay_samples=319"], 1, ["optimizer.decay_samples=319 ends the decay after 319 samples"]),
+        (["data.source=indexed"], 1, ["data.source=indexed has nothing to read; set data.paths=[PREFIX]"]),
+        (["data.paths=[a]"], 1, ["data.paths=a is not read with data.source=corpus"]),
+        (
+            ["data.source=sft"],
+            1,
+            ["data.source=sft has nothing to read; set data.paths=[FILE.jsonl,...], or [docstrings]"],
+        ),
+        (["data.source=sft", "data.paths=[a]"], 1, ["data.source=sft packs documents", "data.separate_documents=true"]),
+        (["data.valid_paths=[a]"], 1, ["data.valid_paths=a is not read with data.source=corpus; drop it"]),
+        (
+            ["log.tensorboard=true"],
+            1,
+            ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"],
+        ),
+        (["profile.kind=torch"], 1, ["profile.kind=torch writes into log.dir, which is null; set log.dir"]),
+        (
+            ["profile.kind=nsys", "train.steps=11"],
+            1,
+            ["profile.start_step=10 and profile.end_step=12 are no steps, in order, of train.steps=11; use 1 to 11"],
+        ),
+        (
+            ["profile.kind=nsys", "profile.start_step=13"],
+            1,
+            ["profile.start_step=13 and profile.end_step=12 are no steps"],
+        ),
+        (
+            ["profile.kind=nsys", "profile.ranks=[0,2]"],
+            2,
+            ["profile.ranks=[0, 2] must name ranks of the world of 2; use 0 to 1"],
+        ),
+        (["profile.kind=nsys", "profile.ranks=[]"], 1, ["profile.ranks=[] must name ranks"]),
+    ],
+)
 def test_broken_rule(argv, world, parts):
     message = error_of(argv, world)
     for part in parts:
         assert part in message
 
 
-@pytest.mark.parametrize("argv, capability, parts", [
-    (FP8, (8, 0), ["precision.fp8=current needs a GPU of sm_89", "this one is sm_80", "use precision.fp8=none"]),
-    (["precision.fp8=block"], (8, 9), ["fp8=block needs a GPU of sm_90 (Hopper", "use precision.fp8=current"]),
-    (["precision.fp8=block"], (8, 0), ["fp8=block needs a GPU of sm_90 (Hopper", "use precision.fp8=none"]),
-    ([], (7, 5), ["precision.dtype=bf16 needs a GPU of sm_80", "this one is sm_75", "fp16"]),
-])
+@pytest.mark.parametrize(
+    "argv, capability, parts",
+    [
+        (FP8, (8, 0), ["precision.fp8=current needs a GPU of sm_89", "this one is sm_80", "use precision.fp8=none"]),
+        (["precision.fp8=block"], (8, 9), ["fp8=block needs a GPU of sm_90 (Hopper", "use precision.fp8=current"]),
+        (["precision.fp8=block"], (8, 0), ["fp8=block needs a GPU of sm_90 (Hopper", "use precision.fp8=none"]),
+        ([], (7, 5), ["precision.dtype=bf16 needs a GPU of sm_80", "this one is sm_75", "fp16"]),
+    ],
+)
 def test_gpu_too_old(argv, capability, parts):
     message = error_of(argv, 1, capability)
     for part in parts:
         assert part in message
 
 
-@pytest.mark.parametrize("argv, world, capability", [
-    (FP8, 1, (8, 9)), (FP8, 1, (9, 0)), (FP8, 1, (10, 0)), (FP8, 1, None), (["precision.fp8=block"], 1, (9, 0)),
-    (["precision.fp8=delayed", "precision.fp8_backend=torch", "precision.fp8_bf16_layers=1"], 1, None),
-    (["precision.fp8=block", "model.hidden_size=512", "model.num_kv_heads=8", "model.ffn_hidden_size=512",
-      "parallel.tp=4", "parallel.sequence_parallel=false", "train.micro_batch_size=1"], 4, None),
-    (["precision.dtype=fp16"], 1, (7, 0)),
-    (["train.steps=5"], 2, None),                           # shorter than its warm-up: never leaves it
-    (["optimizer.warmup_steps=0", "optimizer.warmup_samples=216320"], 1, None),
-    (["optimizer.constant_steps=100", "train.steps=115"], 1, None),
-    (["parallel.tp=2", "parallel.pp=2", "parallel.vp=2", "parallel.cp=2"], 8, None),
-    (["parallel.tp=2", "parallel.sequence_parallel=false", "train.seq_len=255"], 2, None),
-    (["parallel.pp=2", "parallel.layers_per_stage=[1,3]"], 2, None),
-    (["parallel.cp=2", "parallel.cp_style=ulysses", "train.seq_len=254"], 2, None),
-    (["model.family=gpt", "model.positions=learned", "model.hidden_size=24", "model.num_kv_heads=null"], 1, None),
-    (["model.attention_dropout=0.1", "model.hidden_dropout=0.1"], 1, None),
-    (["data.source=indexed", "data.paths=[3,a]"], 1, None)])
+@pytest.mark.parametrize(
+    "argv, world, capability",
+    [
+        (FP8, 1, (8, 9)),
+        (FP8, 1, (9, 0)),
+        (FP8, 1, (10, 0)),
+        (FP8, 1, None),
+        (["precision.fp8=block"], 1, (9, 0)),
+        (["precision.fp8=delayed", "precision.fp8_backend=torch", "precision.fp8_bf16_layers=1"], 1, None),
+        (
+            [
+                "precision.fp8=block",
+                "model.hidden_size=512",
+                "model.num_kv_heads=8",
+                "model.ffn_hidden_size=512",
+                "parallel.tp=4",
+                "parallel.sequence_parallel=false",
+                "train.micro_batch_size=1",
+            ],
+            4,
+            None,
+        ),
+        (["precision.dtype=fp16"], 1, (7, 0)),
+        (["train.steps=5"], 2, None),  # shorter than its warm-up: never leaves it
+        (["optimizer.warmup_steps=0", "optimizer.warmup_samples=216320"], 1, None),
+        (["optimizer.constant_steps=100", "train.steps=115"], 1, None),
+        (["parallel.tp=2", "parallel.pp=2", "parallel.vp=2", "parallel.cp=2"], 8, None),
+        (["parallel.tp=2", "parallel.sequence_parallel=false", "train.seq_len=255"], 2, None),
+        (["parallel.pp=2", "parallel.layers_per_stage=[1,3]"], 2, None),
+        (["parallel.cp=2", "parallel.cp_style=ulysses", "train.seq_len=254"], 2, None),
+        (["model.family=gpt", "model.positions=learned", "model.hidden_size=24", "model.num_kv_heads=null"], 1, None),
+        (["model.attention_dropout=0.1", "model.hidden_dropout=0.1"], 1, None),
+        (["data.source=indexed", "data.paths=[3,a]"], 1, None),
+    ],
+)
 def test_kept_rules(argv, world, capability):
     rules.check(cli.load(argv), world, capability)
 
@@ -458,12 +687,19 @@ def test_kept_rules(argv, world, capability):
 def test_following_the_fix_leads_on(data):
     """Every value that an error offers is accepted in its place: no chain of errors about the same key."""
     draw = data.draw
-    pick = {"model.num_heads": draw(st.sampled_from([6, 8, 12, 24])), "model.hidden_size": 48 * draw(st.integers(1, 4)),
-            "model.num_kv_heads": draw(st.sampled_from([2, 6])), "model.ffn_hidden_size": draw(st.integers(1, 60)),
-            "model.vocab_multiple": draw(st.integers(1, 60)), "parallel.tp": draw(st.integers(1, 6)),
-            "parallel.cp": draw(st.integers(1, 3)), "train.seq_len": draw(st.integers(1, 200)),
-            "train.global_batch_size": draw(st.integers(1, 50)), "model.positions": "learned",
-            "parallel.cp_style": draw(st.sampled_from(["ring", "ulysses"]))}
+    pick = {
+        "model.num_heads": draw(st.sampled_from([6, 8, 12, 24])),
+        "model.hidden_size": 48 * draw(st.integers(1, 4)),
+        "model.num_kv_heads": draw(st.sampled_from([2, 6])),
+        "model.ffn_hidden_size": draw(st.integers(1, 60)),
+        "model.vocab_multiple": draw(st.integers(1, 60)),
+        "parallel.tp": draw(st.integers(1, 6)),
+        "parallel.cp": draw(st.integers(1, 3)),
+        "train.seq_len": draw(st.integers(1, 200)),
+        "train.global_batch_size": draw(st.integers(1, 50)),
+        "model.positions": "learned",
+        "parallel.cp_style": draw(st.sampled_from(["ring", "ulysses"])),
+    }
     dp = draw(st.integers(1, 3))
 
     def broken(values: dict) -> str | None:
@@ -500,7 +736,7 @@ class Reads(ast.NodeVisitor):
 
     def __init__(self):
         self.found: set[tuple[str, str]] = set()
-        self.known: dict[str, str] = {}                     # source of an expression -> configuration class
+        self.known: dict[str, str] = {}  # source of an expression -> configuration class
 
     def kind(self, node: ast.expr) -> str | None:
         if isinstance(node, ast.Attribute) and node.attr in SECTIONS:

@@ -13,17 +13,27 @@ LLAMA_8B = flops.Shape(32, 4096, 14336, 32, 8, 128256, gated=True)
 LLAMA_70B = flops.Shape(80, 8192, 28672, 64, 8, 128256, gated=True)
 
 # Published with five digits: half of the last one is 0.5e-4 of the leading.
-PER_SEQUENCE = [(GPT_175B, 2048, 2.2046e15, 2.1749e15), (LLAMA_70B, 8192, 3.9439e15, 3.6800e15),
-                (LLAMA_8B, 8192, 4.7442e14, 4.2165e14)]
+PER_SEQUENCE = [
+    (GPT_175B, 2048, 2.2046e15, 2.1749e15),
+    (LLAMA_70B, 8192, 3.9439e15, 3.6800e15),
+    (LLAMA_8B, 8192, 4.7442e14, 4.2165e14),
+]
 
 # Seconds per iteration, samples per second, TFLOPs: five lines logged on 96 nodes of 4 A100 (JUWELS Booster) by GPT-3
 # 175B, global batch 96, activations recomputed.
-LOGGED = [(7.2310, 13.276, 101.54), (5.3551, 17.927, 137.10), (5.6192, 17.084, 130.66), (5.3291, 18.014, 137.77),
-          (5.3247, 18.029, 137.89)]
+LOGGED = [
+    (7.2310, 13.276, 101.54),
+    (5.3551, 17.927, 137.10),
+    (5.6192, 17.084, 130.66),
+    (5.3291, 18.014, 137.77),
+    (5.3247, 18.029, 137.89),
+]
 
 # Seconds per step and MFU in percent, two sequences per H100: NVIDIA's 175B recipe.
-MFU_175B = {False: [(8.91, 49.93), (8.95, 49.71), (9.09, 48.94), (9.01, 49.38), (9.02, 49.32)],
-            True: [(5.92, 37.56), (5.96, 37.30), (6.44, 34.52), (6.72, 33.09), (6.24, 35.63)]}
+MFU_175B = {
+    False: [(8.91, 49.93), (8.95, 49.71), (9.09, 48.94), (9.01, 49.38), (9.02, 49.32)],
+    True: [(5.92, 37.56), (5.96, 37.30), (6.44, 34.52), (6.72, 33.09), (6.24, 35.63)],
+}
 
 
 @pytest.mark.parametrize("shape, seq_len, full, causal", PER_SEQUENCE)
@@ -35,10 +45,12 @@ def test_per_sequence_figures(shape, seq_len, full, causal):
 def test_formulas_as_the_recipes_write_them():
     s, (L, h, a, g, f, V) = 8192, (80, 8192, 64, 8, 28672, 128256)
     assert flops.full(LLAMA_70B, s) == pytest.approx(
-        s * (12 * L * h**2 * (1 + g / a + s / h) + 18 * L * f * h + 6 * V * h), rel=1e-12)
+        s * (12 * L * h**2 * (1 + g / a + s / h) + 18 * L * f * h + 6 * V * h), rel=1e-12
+    )
     s, (L, h, V) = 2048, (96, 12288, 51200)
     assert flops.full(GPT_175B, s) == pytest.approx(
-        s * ((24 * L * h**2 + 12 * L * h * s) + 48 * L * h**2 + 6 * V * h), rel=1e-12)
+        s * ((24 * L * h**2 + 12 * L * h * s) + 48 * L * h**2 + 6 * V * h), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("seconds, samples_per_second, tflops", LOGGED)
@@ -64,10 +76,10 @@ def test_hardware_counts_passes_and_matrices():
 def test_published_mfu(fp8):
     peak = flops.peak_tflops("NVIDIA H100 80GB HBM3", fp8)
     for seconds, percent in MFU_175B[fp8]:
-        rounded = 100 * flops.tflops_per_gpu(2 * 2.2e15, seconds, 1) / peak      # the recipe rounds to 2.2e15
-        assert abs(rounded - percent) <= 0.0101                                  # its last digit, cut or rounded
+        rounded = 100 * flops.tflops_per_gpu(2 * 2.2e15, seconds, 1) / peak  # the recipe rounds to 2.2e15
+        assert abs(rounded - percent) <= 0.0101  # its last digit, cut or rounded
         ours = 100 * flops.tflops_per_gpu(2 * flops.full(GPT_175B, 2048), seconds, 1) / peak
-        assert ours == pytest.approx(percent, rel=2.5e-3)                        # 2.2e15 for 2.2046e15
+        assert ours == pytest.approx(percent, rel=2.5e-3)  # 2.2e15 for 2.2046e15
 
 
 def test_packed_documents_count_their_own_squares():
@@ -87,26 +99,51 @@ def test_six_operations_per_weight():
     assert flops.full(LLAMA_8B, 1, squared_lengths=0) == pytest.approx(6 * weights, rel=1e-12)
 
 
-@pytest.mark.parametrize("name, bf16, fp8", [
-    ("NVIDIA H100 80GB HBM3", 989, 1979), ("NVIDIA H200", 989, 1979), ("NVIDIA A100-SXM4-40GB", 312, None),
-    ("NVIDIA B200", 2250, 4500), ("NVIDIA H100 PCIe", None, None), ("NVIDIA H200 NVL", None, None),
-    ("NVIDIA GB200", None, None), ("NVIDIA GeForce RTX 4090", None, None), ("cpu", None, None)])
+@pytest.mark.parametrize(
+    "name, bf16, fp8",
+    [
+        ("NVIDIA H100 80GB HBM3", 989, 1979),
+        ("NVIDIA H200", 989, 1979),
+        ("NVIDIA A100-SXM4-40GB", 312, None),
+        ("NVIDIA B200", 2250, 4500),
+        ("NVIDIA H100 PCIe", None, None),
+        ("NVIDIA H200 NVL", None, None),
+        ("NVIDIA GB200", None, None),
+        ("NVIDIA GeForce RTX 4090", None, None),
+        ("cpu", None, None),
+    ],
+)
 def test_peaks(name, bf16, fp8):
     assert (flops.peak_tflops(name, fp8=False), flops.peak_tflops(name, fp8=True)) == (bf16, fp8)
 
 
 def test_shape_of_a_model():
-    gpt = ModelConfig(family="gpt", num_layers=96, hidden_size=12288, ffn_hidden_size=49152, num_heads=96,
-                      num_kv_heads=None, vocab_size=50257, vocab_multiple=1024)
+    gpt = ModelConfig(
+        family="gpt",
+        num_layers=96,
+        hidden_size=12288,
+        ffn_hidden_size=49152,
+        num_heads=96,
+        num_kv_heads=None,
+        vocab_size=50257,
+        vocab_multiple=1024,
+    )
     assert gpt.shape == GPT_175B
-    llama = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8,
-                        vocab_size=128256)
+    llama = ModelConfig(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=128256
+    )
     assert llama.shape == LLAMA_8B
 
 
 # NVIDIA's fine-tuning recipe of Llama 3 8B: (seconds, MFU in percent, FP8, LoRA), four sequences of 4096 per H100.
-FINETUNED = [(1.32, 56.38, False, False), (1.33, 55.95, False, False), (0.95, 39.16, True, False),
-             (0.92, 53.9, False, True), (0.68, 36.4, True, True), (0.69, 35.9, True, True)]
+FINETUNED = [
+    (1.32, 56.38, False, False),
+    (1.33, 55.95, False, False),
+    (0.95, 39.16, True, False),
+    (0.92, 53.9, False, True),
+    (0.68, 36.4, True, True),
+    (0.69, 35.9, True, True),
+]
 
 
 @pytest.mark.parametrize("seconds, percent, fp8, lora", FINETUNED)

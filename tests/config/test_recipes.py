@@ -33,12 +33,28 @@ from minitron.runtime.log_formats import Iteration
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 # Parameters without the padding of the vocabulary, in billions, as their papers and model cards give them.
-PUBLISHED = {"llama3_8b": 8.03, "llama31_70b": 70.6, "llama31_405b": 405.85, "gpt3_175b": 174.6, "gpt3_175b_gke": 174.6,
-             "llama3_8b_sft": 8.03, "llama3_8b_lora": 8.03}
+PUBLISHED = {
+    "llama3_8b": 8.03,
+    "llama31_70b": 70.6,
+    "llama31_405b": 405.85,
+    "gpt3_175b": 174.6,
+    "gpt3_175b_gke": 174.6,
+    "llama3_8b_sft": 8.03,
+    "llama3_8b_lora": 8.03,
+}
 # GPUs of the smallest published run of each, and its microbatches per step on every data-parallel rank.
-JOBS = {"gpt3_175b": (128, 64), "gpt3_175b_gke": (256, 256), "gpt3_175b_jube": (384, 16), "gpt3_13b": (32, 256),
-        "gpt3_13b_jube": (32, 256), "llama31_70b": (64, 64), "llama31_405b": (512, 128), "llama3_8b": (8, 32),
-        "llama3_8b_sft": (8, 8), "llama3_8b_lora": (8, 4)}
+JOBS = {
+    "gpt3_175b": (128, 64),
+    "gpt3_175b_gke": (256, 256),
+    "gpt3_175b_jube": (384, 16),
+    "gpt3_13b": (32, 256),
+    "gpt3_13b_jube": (32, 256),
+    "llama31_70b": (64, 64),
+    "llama31_405b": (512, 128),
+    "llama3_8b": (8, 32),
+    "llama3_8b_sft": (8, 8),
+    "llama3_8b_lora": (8, 4),
+}
 # What the JUBE benchmark's job scripts hand to Megatron: the argument, our key, its value.
 JUBE = """
     num-layers               model.num_layers               96 40
@@ -70,10 +86,20 @@ JUBE = """
     weight-decay             optimizer.weight_decay         0.1 0.1
 """
 # Lines of the logs that the benchmark publishes: samples consumed, seconds, learning rate, TFLOPs.
-JUBE_LOGS = {"gpt3_175b_jube": [(960, 7.2310, "4.438E-07", 101.54), (1920, 5.3551, "8.876E-07", 137.10),
-                                (2880, 5.6192, "1.331E-06", 130.66), (4800, 5.3247, "2.219E-06", 137.89)],
-             "gpt3_13b_jube": [(10240, 35.8651, "4.734E-06", 199.03), (20480, 34.9991, "9.467E-06", 203.96),
-                               (30720, 34.8709, "1.420E-05", 204.71), (40960, 35.3346, "1.893E-05", 202.02)]}
+JUBE_LOGS = {
+    "gpt3_175b_jube": [
+        (960, 7.2310, "4.438E-07", 101.54),
+        (1920, 5.3551, "8.876E-07", 137.10),
+        (2880, 5.6192, "1.331E-06", 130.66),
+        (4800, 5.3247, "2.219E-06", 137.89),
+    ],
+    "gpt3_13b_jube": [
+        (10240, 35.8651, "4.734E-06", 199.03),
+        (20480, 34.9991, "9.467E-06", 203.96),
+        (30720, 34.8709, "1.420E-05", 204.71),
+        (40960, 35.3346, "1.893E-05", 202.02),
+    ],
+}
 
 
 def recipe(name: str) -> str:
@@ -128,9 +154,13 @@ def test_job_builds_on_each_of_its_gpus(name, fp8):
     for rank in range(world):
         mesh = Mesh.offline(world, rank, tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
         assert ((mesh.pp.rank * dp + mesh.dp.rank) * p.cp + mesh.cp.rank) * p.tp + mesh.tp.rank == rank
-        layers = {param.spec.name.split(".attention")[0] for chunk in chunks_of(cfg, mesh)
-                  for param in chunk.parameters() if "attention.qkv.weight" in param.spec.name}
-        assert len(layers) == sum(map(len, stages[mesh.pp.rank::p.pp]))
+        layers = {
+            param.spec.name.split(".attention")[0]
+            for chunk in chunks_of(cfg, mesh)
+            for param in chunk.parameters()
+            if "attention.qkv.weight" in param.spec.name
+        }
+        assert len(layers) == sum(map(len, stages[mesh.pp.rank :: p.pp]))
 
 
 @pytest.mark.parametrize("size, column", [("175b", -2), ("13b", -1)])
@@ -167,11 +197,19 @@ def test_nemo_s_learning_rate_is_that_of_its_document(name):
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
 DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
-H100, A3_MEGA, A100_40GB = (Machine(DEVICES[device], FABRICS[fabric]) for device, fabric in (
-    ("h100", "ndr400"), ("h100", "a3-mega"), ("a100-40gb", "juwels-booster")))
+H100, A3_MEGA, A100_40GB = (
+    Machine(DEVICES[device], FABRICS[fabric])
+    for device, fabric in (("h100", "ndr400"), ("h100", "a3-mega"), ("a100-40gb", "juwels-booster"))
+)
 # Nodes of 8 H100 in the documents, or else those of which the job's file speaks and two doublings.
-NODES = {"175b": [16 << i for i in range(5)], "70b": [8 << i for i in range(6)], "8b": [1, 2, 4], "13b": [1, 2, 4],
-         "sft": [1, 2, 4], "lora": [1, 2, 4]}
+NODES = {
+    "175b": [16 << i for i in range(5)],
+    "70b": [8 << i for i in range(6)],
+    "8b": [1, 2, 4],
+    "13b": [1, 2, 4],
+    "sft": [1, 2, 4],
+    "lora": [1, 2, 4],
+}
 
 
 def given(*arguments: str, folder: Path) -> list[str]:
@@ -182,13 +220,24 @@ def given(*arguments: str, folder: Path) -> list[str]:
 def submitted(job: str, nodes: int, dtype: str, *, folder: Path) -> list[str]:
     """Run a job of launch/ with stand-ins for Slurm's commands, and return the arguments that the trainer would get."""
     file = "finetune" if job in ("sft", "lora") else job
-    for name, text in {"scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{file}.sbatch"',
-                       "srun": 'while [ "$1" != -m ]; do shift; done; shift 2; printf "argument %s\\n" "$@"'}.items():
+    for name, text in {
+        "scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{file}.sbatch"',
+        "srun": 'while [ "$1" != -m ]; do shift; done; shift 2; printf "argument %s\\n" "$@"',
+    }.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
-    env = {"STAGE_PATH": str(folder), "VENV": sys.prefix, "DTYPE": dtype, "FT_TYPE": job, "BASE": "/",
-           "DATASET": "mock", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node1",
-           "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    env = {
+        "STAGE_PATH": str(folder),
+        "VENV": sys.prefix,
+        "DTYPE": dtype,
+        "FT_TYPE": job,
+        "BASE": "/",
+        "DATASET": "mock",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "node1",
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    }
     done = subprocess.run(["bash", str(ROOT / "launch" / f"{file}.sbatch")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     config, *overrides = re.findall("^argument (.*)$", done.stdout, re.M)
@@ -199,8 +248,11 @@ def of_jube(tag: str, *, folder: Path) -> list[str]:
     """Put JUBE's parameters into each other, and return the arguments that the trainer gets for a tag."""
     parameters = {}
     for group in yaml.safe_load((ROOT / "launch/jube/nlp_benchmark.yaml").read_text())["parameterset"]:
-        parameters |= {parameter["name"]: parameter for parameter in group["parameter"]
-                       if parameter.get("tag") in (None, tag, "!jwb", *(["!13"] if tag != "13" else []))}
+        parameters |= {
+            parameter["name"]: parameter
+            for parameter in group["parameter"]
+            if parameter.get("tag") in (None, tag, "!jwb", *(["!13"] if tag != "13" else []))
+        }
     parameters["minitron"] = {"_": ROOT}
 
     def value(name: str) -> object:
@@ -226,12 +278,22 @@ def documented_jobs():
         for name in [name for name in JOBS if not name.endswith("jube")]:
             fewest, machine = JOBS[name][0], A3_MEGA if name.endswith("gke") else H100
             for world in (512, 1024, 2048) if name == "llama31_405b" else (fewest,):
-                yield job(f"{name} {dtype}", world, machine, partial(given, recipe(name), f"precision.fp8={fp8}"),
-                          slow=world > fewest or dtype == "bf16")
+                yield job(
+                    f"{name} {dtype}",
+                    world,
+                    machine,
+                    partial(given, recipe(name), f"precision.fp8={fp8}"),
+                    slow=world > fewest or dtype == "bf16",
+                )
         for size, counts in NODES.items():
             for nodes in counts:
-                yield job(f"{size}.sbatch {dtype}", 8 * nodes, H100, partial(submitted, size, nodes, dtype),
-                          slow=(size, nodes, dtype) != ("sft", 1, "bf16"))
+                yield job(
+                    f"{size}.sbatch {dtype}",
+                    8 * nodes,
+                    H100,
+                    partial(submitted, size, nodes, dtype),
+                    slow=(size, nodes, dtype) != ("sft", 1, "bf16"),
+                )
     for tag in "13", "175":
         world = JOBS[f"gpt3_{tag}b_jube"][0]
         yield job(f"gpt3_{tag}b_jube", world, A100_40GB, partial(given, recipe(f"gpt3_{tag}b_jube")))
@@ -272,8 +334,10 @@ def test_a_recipe_says_what_its_layout_costs(name):
     overrides, fits = [], []
     for *figures, text in table:
         overrides = [*(overrides if text.startswith("and ") else []), *re.findall(r"[a-z_]+\.[a-z_]+=[^\s,]+", text)]
-        jobs = [plan(cli.load([recipe(name), f"precision.fp8={fp8}", *overrides]), JOBS[name][0], H100)
-                for fp8 in ("none", "delayed")]
+        jobs = [
+            plan(cli.load([recipe(name), f"precision.fp8={fp8}", *overrides]), JOBS[name][0], H100)
+            for fp8 in ("none", "delayed")
+        ]
         assert figures == [text for job in jobs for text in (f"{job.step_seconds:.2f}", f"{job.memory_gib:.1f}")]
         fits.append(all(job.fits for job in jobs))
     assert fits == [True] + [False] * (len(table) - 1) and len(table) > 1
@@ -282,8 +346,10 @@ def test_a_recipe_says_what_its_layout_costs(name):
 
 def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
     """Compare the default layout with the benchmark's own, and both with the comment beside them."""
-    own, default = (plan(cli.load(arguments), 384, A100_40GB) for arguments in (
-        [recipe("gpt3_175b_jube")], of_jube("175", folder=tmp_path)))
+    own, default = (
+        plan(cli.load(arguments), 384, A100_40GB)
+        for arguments in ([recipe("gpt3_175b_jube")], of_jube("175", folder=tmp_path))
+    )
     seconds = [20_000_000 / job.tokens_per_second for job in (own, default)]
     assert seconds[1] < 560 < seconds[0]
     assert own.cfg.model == default.cfg.model and own.cfg.precision == default.cfg.precision

@@ -183,8 +183,11 @@ def test_a_damaged_index_is_found_at_every_start(tmp_path):
     data = bytearray((tmp_path / "d.idx").read_bytes())
     data[34 + 41 * 4 + 7 * 8] += 2  # the pointer of sequence 7, behind the header and 41 lengths
     (tmp_path / "d.idx").write_bytes(data)
-    with pytest.raises(DataError, match=r"d\.idx: sequence 7 has 20 tokens from byte 282 on, where byte 280 is next; "
-                                        r"the index is damaged: .*tools/check_data\.py"):
+    with pytest.raises(
+        DataError,
+        match=r"d\.idx: sequence 7 has 20 tokens from byte 282 on, where byte 280 is next; "
+        r"the index is damaged: .*tools/check_data\.py",
+    ):
         build(tmp_path)
 
 
@@ -197,8 +200,14 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
         build(tmp_path, paths=["~nobody_has_this_name/d"])
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: path.unlink(),
-                                    lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+    ],
+)
 def test_a_damaged_cache_names_the_folder_to_delete(tmp_path, damage):
     paths = ["0.5", write(tmp_path / "a"), "0.5", write(tmp_path / "b")]
     build(tmp_path, paths=paths)

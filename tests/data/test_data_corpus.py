@@ -1,8 +1,8 @@
 """The corpus: lossless, recorded, and built once however many ask for it."""
 
 import json
-import os
 import math
+import os
 import platform
 import random
 import subprocess
@@ -166,12 +166,7 @@ def test_processes_at_once_build_once_and_agree(tmp_path):
 def test_the_standard_library_is_a_corpus_within_40_seconds(tmp_path):
     begin = time.process_time()
     built = build_datasets(
-        DataConfig(cache_dir=str(tmp_path)),
-        vocab_size=4096,
-        seq_len=256,
-        seed=1,
-        train_samples=1000,
-        valid_samples=10,
+        DataConfig(cache_dir=str(tmp_path)), vocab_size=4096, seq_len=256, seed=1, train_samples=1000, valid_samples=10
     )
     assert time.process_time() - begin < 40  # of one core, also on a busy machine
     assert 4 < built.info["unigram_entropy"] < math.log(4096) and built.info["python"] == platform.python_version()

@@ -66,8 +66,7 @@ def test_bytes_of_every_dtype(tmp_path, code, letter):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=8),
-    data=st.data(),
+    documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=8), data=st.data()
 )
 def test_round_trip(tmp_path_factory, documents, data):
     folder = tmp_path_factory.mktemp("round_trip")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from layouts import LLAMA, config
 
+from layouts import LLAMA, config
 from minitron.comm.mesh import Mesh
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
@@ -16,8 +16,10 @@ S, TOTAL = 32, 8
 def loaders(world, change=None, **axes):
     cfg = config(LLAMA, {"parallel": axes}, change or {})
     data = MockDataset(90, S, 4 * TOTAL, 0, document_length=6.0)
-    return [Loader(data, cfg, Mesh.offline(world, rank, **{k: v for k, v in axes.items() if k != "cp_style"}))
-            for rank in range(world)], data
+    return [
+        Loader(data, cfg, Mesh.offline(world, rank, **{k: v for k, v in axes.items() if k != "cp_style"}))
+        for rank in range(world)
+    ], data
 
 
 @pytest.mark.parametrize("world,micro", [(1, 1), (2, 2), (4, 2), (8, 1), (1, 8)])
@@ -38,15 +40,17 @@ def test_context_ranks_share_out_the_sequence(style):
     order = torch.cat([b.order for b in parts])
     assert sorted(order.tolist()) == list(range(S))
     sample = data[0]
-    whole = {name: torch.cat([getattr(b, name) for b in parts])[order.argsort(), 0]
-             for name in ("tokens", "labels", "mask", "positions")}
+    whole = {
+        name: torch.cat([getattr(b, name) for b in parts])[order.argsort(), 0]
+        for name in ("tokens", "labels", "mask", "positions")
+    }
     assert whole["tokens"].tolist() == sample.tokens[:-1].tolist()
     assert whole["labels"].tolist() == sample.tokens[1:].tolist()
     assert sum(b.count for b in parts) == float(whole["mask"].sum()) == S - len(sample.starts)
     assert all(np.array_equal(b.documents[0], parts[0].documents[0]) for b in parts)
     for start, end in zip(parts[0].documents[0], parts[0].documents[0][1:]):
         assert whole["positions"][start:end].tolist() == list(range(end - start))
-        assert whole["mask"][start:end - 1].all()  # the last label of a document is the next one's first token
+        assert whole["mask"][start : end - 1].all()  # the last label of a document is the next one's first token
     assert not whole["mask"][sample.starts - 1].any()
 
 
@@ -54,7 +58,7 @@ def test_a_samples_own_mask_is_kept_and_whole_samples_count_in_full():
     class Masked(MockDataset):
         def __getitem__(self, i):
             mask = np.zeros(S, np.float32)
-            mask[:3 + i] = 1.0
+            mask[: 3 + i] = 1.0
             return Sample(super().__getitem__(i).tokens, np.array([2], np.int32), mask)
 
     cfg = config(LLAMA)

@@ -23,8 +23,11 @@ def plain_best_fit(lengths, capacity):
     return free
 
 
-@given(st.integers(1, 30).flatmap(lambda capacity: st.tuples(
-    st.just(capacity), st.lists(st.integers(1, capacity), min_size=1, max_size=80))))
+@given(
+    st.integers(1, 30).flatmap(
+        lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), min_size=1, max_size=80))
+    )
+)
 def test_patterns_are_those_of_plain_best_fit_decreasing(case):
     capacity, lengths = case
     patterns = pack(np.bincount(lengths), capacity)
@@ -71,7 +74,7 @@ def test_sample_i_depends_on_seed_and_i_alone():
     whole = Packing(lengths, 1025, seed=5)
     order = [whole.documents(i).tolist() for i in range(3 * whole.num_sequences)]
     fresh = Packing(lengths, 1025, seed=5)
-    for i in reversed(range(len(order))):       # as a run that is resumed anywhere
+    for i in reversed(range(len(order))):  # as a run that is resumed anywhere
         assert fresh.documents(i).tolist() == order[i]
     other = Packing(lengths, 1025, seed=6)
     assert [other.documents(i).tolist() for i in range(len(order))] != order

@@ -9,10 +9,8 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
-from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
-from test_pretrain import pretrain, records
-from test_tokenizers import llama3_file, vocabulary  # noqa: F401  (a fixture)
 
+from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
@@ -25,6 +23,8 @@ from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from minitron.train import build
+from test_pretrain import pretrain, records
+from test_tokenizers import llama3_file, vocabulary  # noqa: F401  (a fixture)
 
 S = 64
 # Summation order: float32 sums of some hundred terms.
@@ -44,10 +44,17 @@ def write(folder, lines, name="data.jsonl"):
 
 
 def datasets(folder, paths, seq_len=S, tokenizer="bytes", valid=0, vocab_size=300, seed=1, **data):
-    data = DataConfig(source="sft", paths=tuple(paths), separate_documents=True, tokenizer=tokenizer,
-                      cache_dir=str(folder / "cache"), **data)
-    return build_datasets(data, vocab_size=vocab_size, seq_len=seq_len, seed=seed, train_samples=10,
-                          valid_samples=valid)
+    data = DataConfig(
+        source="sft",
+        paths=tuple(paths),
+        separate_documents=True,
+        tokenizer=tokenizer,
+        cache_dir=str(folder / "cache"),
+        **data,
+    )
+    return build_datasets(
+        data, vocab_size=vocab_size, seq_len=seq_len, seed=seed, train_samples=10, valid_samples=valid
+    )
 
 
 def unpacked(dataset, samples):
@@ -57,8 +64,12 @@ def unpacked(dataset, samples):
         for j in dataset.packing.documents(i):
             tokens, answers = dataset.documents.get(dataset.part[j], s + 1)
             hole = s + 1 - len(tokens)
-            yield Sample(np.pad(tokens, (0, hole)), np.array([len(tokens)] if hole else [], np.int32),
-                         np.pad(answers, (0, hole))[1:].astype(np.float32), max(0, hole - 1))
+            yield Sample(
+                np.pad(tokens, (0, hole)),
+                np.array([len(tokens)] if hole else [], np.int32),
+                np.pad(answers, (0, hole))[1:].astype(np.float32),
+                max(0, hole - 1),
+            )
 
 
 # ---- what a line becomes --------------------------------------------------------------------------------------------
@@ -72,20 +83,28 @@ def test_prompt_and_completion_are_told_apart_and_end_with_a_document(tmp_path):
         tokens, answers = documents.get(i, 1000)
         prompt, answer = line["prompt"].encode(), line["completion"].encode()
         assert tokens.tolist() == [*prompt, *answer, ByteTokenizer.eod]
-        first = max(1, len(prompt))     # of an answer without a prompt nothing foretells the first token
+        first = max(1, len(prompt))  # of an answer without a prompt nothing foretells the first token
         assert answers.tolist() == [False] * first + [True] * (len(tokens) - first)
 
 
-CHAT = [{"role": "system", "content": " Be kind.\n"}, {"role": "user", "content": "Hi, <|eot_id|>"},
-        {"role": "assistant", "content": "  Hello!\n\n1234"}, {"role": "user", "content": "\n\nthe end?"},
-        {"role": "assistant", "content": "it's\tthe"}]
+CHAT = [
+    {"role": "system", "content": " Be kind.\n"},
+    {"role": "user", "content": "Hi, <|eot_id|>"},
+    {"role": "assistant", "content": "  Hello!\n\n1234"},
+    {"role": "user", "content": "\n\nthe end?"},
+    {"role": "assistant", "content": "it's\tthe"},
+]
 
 
 def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
     """As Meta's model card has it, encoded by tiktoken as one text in which only the template's tokens are special."""
     tokenizer = load_tokenizer(f"llama3:{llama3_file}")
-    plain = tiktoken.Encoding("twin", pat_str=LLAMA3_SPLIT, special_tokens=tokenizer.special,
-                              mergeable_ranks={token: i for i, token in enumerate(vocabulary()[0])})
+    plain = tiktoken.Encoding(
+        "twin",
+        pat_str=LLAMA3_SPLIT,
+        special_tokens=tokenizer.special,
+        mergeable_ranks={token: i for i, token in enumerate(vocabulary()[0])},
+    )
     text, spans = "<|begin_of_text|>", []
     for message in CHAT:
         text += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
@@ -141,11 +160,13 @@ def test_samples_hold_every_document_whole_and_pad_the_rest(tmp_path):
                 found.append(bytes(text[:-1].tolist()).decode())
                 # label i is token i + 1: those of the answer and its end, not the next document's first
                 answers = [token == ord("!") or token == ord(" ") or token == ByteTokenizer.eod for token in text]
-                assert sample.mask[begin:end - 1].tolist() == answers[1:]
-        assert not sample.mask[used - 1:].any() and not sample.mask[sample.starts - 1].any()
+                assert sample.mask[begin : end - 1].tolist() == answers[1:]
+        assert not sample.mask[used - 1 :].any() and not sample.mask[sample.starts - 1].any()
     assert sorted(found) == sorted(row["prompt"] + row["completion"] for row in rows(60))
-    assert data.note == (f"sft: an epoch is 60 documents in {train.packing.num_sequences} samples of train.seq_len=64, "
-                         f"{train.fill:.2%} full")
+    assert data.note == (
+        f"sft: an epoch is 60 documents in {train.packing.num_sequences} samples of train.seq_len=64, "
+        f"{train.fill:.2%} full"
+    )
 
 
 def test_the_order_is_of_seed_and_sample_alone(tmp_path):
@@ -178,8 +199,15 @@ def test_a_long_answer_is_cut_and_counted(tmp_path):
 
 def test_a_resumed_run_goes_on_with_the_next_samples_however_long_it_is_now(tmp_path):
     path = write(tmp_path, rows(60))
-    options = ["data.source=sft", f"data.paths=[{path}]", "data.separate_documents=true", "data.tokenizer=bytes",
-               f"data.cache_dir={tmp_path / 'cache'}", "train.seq_len=64", "optimizer.lr_schedule=constant"]
+    options = [
+        "data.source=sft",
+        f"data.paths=[{path}]",
+        "data.separate_documents=true",
+        "data.tokenizer=bytes",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "train.seq_len=64",
+        "optimizer.lr_schedule=constant",
+    ]
 
     def losses(name, *argv):
         done = pretrain(*options, f"log.dir={tmp_path / name}", f"checkpoint.dir={tmp_path / name}", *argv)
@@ -207,8 +235,15 @@ def test_a_damaged_cache_names_the_folder_to_delete(tmp_path):
 
 
 def toy(base, **sections):
-    return config(base, {"model": {"vocab_size": 260, "max_positions": S}, "train": {"seq_len": S},
-                         "data": {"separate_documents": True}} | sections)
+    return config(
+        base,
+        {
+            "model": {"vocab_size": 260, "max_positions": S},
+            "train": {"seq_len": S},
+            "data": {"separate_documents": True},
+        }
+        | sections,
+    )
 
 
 def document_losses(cfg, samples):
@@ -247,8 +282,9 @@ def gradients_of(cfg, samples):
     return float(trainer.step(batches, 1e-3).read()["loss"]), gradients
 
 
-@pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"cp": 2, "cp_style": "allgather"}, {"tp": 2}, {"pp": 2}, "dp 2"],
-                         ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{}, {"cp": 2}, {"cp": 2, "cp_style": "allgather"}, {"tp": 2}, {"pp": 2}, "dp 2"], ids=str
+)
 def test_any_layout_and_packing_trains_the_same(tmp_path, ranks, parallel):
     """Every answer token weighs the same, however many documents share its sequence, or ranks its batch."""
     train = datasets(tmp_path, [write(tmp_path, rows(60))]).train
@@ -271,30 +307,39 @@ def turns(*roles, content="x"):
     return {"messages": [{"role": role, "content": content} for role in roles]}
 
 
-@pytest.mark.parametrize("bad, message", [
-    ('{"prompt": "a"', r"is not JSON \(Expecting ',' delimiter at character 15\); correct it"),
-    ("nonsense", "is not JSON"),
-    ("[" * 100_000, "is not JSON"),
-    ("3", "has none of the keys prompt, completion and messages; give prompt and completion, or messages"),
-    ({"input": "a", "output": "b"}, "has none of the keys"),
-    ({"prompt": "a"}, "has prompt of the keys"),
-    ({**GOOD, "messages": []}, "has completion, messages, prompt of the keys"),
-    ({"prompt": "a", "completion": ["b"]}, "has a completion that is no text"),
-    ({"prompt": None, "completion": "b"}, "has a prompt that is no text"),
-    ({"prompt": "a", "completion": " \n"}, "has an empty completion; fill it in, or drop the line"),
-    ({"messages": []}, "has messages that are no list of objects with the texts role and content"),
-    ({"messages": {"role": "user"}}, "has messages that are no list"),
-    ({"messages": [{"role": "user"}]}, "has messages that are no list"),
-    (turns("system"), "has the roles system; begin with system or not, then user and assistant in turn"),
-    (turns("user"), "has the roles user;"),
-    (turns("assistant", "user"), "has the roles assistant, user;"),
-    (turns("user", "user", "assistant", "assistant"), "has the roles user, user, assistant, assistant;"),
-    (turns("user", "tool"), "has the roles user, tool;"),
-    (turns("user", "assistant", content=" "), "has an empty answer of the assistant; fill it in"),
-    (turns("user", "assistant"), "chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE"),
-    ({"prompt": "?" * (S + 1), "completion": "b"}, "has a prompt of 65 tokens, which leaves no room for an answer in "
-                                                   "train.seq_len=64; shorten it, or raise train.seq_len"),
-])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ('{"prompt": "a"', r"is not JSON \(Expecting ',' delimiter at character 15\); correct it"),
+        ("nonsense", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("3", "has none of the keys prompt, completion and messages; give prompt and completion, or messages"),
+        ({"input": "a", "output": "b"}, "has none of the keys"),
+        ({"prompt": "a"}, "has prompt of the keys"),
+        ({**GOOD, "messages": []}, "has completion, messages, prompt of the keys"),
+        ({"prompt": "a", "completion": ["b"]}, "has a completion that is no text"),
+        ({"prompt": None, "completion": "b"}, "has a prompt that is no text"),
+        ({"prompt": "a", "completion": " \n"}, "has an empty completion; fill it in, or drop the line"),
+        ({"messages": []}, "has messages that are no list of objects with the texts role and content"),
+        ({"messages": {"role": "user"}}, "has messages that are no list"),
+        ({"messages": [{"role": "user"}]}, "has messages that are no list"),
+        (turns("system"), "has the roles system; begin with system or not, then user and assistant in turn"),
+        (turns("user"), "has the roles user;"),
+        (turns("assistant", "user"), "has the roles assistant, user;"),
+        (turns("user", "user", "assistant", "assistant"), "has the roles user, user, assistant, assistant;"),
+        (turns("user", "tool"), "has the roles user, tool;"),
+        (turns("user", "assistant", content=" "), "has an empty answer of the assistant; fill it in"),
+        (
+            turns("user", "assistant"),
+            "chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE",
+        ),
+        (
+            {"prompt": "?" * (S + 1), "completion": "b"},
+            "has a prompt of 65 tokens, which leaves no room for an answer in "
+            "train.seq_len=64; shorten it, or raise train.seq_len",
+        ),
+    ],
+)
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, bad, message):
     good, path = write(tmp_path, [GOOD], "good.jsonl"), write(tmp_path, [GOOD, "", bad, GOOD])
     with pytest.raises(ValueError, match=rf"^{re.escape(path)}: line 3 .*{message}") as caught:
@@ -336,8 +381,11 @@ class C:
 
 
 def test_docstrings_are_pairs_of_signature_and_sentence(tmp_path):
-    expected = [("p.q.f(a, *b, c: int=3, **d)", "Say it."), ("p.q.g()", "Also this."),
-                ("p.q.C.m(self, x='\\n')", "A method.")]
+    expected = [
+        ("p.q.f(a, *b, c: int=3, **d)", "Say it."),
+        ("p.q.g()", "Also this."),
+        ("p.q.C.m(self, x='\\n')", "A method."),
+    ]
     assert list(explained("p/q.py", MODULE.encode())) == expected
     assert [s for s, _ in explained("p/__init__.py", MODULE.encode())][1] == "p.g()"
     assert not list(explained("p.py", b"print 'Python 2'")) and not list(explained("p.py", b"\0"))
@@ -345,7 +393,8 @@ def test_docstrings_are_pairs_of_signature_and_sentence(tmp_path):
     (tmp_path / "lib" / "p" / "q.py").write_text(MODULE)
     path = build_docstrings(tmp_path / "cache", tmp_path / "lib")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"prompt": f"Explain {signature}:", "completion": f" {sentence}"} for signature, sentence in expected]
+        {"prompt": f"Explain {signature}:", "completion": f" {sentence}"} for signature, sentence in expected
+    ]
     assert build_docstrings(tmp_path / "cache", tmp_path / "lib") == path
 
 

@@ -24,28 +24,59 @@ from minitron.data.mock import MockDataset
 from minitron.train import build
 
 # Heads of 64 channels, so that the fused kernels are used; weights of 1/sqrt(h), so that activations keep their size.
-BIG = dict(hidden_size=512, ffn_hidden_size=1024, vocab_size=1000, vocab_multiple=128, max_positions=512, num_layers=8,
-           init_std=512**-0.5)
+BIG = dict(
+    hidden_size=512,
+    ffn_hidden_size=1024,
+    vocab_size=1000,
+    vocab_multiple=128,
+    max_positions=512,
+    num_layers=8,
+    init_std=512**-0.5,
+)
 LAYOUTS = [
-    (1, {}), (1, dict(recompute="selective")), (1, dict(recompute="full")), (1, dict(separate=True)),
-    (1, dict(lora=("qkv", "o", "up", "down"))), (2, dict(lora=("qkv", "o", "up", "down"), tp=2)),
-    (2, dict(lora=("q", "v"), tp=2, sequence_parallel=False)), (2, dict(lora=("qkv",), pp=2, recompute="selective")),
-    (2, dict(lora=("qkv", "down"), dropout=0.1)), (4, dict(lora=("qkv", "o", "up", "down"), tp=4)),
+    (1, {}),
+    (1, dict(recompute="selective")),
+    (1, dict(recompute="full")),
+    (1, dict(separate=True)),
+    (1, dict(lora=("qkv", "o", "up", "down"))),
+    (2, dict(lora=("qkv", "o", "up", "down"), tp=2)),
+    (2, dict(lora=("q", "v"), tp=2, sequence_parallel=False)),
+    (2, dict(lora=("qkv",), pp=2, recompute="selective")),
+    (2, dict(lora=("qkv", "down"), dropout=0.1)),
+    (4, dict(lora=("qkv", "o", "up", "down"), tp=4)),
     (4, dict(lora=("v", "down"), tp=2, cp=2, recompute="full")),
-    (1, dict(dropout=0.1)), (2, dict(dropout=0.1, tp=2)), (2, dict(dropout=0.1, cp=2, recompute="full")),
-    (2, {}), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=False)), (2, dict(tp=2, recompute="full")),
+    (1, dict(dropout=0.1)),
+    (2, dict(dropout=0.1, tp=2)),
+    (2, dict(dropout=0.1, cp=2, recompute="full")),
+    (2, {}),
+    (2, dict(tp=2)),
+    (2, dict(tp=2, sequence_parallel=False)),
+    (2, dict(tp=2, recompute="full")),
     (2, dict(pp=2)),
-    (2, dict(pp=2, vp=2)), (2, dict(pp=2, vp=4)), (2, dict(cp=2)), (2, dict(cp=2, cp_style="allgather")),
-    (2, dict(cp=2, cp_style="ulysses")), (2, dict(cp=2, separate=True)),
+    (2, dict(pp=2, vp=2)),
+    (2, dict(pp=2, vp=4)),
+    (2, dict(cp=2)),
+    (2, dict(cp=2, cp_style="allgather")),
+    (2, dict(cp=2, cp_style="ulysses")),
+    (2, dict(cp=2, separate=True)),
     (2, dict(cp=2, cp_style="allgather", separate=True)),
-    (2, dict(cp=2, cp_style="ulysses", separate=True)), (2, dict(overlap_grads=False)),
+    (2, dict(cp=2, cp_style="ulysses", separate=True)),
+    (2, dict(overlap_grads=False)),
     (2, dict(tp=2, overlap_tp=False)),
-    (4, dict(tp=4)), (4, dict(tp=2, pp=2, vp=2)), (4, dict(tp=2, cp=2)), (4, dict(pp=2, cp=2)), (4, dict(pp=4, vp=2)),
-    (4, dict(pp=2)), (4, dict(tp=2)), (4, dict(cp=4)), (4, dict(cp=2, cp_style="ulysses", tp=2)),
+    (4, dict(tp=4)),
+    (4, dict(tp=2, pp=2, vp=2)),
+    (4, dict(tp=2, cp=2)),
+    (4, dict(pp=2, cp=2)),
+    (4, dict(pp=4, vp=2)),
+    (4, dict(pp=2)),
+    (4, dict(tp=2)),
+    (4, dict(cp=4)),
+    (4, dict(cp=2, cp_style="ulysses", tp=2)),
 ]
 FORMATS = {name: dict(dtype=name) for name in ("fp32", "bf16", "fp16")}
 if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
     import transformer_engine.pytorch  # noqa: F401
+
     FORMATS |= {f"fp8 {recipe}": dict(dtype="bf16", fp8=recipe) for recipe in ("delayed", "current", "block")}
 
 
@@ -114,8 +145,11 @@ def main() -> None:
                 ok = error <= bound and loss_error <= (1e-5 if dtype == "fp32" else 5e-3 if "fp8" in dtype else 1e-3)
                 failed |= not ok
                 if rank == 0:
-                    print(f"{'ok  ' if ok else 'FAIL'} {family} {dtype} world {size} {layout}: gradients off by "
-                          f"{error:.2e} (bound {bound:.2e}), second loss by {loss_error:.2e}", flush=True)
+                    print(
+                        f"{'ok  ' if ok else 'FAIL'} {family} {dtype} world {size} {layout}: gradients off by "
+                        f"{error:.2e} (bound {bound:.2e}), second loss by {loss_error:.2e}",
+                        flush=True,
+                    )
     dist.destroy_process_group()
     sys.exit(failed)
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 
+from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
 from minitron.parallel.context import attention

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import LLAMA, config
-from test_checkpoint import assert_same, contents, saving
 
+from layouts import LLAMA, config
 from minitron.checkpoint.load import find, restore
 from minitron.checkpoint.save import Checkpointer
 from minitron.comm.mesh import Mesh
@@ -17,15 +16,26 @@ from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.runtime.log import Log
 from minitron.train import Trainer, build
+from test_checkpoint import assert_same, contents, saving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 FP8 = {"precision": {"dtype": "bf16", "fp8": "delayed", "fp8_backend": "torch"}}
 FP16 = {"precision": {"dtype": "fp16", "loss_scale": 256.0, "loss_scale_window": 1}}  # doubles at every step
 # 0.1 billion parameters and 33,000 tokens: a step takes longer than the copy, as that of any real batch does.
-LARGE = {"model": dict(num_layers=8, hidden_size=1024, ffn_hidden_size=2816, num_heads=8, num_kv_heads=8, init_std=0.02,
-                       max_positions=2048),
-         "train": dict(seq_len=2048, micro_batch_size=4, global_batch_size=16), "precision": {"dtype": "bf16"}}
+LARGE = {
+    "model": dict(
+        num_layers=8,
+        hidden_size=1024,
+        ffn_hidden_size=2816,
+        num_heads=8,
+        num_kv_heads=8,
+        init_std=0.02,
+        max_positions=2048,
+    ),
+    "train": dict(seq_len=2048, micro_batch_size=4, global_batch_size=16),
+    "precision": {"dtype": "bf16"},
+}
 WAIT_CYCLES = 1 << 31  # a second or so
 
 
@@ -40,8 +50,9 @@ class Run:
         self.log = Log(cfg, 0, 1)
         self.saves = Checkpointer(cfg, self.trainer.state, {}, self.log, step=-1)
         t = cfg.train
-        self.loader = Loader(MockDataset(cfg.model.vocab_size, t.seq_len, 64 * t.global_batch_size, t.seed), cfg,
-                             self.trainer.mesh)
+        self.loader = Loader(
+            MockDataset(cfg.model.vocab_size, t.seq_len, 64 * t.global_batch_size, t.seed), cfg, self.trainer.mesh
+        )
 
     def step(self):
         batches = self.loader.step(self.done * self.cfg.train.global_batch_size, self.done)
@@ -68,8 +79,10 @@ def test_a_late_copy_holds_what_was_there_and_the_run_goes_on_from_it(tmp_path, 
 
     One microbatch and two layers: what waits is to fit into CUDA's queue of about 1,000 launches.
     """
-    small = {"model": dict(num_layers=2, hidden_size=512, ffn_hidden_size=512, num_heads=8, num_kv_heads=8),
-             "train": dict(global_batch_size=1)}
+    small = {
+        "model": dict(num_layers=2, hidden_size=512, ffn_hidden_size=512, num_heads=8, num_kv_heads=8),
+        "train": dict(global_batch_size=1),
+    }
     cfg = config(LLAMA, small, change)
     now, late = (Run(saving(cfg, tmp_path / name, keep=0)) for name in ("now", "late"))
     for run in now, late:

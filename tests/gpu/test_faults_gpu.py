@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from fault_run import Run
 
+from fault_run import Run
 from minitron.checkpoint.format import checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -35,15 +35,29 @@ def test_whoever_waits_for_a_dead_rank_ends_before_torchrun_loses_patience(tmp_p
 
 
 # 0.1 billion parameters and many microbatches of 8,192 tokens: seconds a step, and its last backward 1 % of that.
-LONG_STEPS = ("model.num_layers=8", "model.hidden_size=1024", "model.ffn_hidden_size=2816", "model.num_heads=8",
-              "model.num_kv_heads=8", "model.max_positions=4096", "train.seq_len=4096", "precision.dtype=bf16",
-              "train.micro_batch_size=2", "train.hang_seconds=60")
+LONG_STEPS = (
+    "model.num_layers=8",
+    "model.hidden_size=1024",
+    "model.ffn_hidden_size=2816",
+    "model.num_heads=8",
+    "model.num_kv_heads=8",
+    "model.max_positions=4096",
+    "train.seq_len=4096",
+    "precision.dtype=bf16",
+    "train.micro_batch_size=2",
+    "train.hang_seconds=60",
+)
 SAVE_SECONDS = 1.5  # the gigabyte of the checkpoint
 
 
-@pytest.mark.parametrize("layout,number", [
-    (("parallel.tp=2", "train.global_batch_size=128"), signal.SIGTERM),
-    (("parallel.pp=2", "parallel.vp=2", "train.global_batch_size=512"), signal.SIGUSR1)], ids=["tp2", "pp2vp2"])
+@pytest.mark.parametrize(
+    "layout,number",
+    [
+        (("parallel.tp=2", "train.global_batch_size=128"), signal.SIGTERM),
+        (("parallel.pp=2", "parallel.vp=2", "train.global_batch_size=512"), signal.SIGUSR1),
+    ],
+    ids=["tp2", "pp2vp2"],
+)
 def test_a_signal_is_answered_within_a_step(tmp_path, layout, number):
     saved = tmp_path / "saved"
     with Run(tmp_path, "none", *LONG_STEPS, *layout, f"checkpoint.dir={saved}", ranks=2, on_gpus=True) as run:

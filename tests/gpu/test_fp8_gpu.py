@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from layouts import LLAMA, config, dataset_of
 
+from layouts import LLAMA, config, dataset_of
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
@@ -72,10 +72,15 @@ def test_casts_are_the_same(recipe, role, columns):
 def test_products_equal_those_of_what_the_casts_stand_for(recipe):
     x, w, dy = randn(0, 512, 256), randn(1, 384, 256), randn(2, 512, 384)
     for backend in backends(recipe):
-        x8, w8, dy8 = (backend.cast(t, role, ALONE, *given(recipe, 4.0), True)
-                       for t, role in ((x, "x"), (w, "weight"), (dy, "dy")))
-        rows, columns = zip(*((Operand(p.rows, p.rows_scale, p is w8), Operand(p.columns, p.columns_scale, p is w8))
-                              for p in (x8, w8, dy8)))
+        x8, w8, dy8 = (
+            backend.cast(t, role, ALONE, *given(recipe, 4.0), True) for t, role in ((x, "x"), (w, "weight"), (dy, "dy"))
+        )
+        rows, columns = zip(
+            *(
+                (Operand(p.rows, p.rows_scale, p is w8), Operand(p.columns, p.columns_scale, p is w8))
+                for p in (x8, w8, dy8)
+            )
+        )
         assert torch.equal(backend.transpose(x8.rows).view(torch.uint8), x8.rows.view(torch.uint8).t())
         # one rounding to bf16 of the result; float32 sums in another order, in FP8 tensor cores with fewer bits
         gemm = (BlockGemm if recipe == "block" else Fp8Gemm)(backend, torch.bfloat16)
@@ -103,14 +108,24 @@ def value(x: Operand) -> torch.Tensor:
     return fp8_torch.dequantize(Operand(x.values, scale))
 
 
-MODEL = dict(num_layers=4, hidden_size=256, ffn_hidden_size=512, num_heads=4, num_kv_heads=2, vocab_size=250,
-             vocab_multiple=16, max_positions=256, init_std=0.05)
+MODEL = dict(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=250,
+    vocab_multiple=16,
+    max_positions=256,
+    init_std=0.05,
+)
 TRAIN = dict(seq_len=256, micro_batch_size=2, global_batch_size=8, steps=20)
 
 
 def losses_of(recompute="none", **precision):
-    cfg = config(LLAMA, dict(model=MODEL, train=TRAIN | dict(recompute=recompute),
-                             precision=dict(dtype="bf16") | precision))
+    cfg = config(
+        LLAMA, dict(model=MODEL, train=TRAIN | dict(recompute=recompute), precision=dict(dtype="bf16") | precision)
+    )
     rules.check(cfg, 1, torch.cuda.get_device_capability())
     trainer = build(cfg, Mesh.offline(device=GPU))
     loader, losses, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), [], cfg.train.global_batch_size

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from layouts import LLAMA, config
 
+from layouts import LLAMA, config
 from minitron.comm.mesh import Mesh
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
@@ -16,8 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # bf16 rounds every activation to 2^-9, and 8 blocks add their errors
 @pytest.mark.parametrize("dtype, tolerance", [("bf16", 5e-2), ("fp32", 1e-5)])
 def test_a_cached_step_equals_a_full_forward(dtype, tolerance):
-    cfg = config(LLAMA, {"model": {"hidden_size": 128}, "precision": {"dtype": dtype},
-                         "data": {"separate_documents": True}})
+    cfg = config(
+        LLAMA, {"model": {"hidden_size": 128}, "precision": {"dtype": dtype}, "data": {"separate_documents": True}}
+    )
     device = torch.device("cuda", 0)
     model = whole_model(cfg, Mesh.offline(device=device)).eval()
     initialise([model], seed=3)

@@ -52,15 +52,18 @@ def test_swiglu_with_casts(m, f, columns):
     from minitron.kernels import fused, plain
 
     x, dy = randn(m, 2 * f, dtype=torch.bfloat16), randn(m, f, dtype=torch.bfloat16, seed=1)
-    for name, inputs, kind in (("swiglu_cast", (x,), torch.float8_e4m3fn),
-                               ("swiglu_backward_cast", (dy, x), torch.float8_e5m2)):
+    for name, inputs, kind in (
+        ("swiglu_cast", (x,), torch.float8_e4m3fn),
+        ("swiglu_backward_cast", (dy, x), torch.float8_e5m2),
+    ):
         size = {torch.float8_e4m3fn: 100.0, torch.float8_e5m2: 20000.0}[kind]  # large values saturate
         scale, amax = torch.full((1,), size, device="cuda"), torch.full((1,), 0.5, device="cuda")
         rows, inverse, transposed = getattr(fused, name)(*inputs, scale, amax, kind, columns)
         other = torch.full((1,), 0.5, device="cuda")
         values = getattr(plain, name.removesuffix("_cast") + ("_forward" if name == "swiglu_cast" else ""))
-        expected, expected_inverse, _ = plain.cast(values(*(t.float() for t in inputs)).bfloat16(), scale, other, kind,
-                                                   columns)
+        expected, expected_inverse, _ = plain.cast(
+            values(*(t.float() for t in inputs)).bfloat16(), scale, other, kind, columns
+        )
         # exp and division differ in the last bits, so now and then bf16 rounds the other way, and FP8 after it
         assert_close_rel(amax, other, 4e-3, "amax")
         assert_close_rel(rows.float(), expected.float(), 4e-3, name)
@@ -77,8 +80,8 @@ def test_swiglu_with_casts(m, f, columns):
 @pytest.mark.parametrize("rope_batch", [1, 3])
 def test_heads_are_split_and_rotated(dtype, sizes, rope_batch):
     from minitron.kernels import fused
-    from minitron.model.layers import rope_frequencies, rope_tables, split_heads
     from minitron.kernels.plain import rotate
+    from minitron.model.layers import rope_frequencies, rope_tables, split_heads
 
     qkv = randn(17, 3, sum(sizes), 64, dtype=dtype)
     positions = torch.randint(0, 100, (17, rope_batch), device="cuda")
@@ -148,13 +151,25 @@ def test_rows_are_added_in_order():
 
 
 @dtypes
-@pytest.mark.parametrize("vocab, num_ids", [
-    (96, 96), (8192, 8192), (20000, 20000), (96, 90), (128, 1), (1024, 1003), (20000, 19999), (20000, 8193),
-    (20000, 8192), (20000, 4097)])
+@pytest.mark.parametrize(
+    "vocab, num_ids",
+    [
+        (96, 96),
+        (8192, 8192),
+        (20000, 20000),
+        (96, 90),
+        (128, 1),
+        (1024, 1003),
+        (20000, 19999),
+        (20000, 8193),
+        (20000, 8192),
+        (20000, 4097),
+    ],
+)
 def test_cross_entropy(dtype, vocab, num_ids):
     """Columns from num_ids on pad the vocabulary: nothing sees what is there, and their gradient is exactly 0."""
-    from minitron.kernels import fused
     from minitron.comm.mesh import Axis
+    from minitron.kernels import fused
     from minitron.parallel.vocab import vocab_parallel_cross_entropy
 
     leaf = (3 * randn(7, 2, vocab)).to(dtype)
@@ -175,8 +190,7 @@ def test_cross_entropy(dtype, vocab, num_ids):
 @pytest.mark.parametrize("num_ids", [None, 100, 99, 61, 1, 0])
 def test_cross_entropy_of_labels_on_other_ranks(num_ids):
     """Also on ranks with some tokens, and with none: their maximum is -inf and their sum 0."""
-    from minitron.kernels import fused
-    from minitron.kernels import plain
+    from minitron.kernels import fused, plain
 
     logits, labels = randn(40, 100), torch.arange(40, device="cuda") * 10
     labels[0] = 100 + (100 if num_ids is None else num_ids)  # the first id that is not here
@@ -201,8 +215,9 @@ def test_weight_gradient(backend, dtype, m, n, k):
     weight, reports = torch.nn.Parameter(randn(n, k, dtype=dtype)), []
     weight.slot = GradSlot(torch.full((n, k), float("nan"), device="cuda"), lambda: reports.append(1))
     expected = torch.zeros(n, k, dtype=torch.float64, device="cuda")
-    for i, dy in enumerate([randn(m, n, dtype=dtype), randn(m, n, dtype=dtype, seed=1),
-                            randn(n, m, dtype=dtype, seed=2).t()]):
+    for i, dy in enumerate(
+        [randn(m, n, dtype=dtype), randn(m, n, dtype=dtype, seed=1), randn(n, m, dtype=dtype, seed=2).t()]
+    ):
         x = randn(m, k, dtype=dtype, seed=3 + i)
         assert gemm.add_gradient(weight, dy, x) is None
         expected += dy.double().t() @ x.double()
@@ -258,9 +273,17 @@ def test_dropout(dtype, h):
 
 @dtypes
 @pytest.mark.parametrize("h", [512, 4096, 5120, 8192, 12288])
-@pytest.mark.parametrize("layer_norm,delta,delta_bias,dtotal", [
-    (False, True, False, True), (False, False, False, False), (True, True, True, True), (True, True, False, False),
-    (True, False, False, True), (False, True, True, True)])
+@pytest.mark.parametrize(
+    "layer_norm,delta,delta_bias,dtotal",
+    [
+        (False, True, False, True),
+        (False, False, False, False),
+        (True, True, True, True),
+        (True, True, False, False),
+        (True, False, False, True),
+        (False, True, True, True),
+    ],
+)
 def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
     """1055 rows: more than programs in the backward, and no multiple of anything. Sums over rows are float32."""
     from minitron.kernels import fused, plain

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from layouts import LLAMA, adapters_that_do_something, config, dataset_of, first_gradients
 
+from layouts import LLAMA, adapters_that_do_something, config, dataset_of, first_gradients
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.data.loader import Loader
@@ -21,8 +21,17 @@ if INSTALLED:  # now, before another test file has torch load its cuDNN: see min
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 te = pytest.mark.skipif(not INSTALLED, reason="needs Transformer Engine")
-MODEL = dict(num_layers=4, hidden_size=512, ffn_hidden_size=1024, num_heads=8, num_kv_heads=4, vocab_size=250,
-             vocab_multiple=16, max_positions=256, init_std=0.05)
+MODEL = dict(
+    num_layers=4,
+    hidden_size=512,
+    ffn_hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=250,
+    vocab_multiple=16,
+    max_positions=256,
+    init_std=0.05,
+)
 TRAIN = dict(seq_len=256, micro_batch_size=4, global_batch_size=8, steps=8)
 TARGETS = [("qkv",), ("q", "v"), ("qkv", "o", "gate", "up", "down")]
 
@@ -30,8 +39,11 @@ TARGETS = [("qkv",), ("q", "v"), ("qkv", "o", "gate", "up", "down")]
 def run(targets, steps=6, *, lr=1e-2, recompute="none", dropout=0.0, **precision):
     """(losses, first gradients, peak bytes above what the trainer itself takes) of LoRA, or of all weights."""
     lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout)) if targets else {}
-    cfg = config(LLAMA, lora, dict(model=MODEL, train=TRAIN | dict(recompute=recompute),
-                                   precision=dict(dtype="bf16") | precision))
+    cfg = config(
+        LLAMA,
+        lora,
+        dict(model=MODEL, train=TRAIN | dict(recompute=recompute), precision=dict(dtype="bf16") | precision),
+    )
     rules.check(cfg, 1, torch.cuda.get_device_capability())
     with adapters_that_do_something():
         trainer = build(cfg, Mesh.offline(device=torch.device("cuda")))
@@ -63,8 +75,9 @@ def test_bf16_has_the_gradients_of_float32(targets, dropout):
 def test_fp8_follows_bf16(recipe, targets, monkeypatch):
     casts, scaling = [], fp8_te.BlockScaling if recipe == "block" else fp8_te.TensorScaling
     original = scaling.cast
-    monkeypatch.setattr(scaling, "cast", lambda self, x, role, *rest: (
-        casts.append(role), original(self, x, role, *rest))[1])
+    monkeypatch.setattr(
+        scaling, "cast", lambda self, x, role, *rest: (casts.append(role), original(self, x, role, *rest))[1]
+    )
     # A rate at which bf16 itself stays within 1e-4 of float32. Each product rounds by 4 %, over 2048 tokens.
     reference, ours = run(targets, lr=1e-3)[0], run(targets, lr=1e-3, fp8=recipe)[0]
     assert casts.count("weight") == 4 * 4

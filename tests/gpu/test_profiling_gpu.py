@@ -10,14 +10,28 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("kind, left", [("torch", "profile-rank-0.json"), ("memory", "profile-rank-0.pickle"),
-                                        ("nsys", None)])
+@pytest.mark.parametrize(
+    "kind, left", [("torch", "profile-rank-0.json"), ("memory", "profile-rank-0.pickle"), ("nsys", None)]
+)
 def test_a_profiled_run(tmp_path, kind, left):
     """Also without nsys around it: then nobody listens to the range."""
     done = subprocess.run(
-        [sys.executable, "-m", "minitron.pretrain", "data.source=mock", "train.steps=6", "log.format=nemo",
-         f"log.dir={tmp_path}", f"profile.kind={kind}", "profile.start_step=3", "profile.end_step=4"],
-        capture_output=True, text=True, timeout=300)
+        [
+            sys.executable,
+            "-m",
+            "minitron.pretrain",
+            "data.source=mock",
+            "train.steps=6",
+            "log.format=nemo",
+            f"log.dir={tmp_path}",
+            f"profile.kind={kind}",
+            "profile.start_step=3",
+            "profile.end_step=4",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert "profiled iterations 3 to 4: " in done.stdout and "6/6 [" in done.stdout
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]

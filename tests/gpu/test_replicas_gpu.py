@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fault_run import Run
 
+from fault_run import Run
 from minitron.optim.replicas import PIECE_BYTES, checksum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -12,8 +12,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 GPT = ("model.family=gpt", "model.positions=learned", "model.num_kv_heads=null", "data.separate_documents=true")
 
 
-@pytest.mark.parametrize("shape,dtype", [((65536, 14336), torch.bfloat16), ((4096,), torch.float32),
-                                         ((1000, 7), torch.float16)])
+@pytest.mark.parametrize(
+    "shape,dtype", [((65536, 14336), torch.bfloat16), ((4096,), torch.float32), ((1000, 7), torch.float16)]
+)
 def test_the_sums_are_those_of_a_cpu_and_nobody_waits(shape, dtype):
     x = torch.randn(shape, device="cuda").to(dtype)
     checksum(x)
@@ -44,13 +45,30 @@ def test_the_sums_of_a_large_parameter_cost_ten_copies_of_it_at_most():
 
 
 @two_gpus
-@pytest.mark.parametrize("layout", [
-    ("parallel.tp=2",), ("parallel.tp=2", "parallel.sequence_parallel=false"),
-    ("parallel.tp=2", "parallel.sequence_parallel=false", *GPT), (), ("parallel.overlap_grads=false",),
-    ("parallel.pp=2", "model.tie_embeddings=true"), ("parallel.cp=2",)], ids=lambda keys: "-".join(keys) or "dp=2")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tp=2",),
+        ("parallel.tp=2", "parallel.sequence_parallel=false"),
+        ("parallel.tp=2", "parallel.sequence_parallel=false", *GPT),
+        (),
+        ("parallel.overlap_grads=false",),
+        ("parallel.pp=2", "model.tie_embeddings=true"),
+        ("parallel.cp=2",),
+    ],
+    ids=lambda keys: "-".join(keys) or "dp=2",
+)
 def test_a_healthy_run_is_left_alone(tmp_path, layout):
-    with Run(tmp_path, "none", *layout, "train.steps=30", "train.check_replicas_every=1", "precision.dtype=bf16",
-             ranks=2, on_gpus=True) as run:
+    with Run(
+        tmp_path,
+        "none",
+        *layout,
+        "train.steps=30",
+        "train.check_replicas_every=1",
+        "precision.dtype=bf16",
+        ranks=2,
+        on_gpus=True,
+    ) as run:
         status, _, output = run.end()
     assert status == 0 and run.last_step() == 30, output
 
@@ -59,6 +77,8 @@ def test_a_healthy_run_is_left_alone(tmp_path, layout):
 def test_the_run_ends_with_one_line(tmp_path):
     with Run(tmp_path, "drift@1", "parallel.tp=2", "train.check_replicas_every=2", ranks=2, on_gpus=True) as run:
         status, _, output = run.end()
-    line, = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert status == 1 and line.startswith("error: iteration 4: rank 1 and rank 0 hold different copies of "
-                                           "blocks.0.norm1.weight; after iteration 2 they were equal. A layer"), output
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == 1 and line.startswith(
+        "error: iteration 4: rank 1 and rank 0 hold different copies of "
+        "blocks.0.norm1.weight; after iteration 2 they were equal. A layer"
+    ), output

@@ -52,8 +52,21 @@ class FakeApex:
         x, dy = as_it_lies(input, hidden, in_dim).float(), as_it_lies(d_output, hidden, out_dim).float()
         as_it_lies(d_weight, out_dim, in_dim).add_(dy.t() @ x)
 
-    def adam(self, chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction,
-             weight_decay, inv_scale):
+    def adam(
+        self,
+        chunk_size,
+        noop_flag,
+        tensor_lists,
+        lr,
+        beta1,
+        beta2,
+        epsilon,
+        step,
+        mode,
+        bias_correction,
+        weight_decay,
+        inv_scale,
+    ):
         self.updates += 1
         assert noop_flag.dtype == step.dtype == torch.int32 and lr.dtype == inv_scale.dtype == torch.float32
         assert noop_flag.numel() == step.numel() == lr.numel() == inv_scale.numel() == 1
@@ -104,9 +117,17 @@ def test_adamw(apex, param_dtype):
     states = {}
     for module in (ops, plain):
         masters = [randn(1000).to(param_dtype).float(), randn(77, seed=1).to(param_dtype).float()]
-        states[module] = [AdamState(m, torch.empty_like(m), torch.zeros_like(m), torch.zeros_like(m),
-                                    m if param_dtype == torch.float32 else m.to(param_dtype), decay)
-                          for m, decay in zip(masters, (0.1, 0.0))]
+        states[module] = [
+            AdamState(
+                m,
+                torch.empty_like(m),
+                torch.zeros_like(m),
+                torch.zeros_like(m),
+                m if param_dtype == torch.float32 else m.to(param_dtype),
+                decay,
+            )
+            for m, decay in zip(masters, (0.1, 0.0))
+        ]
 
     def updated(i):
         state = states[ops][i]
@@ -138,7 +159,9 @@ def test_weight_gradient(apex, dtype, transposed):
     weights, reports = [torch.nn.Parameter(randn(n, k).to(dtype)) for _ in range(2)], []
     gemms = Gemm(ops.add_product), Gemm(plain.add_product)
     for w in weights:  # main_grad lies somewhere inside of a bucket
-        w.slot = GradSlot(torch.full((3 * n * k,), float("nan"))[n * k:2 * n * k].view(n, k), lambda: reports.append(1))
+        w.slot = GradSlot(
+            torch.full((3 * n * k,), float("nan"))[n * k : 2 * n * k].view(n, k), lambda: reports.append(1)
+        )
     for i in range(3):
         dy, x = randn(m, n, seed=i).to(dtype), randn(m, k, seed=9 + i).to(dtype)
         if transposed:
@@ -155,8 +178,10 @@ def test_weight_gradient(apex, dtype, transposed):
 def losses(cfg):
     trainer = train.build(cfg, Mesh.offline(1))
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
-    result = [trainer.step(loader.step(step * cfg.train.global_batch_size, step), cfg.optimizer.lr).read()
-              for step in range(cfg.train.steps)]
+    result = [
+        trainer.step(loader.step(step * cfg.train.global_batch_size, step), cfg.optimizer.lr).read()
+        for step in range(cfg.train.steps)
+    ]
     loader.close()
     return trainer, result
 
@@ -193,18 +218,24 @@ def without_capturable():
     return fake.modules
 
 
-@pytest.mark.parametrize("modules, reason", [
-    ({"amp_C": None, "fused_weight_gradient_mlp_cuda": None, "apex": None}, ".*amp_C.*"),
-    ({"amp_C": None, "fused_weight_gradient_mlp_cuda": None, "apex": ModuleType("apex")}, ".*amp_C.*"),  # PyPI's
-    (FakeApex().modules | {"fused_weight_gradient_mlp_cuda": None}, ".*fused_weight_gradient_mlp_cuda.*"),
-    (without_capturable(), "cannot import name 'multi_tensor_adam_capturable'.*"),  # an old one
-], ids=["absent", "another project's", "half built", "too old"])
+@pytest.mark.parametrize(
+    "modules, reason",
+    [
+        ({"amp_C": None, "fused_weight_gradient_mlp_cuda": None, "apex": None}, ".*amp_C.*"),
+        ({"amp_C": None, "fused_weight_gradient_mlp_cuda": None, "apex": ModuleType("apex")}, ".*amp_C.*"),  # PyPI's
+        (FakeApex().modules | {"fused_weight_gradient_mlp_cuda": None}, ".*fused_weight_gradient_mlp_cuda.*"),
+        (without_capturable(), "cannot import name 'multi_tensor_adam_capturable'.*"),  # an old one
+    ],
+    ids=["absent", "another project's", "half built", "too old"],
+)
 def test_apex_that_is_not_there_is_one_line(monkeypatch, modules, reason):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     forget()
-    message = (rf"^train.kernels=apex cannot load the extensions of NVIDIA's apex \({reason}\); build them with .*pip "
-               r"install .*github.com/NVIDIA/apex.* \(`apex` on PyPI is another project\), or use train.kernels=auto$")
+    message = (
+        rf"^train.kernels=apex cannot load the extensions of NVIDIA's apex \({reason}\); build them with .*pip "
+        r"install .*github.com/NVIDIA/apex.* \(`apex` on PyPI is another project\), or use train.kernels=auto$"
+    )
     with pytest.raises(ValueError, match=message) as error:
         kernels.choose(config({"train": {"kernels": "apex"}}), CUDA)
     assert "\n" not in str(error.value)

@@ -4,15 +4,18 @@ import sys
 
 import pytest
 import torch
-from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 
+from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, choose
 from minitron.testing import assert_close_rel
 
 # Rounding of the number format (2^-24, 2^-53) times the hundreds of terms of a sum, and room.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13,
-             # bf16 rounds by 2^-9 = 0.2 %: out once, gradients from a p and a ds that were rounded before
-             torch.bfloat16: 1e-2}
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float64: 1e-13,
+    # bf16 rounds by 2^-9 = 0.2 %: out once, gradients from a p and a ds that were rounded before
+    torch.bfloat16: 1e-2,
+}
 ON_CPU = [pytest.param(REFERENCE, id="reference"), pytest.param(FLASH_CPU, id="flash")]
 
 
@@ -74,7 +77,8 @@ def test_calls_of_cuda_kernels_fit_their_schemas(backend):
     dout, q, k, v = random_block(128, 64, d=64, dtype=torch.bfloat16, device="meta")
     actual = run_backend(backend, dout, q, k, v, causal=False)
     assert {name: x.shape for name, x in actual.items()} == dict(
-        out=q.shape, lse=q.shape[:3], dq=q.shape, dk=k.shape, dv=v.shape)
+        out=q.shape, lse=q.shape[:3], dq=q.shape, dk=k.shape, dv=v.shape
+    )
 
 
 def test_auto_takes_the_fastest_that_fits():
@@ -88,16 +92,40 @@ def test_auto_takes_the_fastest_that_fits():
     assert choose("reference", "cuda", torch.bfloat16, 64) is REFERENCE
 
 
-@pytest.mark.parametrize("name, device, dtype, head_dim, dropout, message", [
-    ("fast", "cpu", torch.float32, 64, 0.0, "model.attention=fast is not an attention backend; use auto, cudnn"),
-    ("cudnn", "cpu", torch.bfloat16, 64, 0.0, "model.attention=cudnn does not run on the device type 'cpu'; use"),
-    ("flash-attn", "cpu", torch.bfloat16, 64, 0.0, "model.attention=flash-attn does not run on the device type 'cpu'"),
-    ("flash", "cpu", torch.float32, 64, 0.1, "model.attention=flash cannot apply model.attention_dropout=0.1; use"),
-    ("cudnn", "cuda", torch.bfloat16, 64, 0.5, "model.attention=cudnn cannot apply model.attention_dropout=0.5; use"),
-    ("flash-attn", "cuda", torch.float32, 64, 0.0, "flash-attn needs bf16 or fp16 on CUDA, not torch.float32"),
-    ("flash", "cuda", torch.bfloat16, 100, 0.0, "a head dimension that is a multiple of 8 up to 256, not 100; use"),
-    ("flash-attn", "cuda", torch.bfloat16, 512, 0.0, "head dimension that is a multiple of 8 up to 256, not 512; use"),
-])
+@pytest.mark.parametrize(
+    "name, device, dtype, head_dim, dropout, message",
+    [
+        ("fast", "cpu", torch.float32, 64, 0.0, "model.attention=fast is not an attention backend; use auto, cudnn"),
+        ("cudnn", "cpu", torch.bfloat16, 64, 0.0, "model.attention=cudnn does not run on the device type 'cpu'; use"),
+        (
+            "flash-attn",
+            "cpu",
+            torch.bfloat16,
+            64,
+            0.0,
+            "model.attention=flash-attn does not run on the device type 'cpu'",
+        ),
+        ("flash", "cpu", torch.float32, 64, 0.1, "model.attention=flash cannot apply model.attention_dropout=0.1; use"),
+        (
+            "cudnn",
+            "cuda",
+            torch.bfloat16,
+            64,
+            0.5,
+            "model.attention=cudnn cannot apply model.attention_dropout=0.5; use",
+        ),
+        ("flash-attn", "cuda", torch.float32, 64, 0.0, "flash-attn needs bf16 or fp16 on CUDA, not torch.float32"),
+        ("flash", "cuda", torch.bfloat16, 100, 0.0, "a head dimension that is a multiple of 8 up to 256, not 100; use"),
+        (
+            "flash-attn",
+            "cuda",
+            torch.bfloat16,
+            512,
+            0.0,
+            "head dimension that is a multiple of 8 up to 256, not 512; use",
+        ),
+    ],
+)
 def test_impossible_choices_are_refused(name, device, dtype, head_dim, dropout, message):
     with pytest.raises(ValueError) as error:
         choose(name, device, dtype, head_dim, dropout)

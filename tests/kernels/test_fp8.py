@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from layouts import LLAMA, Pieces, config, dataset_of, mesh_of
 
+from layouts import LLAMA, Pieces, config, dataset_of, mesh_of
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
@@ -58,11 +58,11 @@ def test_a_cast_rounds_each_value_once(backend, role):
     x = randn("x", 256, 384) * torch.logspace(-3, 3, 384)
     payload = backend.cast(x.bfloat16(), role, Axis.single(), None, None, columns=True)
     blocks = type(backend) is fp8_torch.BlockScaling
-    step = 2 ** -3 if role == "dy" and not blocks else 2 ** -4  # half a unit of the last bit kept
+    step = 2**-3 if role == "dy" and not blocks else 2**-4  # half a unit of the last bit kept
     for columns in False, True:
         back, x32 = values(payload, columns), x.bfloat16().float()
         # below the smallest normal number of the scaled format the step no longer shrinks with the value
-        floor = x32.abs().max() / limit(E5M2 if step == 2 ** -3 else E4M3) * 2 ** -6
+        floor = x32.abs().max() / limit(E5M2 if step == 2**-3 else E4M3) * 2**-6
         assert ((back - x32).abs() <= x32.abs() * step + floor * step).all()
 
 
@@ -134,9 +134,16 @@ def plain_two_layers(recipe, tp):
 
 
 @recipes
-@pytest.mark.parametrize("tp, by, sequence_parallel, recompute", [
-    (1, AllReduceComm, False, False), (2, ProcessGroupComm, True, False), (2, ProcessGroupComm, True, True),
-    (2, AllReduceComm, False, False), (2, Pieces, True, False)])
+@pytest.mark.parametrize(
+    "tp, by, sequence_parallel, recompute",
+    [
+        (1, AllReduceComm, False, False),
+        (2, ProcessGroupComm, True, False),
+        (2, ProcessGroupComm, True, True),
+        (2, AllReduceComm, False, False),
+        (2, Pieces, True, False),
+    ],
+)
 def test_linear_layers(ranks, recipe, tp, by, sequence_parallel, recompute):
     results = ranks(tp, two_layers, recipe, tp, by, sequence_parallel, recompute)
     whole = lambda i: torch.cat([r[i] for r in results]) if sequence_parallel else results[0][i]
@@ -176,10 +183,10 @@ def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
     magnitudes[20] = [float("nan"), 1.0, float("inf"), 2.0]  # leaves the newest history as it was
     tops = [max(row) for row in magnitudes]
     tops[20] = tops[19]
-    expected = [448 / max(tops[max(0, i - HISTORY + 1):i + 1]) for i in range(steps)]
+    expected = [448 / max(tops[max(0, i - HISTORY + 1) : i + 1]) for i in range(steps)]
     for scales, history in ranks(4, histories, magnitudes, (2,)):
         assert scales == expected
-        assert history.tolist() == tops[:-HISTORY - 1:-1]
+        assert history.tolist() == tops[: -HISTORY - 1 : -1]
 
 
 def test_a_tensor_of_zeros_has_scale_one():
@@ -191,8 +198,17 @@ def test_a_tensor_of_zeros_has_scale_one():
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------
 
-MODEL = dict(num_layers=4, hidden_size=128, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, vocab_size=90,
-             vocab_multiple=16, max_positions=64, init_std=0.1)
+MODEL = dict(
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=90,
+    vocab_multiple=16,
+    max_positions=64,
+    init_std=0.1,
+)
 TRAIN = dict(seq_len=64, micro_batch_size=2, global_batch_size=4, steps=12)
 
 
@@ -255,7 +271,10 @@ def test_what_is_cast_how_often(monkeypatch):
     microbatches = TRAIN["global_batch_size"] // TRAIN["micro_batch_size"]
     assert len(formats.gemms) == gemms
     assert {role: casts.count(role) for role in casts} == {
-        "weight": 3 * gemms, "x": 3 * gemms * microbatches, "dy": 3 * gemms * microbatches}
+        "weight": 3 * gemms,
+        "x": 3 * gemms * microbatches,
+        "dy": 3 * gemms * microbatches,
+    }
     blocks = trainer.chunks[0].blocks
     assert [type(blocks[str(i)].mlp.down.linear.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
     assert type(trainer.chunks[0].head.linear.gemm) is Gemm
@@ -265,8 +284,11 @@ def test_histories_are_all_that_a_run_needs_to_go_on():
     cfg = toy("delayed")
     whole, _ = run(cfg, 6)
     _, trainer = run(cfg, 3)
-    gemms = {name: module.linear.gemm for name, module in trainer.chunks[0].named_modules()
-             if isinstance(module, ParallelLinear)}
+    gemms = {
+        name: module.linear.gemm
+        for name, module in trainer.chunks[0].named_modules()
+        if isinstance(module, ParallelLinear)
+    }
     saved = {name: gemm.history.clone() for name, gemm in gemms.items()}
     assert len(saved) == 4 * MODEL["num_layers"] and "blocks.0.attention.qkv" in saved
     old = trainer.chunks[0].formats.scaling

@@ -49,10 +49,15 @@ def test_sum_and_norm(layer_norm, delta, delta_bias, sum_is_read, dtype):
     total = total + exact[-1] if delta_bias else total
     # the norm is that of the sum as it was rounded
     rounded = total + (total.to(layout.dtype).double() - total).detach()
-    expected = (F.layer_norm(rounded, (H,), exact[2], exact[3], 1e-5) if layer_norm
-                else F.rms_norm(rounded, (H,), exact[2], 1e-5))
-    torch.autograd.backward([total, expected] if sum_is_read else [expected],
-                            [dtotal.double(), dy.double()] if sum_is_read else [dy.double()])
+    expected = (
+        F.layer_norm(rounded, (H,), exact[2], exact[3], 1e-5)
+        if layer_norm
+        else F.rms_norm(rounded, (H,), exact[2], 1e-5)
+    )
+    torch.autograd.backward(
+        [total, expected] if sum_is_read else [expected],
+        [dtotal.double(), dy.double()] if sum_is_read else [dy.double()],
+    )
 
     for main_grad in (False, True):
         for step in range(2 if main_grad else 1):

@@ -155,8 +155,10 @@ def test_cuda_gives_the_masks_of_the_cpu():
     assert torch.equal(keys.cpu(), arange_keys())
     for fn in (dropout, torch.compile(dropout, fullgraph=True)):
         for layer in range(3):
-            assert torch.equal(fn(torch.ones(64, 4, 96).cuda(), 0.3, keys, layer, 1).cpu(),
-                               dropout(torch.ones(64, 4, 96), 0.3, arange_keys(), layer, 1))
+            assert torch.equal(
+                fn(torch.ones(64, 4, 96).cuda(), 0.3, keys, layer, 1).cpu(),
+                dropout(torch.ones(64, 4, 96), 0.3, arange_keys(), layer, 1),
+            )
     assert torch.equal(attention_mask(0.3, keys, 3, 2, 4).cpu(), attention_mask(0.3, arange_keys(), 3, 2, 4))
 
 

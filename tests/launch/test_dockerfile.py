@@ -31,7 +31,7 @@ def test_versions_are_the_projects():
     assert ARGUMENTS["TORCH"] == pins["torch"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name, extra in ("TRANSFORMER_ENGINE", "fp8"), ("FLASH_ATTN", "flash-attn"):
-        requirement, = map(Requirement, extras[extra])
+        (requirement,) = map(Requirement, extras[extra])
         assert requirement.specifier.contains(ARGUMENTS[name]), (name, ARGUMENTS[name], requirement)
     for name in ("TORCH", "TRANSFORMER_ENGINE", "FLASH_ATTN", "APEX_COMMIT", "CUDA"):
         assert re.search(rf"\$\{{?{name}\b", INSTRUCTIONS), f"ARG {name} is not used"

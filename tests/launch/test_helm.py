@@ -27,9 +27,20 @@ HELM = shutil.which("helm", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
 pytestmark = pytest.mark.skipif(HELM is None, reason="no helm; get one by: bash tests/get_helm.sh FOLDER_ON_PATH")
 
 SETTINGS = {"workload.image": "registry/minitron:1", "workload.gcsBucketForDataCataPath": "bucket"}
-TINY = ["model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_heads=2",
-        "model.vocab_size=64", "parallel.tp=1", "parallel.pp=2", "parallel.vp=1", "train.seq_len=32", "train.steps=3",
-        "train.global_batch_size=4", "precision.dtype=fp32"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "model.num_heads=2",
+    "model.vocab_size=64",
+    "parallel.tp=1",
+    "parallel.pp=2",
+    "parallel.vp=1",
+    "train.seq_len=32",
+    "train.steps=3",
+    "train.global_batch_size=4",
+    "precision.dtype=fp32",
+]
 
 
 def helm(*args, config="gpt3_175b", release="me-gpt3", **settings) -> subprocess.CompletedProcess:
@@ -62,8 +73,15 @@ A3MEGA = ("-f", str(CHART / "a3mega.yaml"))
 CASES = {
     "a3mega": (A3MEGA, {}),
     "one GPU": ((), {"workload__gpus": 1, "workload__serviceAccount": "trainer"}),
-    "elsewhere": ((), {"workload__gcsBucketForDataCataPath": "", "queue": "research", "nodeSelector.pool": "h200",
-                       "workload__volume.persistentVolumeClaim.claimName": "runs"}),
+    "elsewhere": (
+        (),
+        {
+            "workload__gcsBucketForDataCataPath": "",
+            "queue": "research",
+            "nodeSelector.pool": "h200",
+            "workload__volume.persistentVolumeClaim.claimName": "runs",
+        },
+    ),
 }
 
 
@@ -78,14 +96,29 @@ def test_manifests_follow_the_schemas_of_kubernetes(name):
     volumes = [volume["name"] for volume in pod["volumes"]]
     for container in pod["containers"] + pod.get("initContainers", []):
         assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
-    subprocess.run([HELM, "lint", "--strict", str(CHART), *args, "--set", "workload.image=i", "--set", "config=c",
-                    "--set", "workload.gcsBucketForDataCataPath=b"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            HELM,
+            "lint",
+            "--strict",
+            str(CHART),
+            *args,
+            "--set",
+            "workload.image=i",
+            "--set",
+            "config=c",
+            "--set",
+            "workload.gcsBucketForDataCataPath=b",
+        ],
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_one_pod_a_node_found_by_name():
     documents = rendered(*A3MEGA, workload__gpus=64, network__ncclSettings="null", release="run7")
     job, service, pod = documents["Job"]["spec"], documents["Service"]["spec"], pod_of(documents)
-    container, = pod["containers"]
+    (container,) = pod["containers"]
     env = environment(container)
     assert job["parallelism"] == job["completions"] == 64 // 8 == int(env["NNODES"])
     assert job["completionMode"] == "Indexed"
@@ -95,7 +128,7 @@ def test_one_pod_a_node_found_by_name():
     assert pod["subdomain"] == documents["Service"]["metadata"]["name"] == "run7"
     assert service["clusterIP"] == "None" and service["selector"] == {"job-name": documents["Job"]["metadata"]["name"]}
     assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-    shm, = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shared-memory")
+    (shm,) = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shared-memory")
     assert shm["medium"] == "Memory" and {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert documents["ConfigMap"]["data"]["config.yaml"] == (ROOT / "configs/gpt3_175b.yaml").read_text()
 
@@ -104,19 +137,28 @@ def test_a_bucket_is_mounted_beside_host_networking():
     """On the host's network gcsfuse's driver takes the service account of a pod that opts in; else it has no access."""
     documents = rendered(*A3MEGA)
     pod = pod_of(documents)
-    volume, = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
+    (volume,) = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
     assert pod["hostNetwork"] and volume["driver"] == "gcsfuse.csi.storage.gke.io"
     assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true"}
     assert documents["Job"]["spec"]["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
     assert "serviceAccountName" not in pod
 
     provider = "https://container.googleapis.com/v1/projects/p/locations/l/clusters/c"
-    pod = pod_of(rendered(workload__serviceAccount="trainer", workload__gcsVolumeAttributes__identityProvider=provider,
-                          workload__gcsVolumeAttributes__mountOptions="implicit-dirs"))
-    volume, = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
+    pod = pod_of(
+        rendered(
+            workload__serviceAccount="trainer",
+            workload__gcsVolumeAttributes__identityProvider=provider,
+            workload__gcsVolumeAttributes__mountOptions="implicit-dirs",
+        )
+    )
+    (volume,) = (volume["csi"] for volume in pod["volumes"] if volume["name"] == "artifacts")
     assert pod["serviceAccountName"] == "trainer"
-    assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true",
-                                          "identityProvider": provider, "mountOptions": "implicit-dirs"}
+    assert volume["volumeAttributes"] == {
+        "bucketName": "bucket",
+        "hostNetworkPodKSA": "true",
+        "identityProvider": provider,
+        "mountOptions": "implicit-dirs",
+    }
 
 
 def test_nccl_settings_win_over_the_charts():
@@ -131,13 +173,18 @@ def test_nccl_settings_win_over_the_charts():
 
 def test_the_command_of_the_readme_is_the_documents_job():
     """GPT-3 175B on 32 machines of 8 GPUs, whose configuration fits them."""
-    command, = re.findall(r"^helm install.*?launch/helm$", (ROOT / "README.md").read_text(), re.M | re.S)
+    (command,) = re.findall(r"^helm install.*?launch/helm$", (ROOT / "README.md").read_text(), re.M | re.S)
     env = os.environ | {"ARTIFACT_REGISTRY": "europe-docker.pkg.dev/p/r", "GCS_BUCKET": "results", "USER": "me"}
-    result = subprocess.run(["bash", "-c", command.replace("helm install", f"{HELM} template")], cwd=ROOT, env=env,
-                            capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", "-c", command.replace("helm install", f"{HELM} template")],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     documents = {document["kind"]: document for document in yaml.safe_load_all(result.stdout)}
-    container, = pod_of(documents)["containers"]
+    (container,) = pod_of(documents)["containers"]
     assert environment(container)["MASTER_ADDR"].startswith("me-gpt3-175b-0.me-gpt3-175b.default.svc")
     assert documents["Job"]["spec"]["parallelism"] == 32
     assert "args" not in container
@@ -146,22 +193,39 @@ def test_the_command_of_the_readme_is_the_documents_job():
     assert cfg.train.global_batch_size == 2048 and cfg.precision.fp8 == "delayed"
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"workload__gpus": 12}, "workload.gpus=12 is more than a node's workload.gpusPerNode=8 and no multiple of it; "
-                             "use for example 16"),
-    ({"workload__image": ""}, "workload.image is empty; name the image built from launch/Dockerfile"),
-    ({"workload__gcsBucketForDataCataPath": ""}, "nowhere to keep the artifacts"),
-    ({"workload__volume.emptyDir.medium": ""}, "workload.gcsBucketForDataCataPath and workload.volume are both set"),
-    ({"workload__gcsBucketForDataCataPath": "gs://bucket"}, "/workload/gcsBucketForDataCataPath"),
-    ({"workload__gcsVolumeAttributes.hostNetworkPodKSA": "true"}, "/workload/gcsVolumeAttributes/hostNetworkPodKSA"),
-    ({"workload__gcsBucketForDataCataPath": "", "workload__volume.emptyDir.medium": "",
-      "workload__gcsVolumeAttributes.mountOptions": "x"}, "workload.gcsVolumeAttributes is set without a bucket"),
-    ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
-    ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
-    ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
-    ({"network__stack": "tcpx"}, "/network/stack"),
-    ({"config": None}, "config is empty; give the run's YAML: --set-file config="),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"workload__gpus": 12},
+            "workload.gpus=12 is more than a node's workload.gpusPerNode=8 and no multiple of it; use for example 16",
+        ),
+        ({"workload__image": ""}, "workload.image is empty; name the image built from launch/Dockerfile"),
+        ({"workload__gcsBucketForDataCataPath": ""}, "nowhere to keep the artifacts"),
+        (
+            {"workload__volume.emptyDir.medium": ""},
+            "workload.gcsBucketForDataCataPath and workload.volume are both set",
+        ),
+        ({"workload__gcsBucketForDataCataPath": "gs://bucket"}, "/workload/gcsBucketForDataCataPath"),
+        (
+            {"workload__gcsVolumeAttributes.hostNetworkPodKSA": "true"},
+            "/workload/gcsVolumeAttributes/hostNetworkPodKSA",
+        ),
+        (
+            {
+                "workload__gcsBucketForDataCataPath": "",
+                "workload__volume.emptyDir.medium": "",
+                "workload__gcsVolumeAttributes.mountOptions": "x",
+            },
+            "workload.gcsVolumeAttributes is set without a bucket",
+        ),
+        ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
+        ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
+        ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
+        ({"network__stack": "tcpx"}, "/network/stack"),
+        ({"config": None}, "config is empty; give the run's YAML: --set-file config="),
+    ],
+)
 def test_mistakes_end_before_anything_is_installed(settings, message):
     result = helm(**settings)
     assert result.returncode != 0 and message in result.stderr, result.stderr
@@ -173,7 +237,7 @@ def test_mistakes_end_before_anything_is_installed(settings, message):
 def start_pod(documents, index, folder, address=("127.0.0.1", 0), path=str(BIN)) -> subprocess.Popen:
     """The training container of one pod as a process: volumes are folders, `address` replaces the name in DNS."""
     pod = pod_of(documents)
-    container, = pod["containers"]
+    (container,) = pod["containers"]
     mounts = {mount["mountPath"]: str(folder / mount["name"]) for mount in container["volumeMounts"]}
     for name, text in documents["ConfigMap"]["data"].items():
         (folder / "configuration").mkdir(parents=True, exist_ok=True)
@@ -185,11 +249,24 @@ def start_pod(documents, index, folder, address=("127.0.0.1", 0), path=str(BIN))
         return text
 
     env = {name: here(value) for name, value in environment(container).items()}
-    env |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]), "JOB_COMPLETION_INDEX": str(index),
-            "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"],
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([here(word) for word in container["command"] + container.get("args", [])], env=env,
-                            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env |= {
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        "JOB_COMPLETION_INDEX": str(index),
+        "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": os.environ["HOME"],
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [here(word) for word in container["command"] + container.get("args", [])],
+        env=env,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def artifacts_of(documents, folder) -> Path:
@@ -226,7 +303,7 @@ def programs(tmp_path):
     scripts = {
         "python": 'cat "$KIND.yaml"',
         "torchrun": 'echo "$@" >torchrun.txt\n'
-                    'trap "echo saved; exit 7" TERM\nwhile [ "$KIND" = none ]; do sleep 0.05; done',
+        'trap "echo saved; exit 7" TERM\nwhile [ "$KIND" = none ]; do sleep 0.05; done',
         "nsys": 'for word in "$@"; do [ "$word" = torchrun ] && break; echo "$word"; shift; done >nsys.txt\n"$@"',
     }
     folder = tmp_path / "bin"
@@ -246,8 +323,16 @@ def test_nsys_runs_on_every_node_if_the_configuration_asks_for_it(tmp_path, prog
         output = pod.communicate(timeout=120)[0]
         assert pod.returncode == 0, output
         assert (tmp_path / "nsys.txt").read_text().split() == [
-            "profile", "-s", "none", "-t", "nvtx,cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
-            "-o", f"{artifacts}/noderank-{index}"]
+            "profile",
+            "-s",
+            "none",
+            "-t",
+            "nvtx,cuda",
+            "--capture-range=cudaProfilerApi",
+            "--capture-range-end=stop",
+            "-o",
+            f"{artifacts}/noderank-{index}",
+        ]
         words = (tmp_path / "torchrun.txt").read_text().split()
         assert words[words.index("--node-rank") + 1] == str(index) and words[words.index("--nnodes") + 1] == "2"
     assert (artifacts / "hparams.yaml").read_text() == (tmp_path / "nsys.yaml").read_text()
@@ -268,8 +353,9 @@ def test_sigterm_reaches_the_trainer_and_its_status_kubernetes(tmp_path, program
 
 def test_the_error_of_a_rank_is_a_pod_s_last_line(tmp_path, programs):
     """Behind the page that torchrun prints about it."""
-    (programs / "torchrun").write_text("#!/usr/bin/env bash\necho 'error: no room' >\"$PET_LOG_DIR/stderr.log\"\n"
-                                       "echo a page of torchrun\nexit 1\n")
+    (programs / "torchrun").write_text(
+        "#!/usr/bin/env bash\necho 'error: no room' >\"$PET_LOG_DIR/stderr.log\"\necho a page of torchrun\nexit 1\n"
+    )
     documents = rendered(workload__gpus=8)
     documents["Job"]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "KIND", "value": "none"})
     pod = start_pod(documents, 0, tmp_path, path=str(programs))
@@ -277,10 +363,13 @@ def test_the_error_of_a_rank_is_a_pod_s_last_line(tmp_path, programs):
     assert pod.returncode == 1 and last == "error: no room" and "a page of torchrun" in before
 
 
-@pytest.mark.parametrize("argument, message", [
-    ("train.stepz=100", "unknown key train.stepz; did you mean train.steps?"),
-    ("train.steps=100", "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 8"),
-])
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("train.stepz=100", "unknown key train.stepz; did you mean train.steps?"),
+        ("train.steps=100", "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 8"),
+    ],
+)
 def test_a_wrong_configuration_ends_a_pod_with_one_line(tmp_path, argument, message):
     pod = start_pod(rendered(workload__gpus=8, workload__arguments=f"{{{argument}}}"), 0, tmp_path)
     *_, last = pod.communicate(timeout=120)[0].splitlines()

@@ -16,24 +16,40 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from slurm_cluster import Cluster, until
 
 from minitron.data.indexed import IndexedDataset
+from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "launch" / "jube"
 BENCHMARK = yaml.safe_load((FOLDER / "nlp_benchmark.yaml").read_text())
 # JUBE's own, from its documentation: an integer, one that is not kept, a number.
-JUBE_PATTERNS = {"jube_pat_int": r"([+-]?\d+)", "jube_pat_nint": r"(?:[+-]?\d+)",
-                 "jube_pat_fp": r"([+-]?(?:\d*\.?\d+(?:[eE][-+]?\d+)?|\d+\.))"}
+JUBE_PATTERNS = {
+    "jube_pat_int": r"([+-]?\d+)",
+    "jube_pat_nint": r"(?:[+-]?\d+)",
+    "jube_pat_fp": r"([+-]?(?:\d*\.?\d+(?:[eE][-+]?\d+)?|\d+\.))",
+}
 # The benchmark's published job.out of 175B on 96 nodes of 4 GPUs: seconds and TFLOPs of its lines.
 PUBLISHED = [(7.2310, 101.54), (5.3551, 137.10), (5.6192, 130.66), (5.3291, 137.77), (5.3247, 137.89)]
-LINE = ("[default3]: iteration {:8d}/ 3125000 | consumed samples: {:12d} | elapsed time per iteration (s): {:.4f} | "
-        "learning rate: 4.438E-07 | global batch size:    96 | lm loss: 1.010967E+01 | loss scale: 4096.0 | grad norm: "
-        "178.553 | number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: {:.3f} | "
-        "TFLOPs: {:.2f} |")
-COLUMNS = ["Model_Size (Billion Param)", "Nodes", "Batch_Size", "Pipeline_Parallel", "Tensor_Parallel", "Iterations",
-           "Avg_TFLOPs/GPU", "Tokens/sec", "time_to_report_in_seconds", "baseline_in_seconds", "Verdict"]
+LINE = (
+    "[default3]: iteration {:8d}/ 3125000 | consumed samples: {:12d} | elapsed time per iteration (s): {:.4f} | "
+    "learning rate: 4.438E-07 | global batch size:    96 | lm loss: 1.010967E+01 | loss scale: 4096.0 | grad norm: "
+    "178.553 | number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: {:.3f} | "
+    "TFLOPs: {:.2f} |"
+)
+COLUMNS = [
+    "Model_Size (Billion Param)",
+    "Nodes",
+    "Batch_Size",
+    "Pipeline_Parallel",
+    "Tensor_Parallel",
+    "Iterations",
+    "Avg_TFLOPs/GPU",
+    "Tokens/sec",
+    "time_to_report_in_seconds",
+    "baseline_in_seconds",
+    "Verdict",
+]
 
 
 def published_log() -> str:
@@ -61,10 +77,12 @@ def seconds_of(log: str) -> list[float]:
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """Stand-ins for Slurm's commands: sbatch notes its arguments; its job is done at once, with the published log."""
-    scripts = {"scontrol": "echo 127.0.0.1",
-               "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-               "sbatch": f'printf "%s\\n" "$@" "$NCCL_SOCKET_IFNAME$MASTER_SUFFIX" >"{tmp_path}/sbatch.txt"\n'
-                         f'cp "{tmp_path}/published.out" job.out\ntouch ready'}
+    scripts = {
+        "scontrol": "echo 127.0.0.1",
+        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
+        "sbatch": f'printf "%s\\n" "$@" "$NCCL_SOCKET_IFNAME$MASTER_SUFFIX" >"{tmp_path}/sbatch.txt"\n'
+        f'cp "{tmp_path}/published.out" job.out\ntouch ready',
+    }
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in scripts.items():
@@ -79,16 +97,42 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1",
-                        "SLURM_PROCID": "0", "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments], cwd=folder,
-                          env=env, capture_output=True, text=True, timeout=120)
+    env = os.environ | {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_PROCID": "0",
+        "MASTER_PORT": f"{port}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.run(
+        ["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_patterns_read_the_job_out_of_a_run(tmp_path, slurm):
-    result = job(tmp_path, "configs/gpt3_13b.yaml", "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2",
-                 "model.ffn_hidden_size=64", "model.vocab_size=64", "parallel.tp=1", "parallel.pp=2", "train.seq_len=32",
-                 "train.global_batch_size=8", "train.steps=6", "precision.dtype=fp32", "log.every=2")
+    result = job(
+        tmp_path,
+        "configs/gpt3_13b.yaml",
+        "model.num_layers=2",
+        "model.hidden_size=32",
+        "model.num_heads=2",
+        "model.ffn_hidden_size=64",
+        "model.vocab_size=64",
+        "parallel.tp=1",
+        "parallel.pp=2",
+        "train.seq_len=32",
+        "train.global_batch_size=8",
+        "train.steps=6",
+        "precision.dtype=fp32",
+        "log.every=2",
+    )
     assert result.returncode == 0 and (tmp_path / "ready").exists(), result.stderr
     values = analysed(result.stdout, global_batch_size=8, sequence_length=32, report_tokens=20_000_000, baseline=560)
     seconds = seconds_of(result.stdout)
@@ -112,8 +156,9 @@ def test_a_job_that_fails_says_so_to_jube(tmp_path, slurm):
 
 
 def test_patterns_read_the_published_job_out():
-    values = analysed(published_log(), global_batch_size=96, sequence_length=2048, report_tokens=20_000_000,
-                      baseline=560)
+    values = analysed(
+        published_log(), global_batch_size=96, sequence_length=2048, report_tokens=20_000_000, baseline=560
+    )
     mean = sum(s for s, _ in PUBLISHED) / len(PUBLISHED)
     assert values["iter_pat"] == 10 and values["iterations"] == 50 and values["jobid"] == 10011638
     assert values["tflops_pat_avg"] == pytest.approx(sum(t for _, t in PUBLISHED) / len(PUBLISHED))
@@ -123,27 +168,42 @@ def test_patterns_read_the_published_job_out():
 @pytest.mark.parametrize("batch, tokens_per_second, report", [(1024, 60777.68, 329.07), (96, 36055.39, 554.70)])
 def test_report_time_of_the_published_table(batch, tokens_per_second, report):
     seconds = batch * 2048 / tokens_per_second
-    values = analysed(LINE.format(20, 0, seconds, batch / seconds, 0), global_batch_size=batch, sequence_length=2048,
-                      report_tokens=20_000_000, baseline=560)
+    values = analysed(
+        LINE.format(20, 0, seconds, batch / seconds, 0),
+        global_batch_size=batch,
+        sequence_length=2048,
+        report_tokens=20_000_000,
+        baseline=560,
+    )
     # The log has four digits after the point, the table two.
     assert values["tokens_per_second"] == pytest.approx(tokens_per_second, rel=0.5e-4 / seconds + 1e-9)
     assert values["report_time"] == pytest.approx(report, abs=0.005 + report * 0.5e-4 / seconds)
 
 
-@pytest.mark.parametrize("seconds, baseline, verdict", [
-    (554.70, 560, "pass"), (560, 560, "pass"), (560.01, 560, "fail"), (329.07, "none", "no baseline")])
+@pytest.mark.parametrize(
+    "seconds, baseline, verdict",
+    [(554.70, 560, "pass"), (560, 560, "pass"), (560.01, 560, "fail"), (329.07, "none", "no baseline")],
+)
 def test_the_report_time_is_judged_by_the_baseline(seconds, baseline, verdict):
     """One iteration of all the tokens; the bound is one that may be reached."""
-    values = analysed(LINE.format(20, 0, seconds, 1, 0), global_batch_size=1000, sequence_length=20_000,
-                      report_tokens=20_000_000, baseline=baseline)
+    values = analysed(
+        LINE.format(20, 0, seconds, 1, 0),
+        global_batch_size=1000,
+        sequence_length=20_000,
+        report_tokens=20_000_000,
+        baseline=baseline,
+    )
     assert values["report_time"] == pytest.approx(seconds) and values["verdict"] == verdict
 
 
 def test_build_prepares_the_data_and_finds_a_layout_that_does_not_fit(tmp_path):
     documents = [f"document {i} of some length" for i in range(11)]
     (tmp_path / "oscar.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    env = os.environ | {"DATASET": str(tmp_path / "oscar.jsonl"), "PREFIX": str(tmp_path / "data/oscar"),
-                        "TOKENIZER": "bytes"}
+    env = os.environ | {
+        "DATASET": str(tmp_path / "oscar.jsonl"),
+        "PREFIX": str(tmp_path / "data/oscar"),
+        "TOKENIZER": "bytes",
+    }
     command = ["bash", str(FOLDER / "build.sh"), sys.executable, "24", "configs/gpt3_13b.yaml"]
     result = subprocess.run([*command, "parallel.tp=5"], env=env, capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: parallel.tp")
@@ -170,8 +230,9 @@ def write_benchmark(folder: Path, **parameters: str | int) -> None:
 
 
 def jube(folder: Path, *command: str, status: int = 0, **variables: str) -> str:
-    result = subprocess.run(["jube", *command], cwd=folder, env=os.environ | variables, capture_output=True, text=True,
-                            timeout=300)
+    result = subprocess.run(
+        ["jube", *command], cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == status, result.stdout + result.stderr
     return result.stdout
 
@@ -207,9 +268,17 @@ def test_jube_runs_the_steps_and_makes_the_table(tmp_path, slurm, size, nodes, t
         assert (baseline, verdict) == ("560", "pass" if 20_000_000 / tokens_per_second <= 560 else "fail")
     submitted = (tmp_path / "sbatch.txt").read_text().split()
     assert {f"--nodes={nodes}", "--gres=gpu:4", "--output=job.out"} <= set(submitted)
-    assert {f"configs/gpt3_{size}b_jube.yaml", f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vp={6 if size == 175 else 1}",
-            "train.seq_len=2048", f"train.global_batch_size={batch}", "train.micro_batch_size=1", "log.every=10",
-            f"train.steps={20 if size == 13 else 50}"} <= set(submitted)
+    assert {
+        f"configs/gpt3_{size}b_jube.yaml",
+        f"parallel.tp={tp}",
+        f"parallel.pp={pp}",
+        f"parallel.vp={6 if size == 175 else 1}",
+        "train.seq_len=2048",
+        f"train.global_batch_size={batch}",
+        "train.micro_batch_size=1",
+        "log.every=10",
+        f"train.steps={20 if size == 13 else 50}",
+    } <= set(submitted)
     path = f"data.paths=[{tmp_path}/oscar_text_document]"
     assert ({"data.source=indexed", "data.split=7,3,1", path} if text else {"data.source=mock"}) <= set(submitted)
     assert (tmp_path / "oscar_text_document.idx").exists() == text
@@ -229,21 +298,40 @@ def test_gpus_that_slurm_does_not_manage(tmp_path, slurm):
 def test_a_tag_that_names_no_model_is_one_line(tmp_path, tags):
     write_benchmark(tmp_path)
     assert jube(tmp_path, "run", "nlp_benchmark.yaml", *tags, status=1).split("\n") == [
-        "", '"error: no model; give --tag 175 or --tag 13" cannot be represented as a "int"', ""]
+        "",
+        '"error: no model; give --tag 175 or --tag 13" cannot be represented as a "int"',
+        "",
+    ]
 
 
 @needs_jube
 def test_jube_on_slurm(tmp_path):
     """The benchmark as its users run it, with a small model on the two nodes of a cluster, until its time is up."""
-    tiny = ("{} model.num_layers=4 model.hidden_size=32 model.num_heads=2 model.ffn_hidden_size=64 model.vocab_size=64 "
-            "precision.dtype=fp32 log.every=2")
+    tiny = (
+        "{} model.num_layers=4 model.hidden_size=32 model.num_heads=2 model.ffn_hidden_size=64 model.vocab_size=64 "
+        "precision.dtype=fp32 log.every=2"
+    )
     with Cluster() as cluster:
-        write_benchmark(tmp_path, nodes=2, gpus_per_node=1, tp_size=1, pp_size=2, gas=8, sequence_length=32, steps=10**6,
-                        environment="MASTER_ADDR=localhost OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=", arguments=tiny)
+        write_benchmark(
+            tmp_path,
+            nodes=2,
+            gpus_per_node=1,
+            tp_size=1,
+            pp_size=2,
+            gas=8,
+            sequence_length=32,
+            steps=10**6,
+            environment="MASTER_ADDR=localhost OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=",
+            arguments=tiny,
+        )
         jube(tmp_path, "run", "nlp_benchmark.yaml", "--tag", "13", **cluster.environment)
         [work] = tmp_path.glob("nlp_benchmark_run/000000/*_run/work")
         out = work / "job.out"
-        until(lambda: out.exists() and len(seconds_of(out.read_text())) > 2 or (work / "error").exists(), 120, cluster.logs)
+        until(
+            lambda: out.exists() and len(seconds_of(out.read_text())) > 2 or (work / "error").exists(),
+            120,
+            cluster.logs,
+        )
         cluster.run("scancel", "--signal=USR1", "--name=nlp-all")  # what --signal=USR1@120 does
         until(lambda: {path.name for path in work.iterdir()} & {"ready", "error"}, 120, cluster.logs)
         assert (work / "ready").exists(), (work / "job.err").read_text()

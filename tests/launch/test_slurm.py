@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, until
 
 from minitron.config import cli
+from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[2]
-TINY = ("model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
-        "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
-        "parallel.tp=1 parallel.pp=2 parallel.vp=2")
+TINY = (
+    "model.num_layers=8 model.hidden_size=32 model.ffn_hidden_size=64 model.num_heads=4 model.vocab_size=257 "
+    "model.vocab_multiple=64 model.max_positions=64 train.seq_len=32 train.micro_batch_size=4 "
+    "parallel.tp=1 parallel.pp=2 parallel.vp=2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +33,19 @@ class Stage:
         self.folder = folder
         folder.mkdir()
         # One rank a node stands for eight GPUs; both nodes are this machine.
-        self.variables = dict(STAGE_PATH=str(folder), VENV=sys.prefix, DTYPE="bf16", DATASET="mock", MIN_NODES="1",
-                              SLURM_GPUS_PER_NODE="null", RUN_CONF_GPUS_PER_NODE="1", MASTER_ADDR="localhost",
-                              CUDA_VISIBLE_DEVICES="", EXTRA_ARGS=TINY, TOKENIZER="bytes")
+        self.variables = dict(
+            STAGE_PATH=str(folder),
+            VENV=sys.prefix,
+            DTYPE="bf16",
+            DATASET="mock",
+            MIN_NODES="1",
+            SLURM_GPUS_PER_NODE="null",
+            RUN_CONF_GPUS_PER_NODE="1",
+            MASTER_ADDR="localhost",
+            CUDA_VISIBLE_DEVICES="",
+            EXTRA_ARGS=TINY,
+            TOKENIZER="bytes",
+        )
 
     def submit(self, cluster: Cluster, *arguments: str, size: str = "175b", **variables: str) -> int:
         options = [f"--output={self.folder}/%j.out", *(arguments or ["-N2"])]
@@ -45,13 +57,22 @@ class Stage:
         return path.read_text() if path.exists() else ""
 
     def metrics(self, job: int, kind: str = "step") -> list[dict]:
-        lines = [line for path in self.folder.glob(f"results/*/*/*/*/{job}/metrics.jsonl")
-                 for line in path.read_text().splitlines()]
+        lines = [
+            line
+            for path in self.folder.glob(f"results/*/*/*/*/{job}/metrics.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def script(self, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["bash", str(ROOT / "launch" / name), *arguments], capture_output=True, text=True,
-                              env=os.environ | self.variables | variables, cwd=self.folder, timeout=120)
+        return subprocess.run(
+            ["bash", str(ROOT / "launch" / name), *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | self.variables | variables,
+            cwd=self.folder,
+            timeout=120,
+        )
 
 
 @pytest.fixture
@@ -65,7 +86,7 @@ def write_shards(folder: Path, count: int) -> list[Path]:
     words = Path(os.__file__).read_text().split()
     shards = [folder / f"{i:02d}.jsonl" for i in range(count)]
     for i, shard in enumerate(shards):
-        texts = [" ".join(words[k:k + 60]) for k in range(i, 3000, 60)]
+        texts = [" ".join(words[k : k + 60]) for k in range(i, 3000, 60)]
         shard.write_text("".join(json.dumps({"text": text, "meta": {"set": "Github"}}) + "\n" for text in texts))
     return shards
 
@@ -98,42 +119,64 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
     assert re.fullmatch(r"error: .*/my-gpt3_03_text_document.idx is missing; see .*, then run .*\n", missing.stderr)
 
 
-@pytest.mark.parametrize("arguments, variables, message", [
-    (["gpt3"], {}, "give a dataset and its text"),
-    (["bert", "x.jsonl"], {}, "'bert' is no dataset; use gpt3 or llama3.1"),
-    (["gpt3", "."], {}, "holds no *.jsonl, *.jsonl.gz, *.jsonl.xz or *.jsonl.zst"),
-    (["gpt3", "x.jsonl"], {}, "1 shard(s) make no 4 pairs of files; give more, or set FILES=1"),
-    (["gpt3", "x.jsonl"], {"FILES": "1"}, "x.jsonl: no such shard"),
-    (["gpt3", "x.jsonl"], {"FILES": "none"}, "FILES=none is no number of files; use 1 to 99"),
-    (["gpt3", "x.jsonl"], {"STAGE_PATH": ""}, "STAGE_PATH is not set"),
-    (["gpt3", "x.jsonl"], {"STAGE_PATH": "/nowhere"}, "STAGE_PATH=/nowhere is no folder"),
-    (["gpt3", "x.jsonl"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run launch/setup.sh"),
-    (["gpt3", "x.jsonl"], {"CONTAINER": "/nowhere.sqsh"}, "there is no CONTAINER=/nowhere.sqsh; run IMAGE=docker://"),
-    (["gpt3", "x.jsonl"], {"TOKENIZER": ""}, "/gpt3-dataset/bpe/encoder.json; run launch/setup.sh"),
-    (["gpt3", "x.jsonl"], {"TOKENIZER": "gpt2:~/no"}, f"there is no {os.environ['HOME']}/no/encoder.json"),
-    (["llama3.1", "x.jsonl"], {"TOKENIZER": "", "CONTAINER": "i"}, "llama3.1-dataset/llama/tokenizer.model; run launch"),
-    (["gpt3", "x.jsonl"], {"TOKENIZER": "bert:x"}, "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE and llama"),
-    (["gpt3", "x.jsonl"], {"WORKERS": "0"}, "WORKERS=0 is no number of processes; use 1 or more"),
-])
+@pytest.mark.parametrize(
+    "arguments, variables, message",
+    [
+        (["gpt3"], {}, "give a dataset and its text"),
+        (["bert", "x.jsonl"], {}, "'bert' is no dataset; use gpt3 or llama3.1"),
+        (["gpt3", "."], {}, "holds no *.jsonl, *.jsonl.gz, *.jsonl.xz or *.jsonl.zst"),
+        (["gpt3", "x.jsonl"], {}, "1 shard(s) make no 4 pairs of files; give more, or set FILES=1"),
+        (["gpt3", "x.jsonl"], {"FILES": "1"}, "x.jsonl: no such shard"),
+        (["gpt3", "x.jsonl"], {"FILES": "none"}, "FILES=none is no number of files; use 1 to 99"),
+        (["gpt3", "x.jsonl"], {"STAGE_PATH": ""}, "STAGE_PATH is not set"),
+        (["gpt3", "x.jsonl"], {"STAGE_PATH": "/nowhere"}, "STAGE_PATH=/nowhere is no folder"),
+        (["gpt3", "x.jsonl"], {"VENV": "/nowhere"}, "there is no /nowhere/bin/python; run launch/setup.sh"),
+        (
+            ["gpt3", "x.jsonl"],
+            {"CONTAINER": "/nowhere.sqsh"},
+            "there is no CONTAINER=/nowhere.sqsh; run IMAGE=docker://",
+        ),
+        (["gpt3", "x.jsonl"], {"TOKENIZER": ""}, "/gpt3-dataset/bpe/encoder.json; run launch/setup.sh"),
+        (["gpt3", "x.jsonl"], {"TOKENIZER": "gpt2:~/no"}, f"there is no {os.environ['HOME']}/no/encoder.json"),
+        (
+            ["llama3.1", "x.jsonl"],
+            {"TOKENIZER": "", "CONTAINER": "i"},
+            "llama3.1-dataset/llama/tokenizer.model; run launch",
+        ),
+        (
+            ["gpt3", "x.jsonl"],
+            {"TOKENIZER": "bert:x"},
+            "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE and llama",
+        ),
+        (["gpt3", "x.jsonl"], {"WORKERS": "0"}, "WORKERS=0 is no number of processes; use 1 or more"),
+    ],
+)
 def test_dataset_mistakes_are_one_line(stage, arguments, variables, message):
     done = stage.script("generate_dataset.sh", *arguments, **variables)
     assert done.returncode == 1 and message in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("text, variables, message", [
-    ('{"title": "no text"}\n', {}, "01.jsonl: line 1 has no text under the key 'text'"),
-    ("", {}, "01.jsonl: no such shard, or an empty one"),
-    ('{"text": "a"}\n', {"TOKENIZER": "llama3:{0}/01.jsonl"}, "01.jsonl: line 1 is not 'base64 rank'"),
-    ('{"text": "a"}\n', {"SLURM_PARTITION": "nowhere"}, "correct SLURM_PARTITION=nowhere or SLURM_ACCOUNT"),
-])
+@pytest.mark.parametrize(
+    "text, variables, message",
+    [
+        ('{"title": "no text"}\n', {}, "01.jsonl: line 1 has no text under the key 'text'"),
+        ("", {}, "01.jsonl: no such shard, or an empty one"),
+        ('{"text": "a"}\n', {"TOKENIZER": "llama3:{0}/01.jsonl"}, "01.jsonl: line 1 is not 'base64 rank'"),
+        ('{"text": "a"}\n', {"SLURM_PARTITION": "nowhere"}, "correct SLURM_PARTITION=nowhere or SLURM_ACCOUNT"),
+    ],
+)
 def test_no_dataset_job_is_submitted_that_would_fail(cluster, stage, tmp_path, text, variables, message):
     """The first of two shards is good; still its job does not begin."""
     shards = write_shards(tmp_path / "shards", 2)
     shards[1].write_text(text)
     variables = {name: value.format(shards[0].parent) for name, value in variables.items()}
-    done = stage.script("generate_dataset.sh", "gpt3", *map(str, shards), **cluster.environment | stage.variables | {
-        "FILES": "2", "SLURM_PARTITION": "batch", **variables})
+    done = stage.script(
+        "generate_dataset.sh",
+        "gpt3",
+        *map(str, shards),
+        **cluster.environment | stage.variables | {"FILES": "2", "SLURM_PARTITION": "batch", **variables},
+    )
     assert done.returncode == 1 and message in done.stderr.splitlines()[-1], done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ") and ": job " not in done.stdout
     assert cluster.run("squeue", "--noheader").stdout == ""
@@ -152,34 +195,60 @@ os.execvp("srun", ["srun", *outside])
 def test_dataset_by_slurm_jobs_then_training_on_it(cluster, stage, tmp_path):
     """The training in a container: here its srun is one that takes pyxis' options, and this Python is the image's."""
     shards = map(str, write_shards(tmp_path / "shards", 2))
-    done = subprocess.run(["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards], text=True,
-                          env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
-                          capture_output=True, timeout=300)
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "generate_dataset.sh"), "llama3.1", *shards],
+        text=True,
+        env=cluster.environment | stage.variables | {"SLURM_PARTITION": "batch", "WORKERS": "1"},
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     for job in re.findall(r": job (\d+), ", done.stdout):
         assert cluster.wait(int(job))["JobState"] == "COMPLETED", next(
-            stage.folder.glob("results.data_preparation/*")).read_text()
+            stage.folder.glob("results.data_preparation/*")
+        ).read_text()
     assert stage.script("check_dataset.sh", "llama3.1").returncode == 0
 
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
-    srun.write_text(CONTAINER.format(record=str(tmp_path / "srun"), python=f"{sys.prefix}/bin",
-                                     path=cluster.environment["PATH"]))
+    srun.write_text(
+        CONTAINER.format(record=str(tmp_path / "srun"), python=f"{sys.prefix}/bin", path=cluster.environment["PATH"])
+    )
     srun.chmod(0o755)
     tiny = TINY.replace("parallel.pp=2 parallel.vp=2", "parallel.pp=1 parallel.vp=1 parallel.cp=2")
-    job = stage.submit(cluster, "-N2", size="70b", DATASET="", MODEL_SIZE="70b", DTYPE="fp8", VENV="/nowhere",
-                       CONTAINER="image.sqsh", PATH=f"{srun.parent}:{cluster.environment['PATH']}",
-                       EXTRA_ARGS=f"{tiny} model.num_kv_heads=2 train.steps=4 precision.fp8_backend=torch")
+    job = stage.submit(
+        cluster,
+        "-N2",
+        size="70b",
+        DATASET="",
+        MODEL_SIZE="70b",
+        DTYPE="fp8",
+        VENV="/nowhere",
+        CONTAINER="image.sqsh",
+        PATH=f"{srun.parent}:{cluster.environment['PATH']}",
+        EXTRA_ARGS=f"{tiny} model.num_kv_heads=2 train.steps=4 precision.fp8_backend=torch",
+    )
     assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
     assert "--container-image=image.sqsh" in (tmp_path / "srun").read_text()
     assert f"--container-mounts={ROOT}:{ROOT},{stage.folder}:{stage.folder} " in (tmp_path / "srun").read_text()
     [out] = stage.folder.glob("results/*/fp8/70b/2/*.out")
     timings = re.findall(r"global_step=(\d)\.0+, consumed_samples=([\d.]+), train_step_timing in s=", out.read_text())
     assert [int(step) for step, _ in timings] == list(range(4)) and float(timings[-1][1]) == 4 * 2 * 16
-    metrics = subprocess.run([sys.executable, str(ROOT / "tools" / "training_metrics.py"), f"--file={out}",
-                              "--batch_size=32", "--num_accelerators=2", "--model_type=llama3.1-70b",
-                              "--accelerator_type=h100", "--start_step=1", "--end_step=3"],
-                             capture_output=True, text=True)
+    metrics = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tools" / "training_metrics.py"),
+            f"--file={out}",
+            "--batch_size=32",
+            "--num_accelerators=2",
+            "--model_type=llama3.1-70b",
+            "--accelerator_type=h100",
+            "--start_step=1",
+            "--end_step=3",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert metrics.returncode == 0 and "Average step time: " in metrics.stdout, metrics.stderr
     config = (out.with_suffix("") / "config.yaml").read_text()
     assert all(f"my-llama_0{i}_text_document" in config for i in range(2)) and "fp8: delayed" in config
@@ -193,9 +262,14 @@ def tools(tmp_path):
     """A PATH with a curl that notes its arguments and serves what `served` holds, and an enroot."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in (("curl", 'cat >{0}/header; echo "$@" >>{0}/arguments; while [ "$1" != --output ]; do shift; done; '
-                                'cp {0}/served "$2"'),
-                       ("enroot", 'echo "$@" >>{0}/arguments; touch "$3"')):
+    for name, text in (
+        (
+            "curl",
+            'cat >{0}/header; echo "$@" >>{0}/arguments; while [ "$1" != --output ]; do shift; done; '
+            'cp {0}/served "$2"',
+        ),
+        ("enroot", 'echo "$@" >>{0}/arguments; touch "$3"'),
+    ):
         (folder / name).write_text("#!/bin/bash\n" + text.format(folder) + "\n")
         (folder / name).chmod(0o755)
     return folder
@@ -227,9 +301,17 @@ def test_setup_fetches_what_is_missing_and_nothing_else(stage, tools):
 def test_dataset_jobs_in_a_container_see_the_shards(stage, tools, tmp_path):
     (tools / "sbatch").write_text(f'#!/bin/bash\necho "$@" >>{tools}/submitted; echo 7\n')
     (tools / "sbatch").chmod(0o755)
-    shard, = write_shards(tmp_path / "elsewhere", 1)
-    done = stage.script("generate_dataset.sh", "gpt3", str(shard), FILES="1", SLURM_PARTITION="batch",
-                        CONTAINER="image", CONTAINER_MOUNTS="/a:/b", PATH=f"{tools}:{os.environ['PATH']}")
+    (shard,) = write_shards(tmp_path / "elsewhere", 1)
+    done = stage.script(
+        "generate_dataset.sh",
+        "gpt3",
+        str(shard),
+        FILES="1",
+        SLURM_PARTITION="batch",
+        CONTAINER="image",
+        CONTAINER_MOUNTS="/a:/b",
+        PATH=f"{tools}:{os.environ['PATH']}",
+    )
     assert done.returncode == 0 and ": job 7, " in done.stdout, done.stderr
     wrapped = (tools / "submitted").read_text().replace("\\", "")
     folders = f"{stage.folder}:{stage.folder},/a:/b,{shard.parent}:{shard.parent}"
@@ -242,10 +324,18 @@ def test_setup_as_a_job(cluster, stage, tools):
     bpe.mkdir(parents=True)
     for name in ("encoder.json", "vocab.bpe"):
         (bpe / name).touch()
-    variables = {"PATH": f"{tools}:{cluster.environment['PATH']}", "SLURM_PARTITION": "batch",
-                 "IMAGE": "docker://registry#image:1"}
-    job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", "--chdir=/", str(ROOT / "launch" / "setup.sh"),
-                         **stage.variables | variables)
+    variables = {
+        "PATH": f"{tools}:{cluster.environment['PATH']}",
+        "SLURM_PARTITION": "batch",
+        "IMAGE": "docker://registry#image:1",
+    }
+    job = cluster.submit(
+        "-N1",
+        f"--output={stage.folder}/%j.out",
+        "--chdir=/",
+        str(ROOT / "launch" / "setup.sh"),
+        **stage.variables | variables,
+    )
     assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
     assert stage.output(job).endswith(f"Ready: {stage.folder}\n")
     assert "import --output" in (tools / "arguments").read_text()
@@ -256,12 +346,19 @@ def test_the_other_scripts_as_jobs(cluster, stage, tmp_path):
     shard = write_shards(tmp_path / "my shards", 1)[0]
     variables = stage.variables | {"FILES": "1", "WORKERS": "1"}
     for script, *more in ("generate_dataset.sh", "gpt3", f"../my shards/{shard.name}"), ("check_dataset.sh", "gpt3"):
-        job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", f"--chdir={stage.folder}",
-                             str(ROOT / "launch" / script), *more, **variables)
+        job = cluster.submit(
+            "-N1",
+            f"--output={stage.folder}/%j.out",
+            f"--chdir={stage.folder}",
+            str(ROOT / "launch" / script),
+            *more,
+            **variables,
+        )
         assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
     assert stage.output(job).endswith(f"Dataset generation completed successfully at: {stage.folder}/gpt3-dataset\n")
-    wrong = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / "quickstart.sh"), "a/wrong",
-                           **stage.variables)
+    wrong = cluster.submit(
+        "-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / "quickstart.sh"), "a/wrong", **stage.variables
+    )
     assert cluster.wait(wrong)["JobState"] == "FAILED"
     assert "'a/wrong' is no override; use section.key=value" in stage.output(wrong)
 
@@ -281,8 +378,10 @@ def test_setup_fetches_what_fine_tuning_reads(stage, tools):
     shards = {f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}
     assert weights == {"config.json", "model.safetensors.index.json"} | shards
     [row] = (stage.folder / "squad" / "train.jsonl").read_text().splitlines()
-    assert json.loads(row) == {"prompt": "Context: Par\u00eds. Question: Capital of France? Answer:",
-                               "completion": " Paris"}
+    assert json.loads(row) == {
+        "prompt": "Context: Par\u00eds. Question: Capital of France? Answer:",
+        "completion": " Paris",
+    }
     assert "hf_secret" not in (tools / "arguments").read_text()
     wrong = stage.script("setup.sh", **variables | {"FINETUNE": "70b"})
     assert wrong.returncode == 1 and "FINETUNE=70b is no model that can be fetched; use 8b" in wrong.stderr
@@ -342,54 +441,94 @@ def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
 
 
-@pytest.mark.parametrize("size, nodes, dtype", [
-    ("175b", 16, "fp8"), ("70b", 8, "bf16"), ("8b", 1, "fp8"), ("13b", 1, "bf16")])
+@pytest.mark.parametrize(
+    "size, nodes, dtype", [("175b", 16, "fp8"), ("70b", 8, "bf16"), ("8b", 1, "fp8"), ("13b", 1, "bf16")]
+)
 def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size, nodes, dtype):
     """With stand-ins for Slurm and torchrun: before it starts that, the job checks its configuration for all GPUs."""
     folder = stage.folder / ("llama3.1-dataset" if size in ("70b", "8b") else "gpt3-dataset")
     folder.mkdir()
     (folder / "my-text_00_text_document.idx").touch()
-    programs = {"bin/scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{size}.sbatch"',
-                "bin/srun": 'while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && out=$1; shift; done; "$@" >"${out#*=}"',
-                "venv/bin/python": f'[ "$1" != -c ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"'}
+    programs = {
+        "bin/scontrol": f'[ "$2" = hostnames ] && echo node1 || echo " Command={ROOT}/launch/{size}.sbatch"',
+        "bin/srun": 'while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && out=$1; shift; done; "$@" >"${out#*=}"',
+        "venv/bin/python": f'[ "$1" != -c ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"',
+    }
     for name, text in programs.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"STAGE_PATH": str(stage.folder), "VENV": str(tmp_path / "venv"), "DTYPE": dtype, "SLURM_JOB_ID": "7",
-           "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[1-9]", "SLURM_PROCID": "0",
-           "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    env = {
+        "STAGE_PATH": str(stage.folder),
+        "VENV": str(tmp_path / "venv"),
+        "DTYPE": dtype,
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "node[1-9]",
+        "SLURM_PROCID": "0",
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
     done = subprocess.run(["bash", str(ROOT / "launch" / f"{size}.sbatch")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [out] = stage.folder.glob(f"results/minitron-*/{dtype}/{size}/{8 * nodes}/7.out")
     words = out.read_text().split()
-    assert ["--nproc_per_node", "8", "--nnodes", str(nodes), "--rdzv_id", "7", "--rdzv_endpoint", "node1:10007",
-            "--rdzv_backend", "c10d", "--max_restarts", "0", "--tee", "3", "-m", "minitron.pretrain"] == words[2:18]
+    assert [
+        "--nproc_per_node",
+        "8",
+        "--nnodes",
+        str(nodes),
+        "--rdzv_id",
+        "7",
+        "--rdzv_endpoint",
+        "node1:10007",
+        "--rdzv_backend",
+        "c10d",
+        "--max_restarts",
+        "0",
+        "--tee",
+        "3",
+        "-m",
+        "minitron.pretrain",
+    ] == words[2:18]
     cfg = cli.load([str(ROOT / words[18]), *words[19:]])
     assert cfg.train.global_batch_size == 16 * nodes and cfg.train.steps == 50 and cfg.log.format == "nemo"
     assert (cfg.precision.fp8, cfg.precision.dtype) == ("delayed" if dtype == "fp8" else "none", "bf16")
     assert cfg.data.paths == ("1", str(folder / "my-text_00_text_document"))
 
 
-@pytest.mark.parametrize("arguments, profiled", [(["profile.kind=nsys", "log.dir=/r"], True),
-                                                 (["profile.kind=nsys", "log.dir=/r", "profile.kind=none"], False)])
+@pytest.mark.parametrize(
+    "arguments, profiled",
+    [(["profile.kind=nsys", "log.dir=/r"], True), (["profile.kind=nsys", "log.dir=/r", "profile.kind=none"], False)],
+)
 def test_nsys_starts_the_ranks_that_it_profiles(tmp_path, arguments, profiled):
     for name in ("nsys", "python"):
         (tmp_path / name).write_text(f'#!/usr/bin/env bash\necho {name} "$@"\n')
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
-           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000"}
-    words = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain",
-    *arguments],
-                           env=env, capture_output=True, text=True, check=True).stdout
-    nsys = ("nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop "
-            "-o /r/noderank-1 ") * profiled
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_PROCID": "1",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "7",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "6000",
+    }
+    words = subprocess.run(
+        ["bash", str(ROOT / "launch" / "node.sh"), "python", "8", "-m", "minitron.pretrain", *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    nsys = (
+        "nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop -o /r/noderank-1 "
+    ) * profiled
     assert words.startswith(f"{nsys}python -m torch.distributed.run --nproc_per_node 8 --nnodes 2 ")
     assert words.endswith(" -m minitron.pretrain " + " ".join(arguments) + "\n")
 
 
-@pytest.mark.parametrize("said, last", [("error: a rank's mistake", "error: a rank's mistake"),
-                                        ("Traceback", "a page of torchrun")])
+@pytest.mark.parametrize(
+    "said, last", [("error: a rank's mistake", "error: a rank's mistake"), ("Traceback", "a page of torchrun")]
+)
 def test_a_node_says_the_error_last(tmp_path, said, last):
     (tmp_path / "python").write_text(f'''#!/usr/bin/env bash
 mkdir "$PET_LOG_DIR/0"
@@ -398,29 +537,55 @@ echo "a page of torchrun" >&2
 exit 3
 ''')
     (tmp_path / "python").chmod(0o755)
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": "1", "SLURM_JOB_NUM_NODES": "2",
-           "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "6000", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(["bash", str(ROOT / "launch" / "node.sh"), "python", "8"], env=env, capture_output=True,
-    text=True)
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_PROCID": "1",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "7",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "6000",
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "node.sh"), "python", "8"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 3 and done.stderr.splitlines()[-1] == last
     assert [path.name for path in tmp_path.iterdir()] == ["python"]  # the ranks' logs went
 
 
 TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (
-    " model.num_kv_heads=2 model.rope_theta=1e4")
+    " model.num_kv_heads=2 model.rope_theta=1e4"
+)
 
 
 def test_fine_tuning_as_its_users_start_it(cluster, stage, tmp_path):
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    base = [sys.executable, "-m", "minitron.pretrain", *TINY_TUNED.split(), "train.steps=1", "data.source=mock",
-            "train.global_batch_size=2", f"checkpoint.dir={tmp_path / 'base'}"]
+    base = [
+        sys.executable,
+        "-m",
+        "minitron.pretrain",
+        *TINY_TUNED.split(),
+        "train.steps=1",
+        "data.source=mock",
+        "train.global_batch_size=2",
+        f"checkpoint.dir={tmp_path / 'base'}",
+    ]
     done = subprocess.run(base, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [{"prompt": f"{i}?", "completion": f" {i * i}!"} for i in range(99)]
     (tmp_path / "squares.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = stage.submit(cluster, "-N2", size="finetune", FT_TYPE="lora", MODEL_SIZE="8b", JOB_TOTAL_GPUS="2",
-                       HF_TOKEN="hf_secret", BASE=str(tmp_path / "base"), DATASET=str(tmp_path / "squares.jsonl"),
-                       EXTRA_ARGS=f"{TINY_TUNED} train.steps=4 optimizer.warmup_steps=1")
+    job = stage.submit(
+        cluster,
+        "-N2",
+        size="finetune",
+        FT_TYPE="lora",
+        MODEL_SIZE="8b",
+        JOB_TOTAL_GPUS="2",
+        HF_TOKEN="hf_secret",
+        BASE=str(tmp_path / "base"),
+        DATASET=str(tmp_path / "squares.jsonl"),
+        EXTRA_ARGS=f"{TINY_TUNED} train.steps=4 optimizer.warmup_steps=1",
+    )
     assert cluster.wait(job)["JobState"] == "COMPLETED", stage.output(job)
     name = "lora_nemo_llama3_8b_bf16_2"
     [out] = stage.folder.glob(f"logs/experiments/{name}/{name}_{job}/{name}/log-*.{name}_{job}_0.out")
@@ -433,14 +598,17 @@ def test_fine_tuning_as_its_users_start_it(cluster, stage, tmp_path):
     assert secret.stdout == ""
 
 
-@pytest.mark.parametrize("variables, message", [
-    (dict(FT_TYPE=""), "FT_TYPE= is neither sft nor lora; submit with FT_TYPE=lora sbatch"),
-    (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 8b; leave it unset"),
-    (dict(JOB_TOTAL_GPUS="16"), "JOB_TOTAL_GPUS=16, but 1 node(s) of 1 GPUs are 1; submit with another -N"),
-    (dict(), "/HF_ckpt/models/meta-llama/Meta-Llama-3-8B; run FINETUNE=8b launch/setup.sh, or set BASE"),
-    (dict(), "/Meta-Llama-3-8B is not complete, config.json is missing; run FINETUNE=8b launch/setup.sh again"),
-    (dict(BASE="/", DATASET=""), "/squad/train.jsonl; run FINETUNE=8b launch/setup.sh, or set DATASET to a .jsonl"),
-])
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        (dict(FT_TYPE=""), "FT_TYPE= is neither sft nor lora; submit with FT_TYPE=lora sbatch"),
+        (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 8b; leave it unset"),
+        (dict(JOB_TOTAL_GPUS="16"), "JOB_TOTAL_GPUS=16, but 1 node(s) of 1 GPUs are 1; submit with another -N"),
+        (dict(), "/HF_ckpt/models/meta-llama/Meta-Llama-3-8B; run FINETUNE=8b launch/setup.sh, or set BASE"),
+        (dict(), "/Meta-Llama-3-8B is not complete, config.json is missing; run FINETUNE=8b launch/setup.sh again"),
+        (dict(BASE="/", DATASET=""), "/squad/train.jsonl; run FINETUNE=8b launch/setup.sh, or set DATASET to a .jsonl"),
+    ],
+)
 def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, variables, message):
     if "config.json is missing" in message:  # what a fetch without a network leaves
         (stage.folder / "HF_ckpt/models/meta-llama/Meta-Llama-3-8B").mkdir(parents=True)
@@ -453,21 +621,24 @@ def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, v
 # ---- mistakes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variables, message", [
-    (dict(DTYPE="fp16"), "DTYPE=fp16 is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch"),
-    (dict(DTYPE=""), "DTYPE= is neither fp8 nor bf16"),
-    (dict(STAGE_PATH=""), "STAGE_PATH is not set; export STAGE_PATH="),
-    (dict(STAGE_PATH="relative"), "STAGE_PATH=relative is no folder with an absolute path"),
-    (dict(MIN_NODES=""), "1 node(s) are too few for 175b; submit with -N 16 or more"),
-    (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 175b; submit launch/70b.sbatch"),
-    (dict(SLURM_GPUS_PER_NODE="8"), "Slurm gave the job 1 GPUs a node; submit with --gres=gpu:8"),
-    (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
-    (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),
-    (dict(DATASET=""), "/gpt3-dataset has no *_text_document.idx; run launch/generate_dataset.sh gpt3"),
-    (dict(VENV="/nowhere"), "there is no /nowhere/bin/python; run launch/setup.sh, or set VENV or CONTAINER"),
-    (dict(EXTRA_ARGS="train.stepz=5"), "unknown key train.stepz; did you mean train.steps?"),
-    (dict(EXTRA_ARGS=""), "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 1"),
-])
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        (dict(DTYPE="fp16"), "DTYPE=fp16 is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch"),
+        (dict(DTYPE=""), "DTYPE= is neither fp8 nor bf16"),
+        (dict(STAGE_PATH=""), "STAGE_PATH is not set; export STAGE_PATH="),
+        (dict(STAGE_PATH="relative"), "STAGE_PATH=relative is no folder with an absolute path"),
+        (dict(MIN_NODES=""), "1 node(s) are too few for 175b; submit with -N 16 or more"),
+        (dict(MODEL_SIZE="70b"), "MODEL_SIZE=70b, but this is the job of 175b; submit launch/70b.sbatch"),
+        (dict(SLURM_GPUS_PER_NODE="8"), "Slurm gave the job 1 GPUs a node; submit with --gres=gpu:8"),
+        (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
+        (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),
+        (dict(DATASET=""), "/gpt3-dataset has no *_text_document.idx; run launch/generate_dataset.sh gpt3"),
+        (dict(VENV="/nowhere"), "there is no /nowhere/bin/python; run launch/setup.sh, or set VENV or CONTAINER"),
+        (dict(EXTRA_ARGS="train.stepz=5"), "unknown key train.stepz; did you mean train.steps?"),
+        (dict(EXTRA_ARGS=""), "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 1"),
+    ],
+)
 def test_mistakes_are_one_line_and_a_failed_job(cluster, stage, variables, message):
     job = stage.submit(cluster, "-N1", **variables)
     assert cluster.wait(job)["JobState"] == "FAILED"
@@ -478,16 +649,26 @@ def test_mistakes_are_one_line_and_a_failed_job(cluster, stage, variables, messa
 
 @pytest.mark.parametrize("size", ["175b", "finetune"])
 def test_arguments_of_a_job_are_an_error_not_ignored(cluster, stage, size):
-    job = cluster.submit("-N1", f"--output={stage.folder}/%j.out", str(ROOT / "launch" / f"{size}.sbatch"),
-                         "log.dir=/a/b", **stage.variables)
+    job = cluster.submit(
+        "-N1",
+        f"--output={stage.folder}/%j.out",
+        str(ROOT / "launch" / f"{size}.sbatch"),
+        "log.dir=/a/b",
+        **stage.variables,
+    )
     assert cluster.wait(job)["JobState"] == "FAILED"
-    assert stage.output(job) == ("error: 'log.dir=/a/b' would not be read; give overrides as "
-                                 "EXTRA_ARGS='train.steps=500' sbatch ...\n")
+    assert stage.output(job) == (
+        "error: 'log.dir=/a/b' would not be read; give overrides as EXTRA_ARGS='train.steps=500' sbatch ...\n"
+    )
 
 
 def test_a_job_script_started_without_sbatch_says_so():
-    done = subprocess.run(["bash", str(ROOT / "launch" / "175b.sbatch")], capture_output=True, text=True,
-                          env={name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"})
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "175b.sbatch")],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"},
+    )
     assert done.returncode != 0 and done.stderr.count("\n") == 1
     assert "SLURM_JOB_ID: is not set; submit this file: DTYPE=fp8 sbatch -N 16 launch/175b.sbatch" in done.stderr
 

@@ -6,11 +6,10 @@ Layouts agree with one process to 1e-5 of each gradient's norm: summation order 
 from __future__ import annotations
 
 import pytest
-import test_invariance
 import torch
-from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
-from test_invariance import DOCUMENTS, assert_equals_one_process, axes, mean_error
 
+import test_invariance
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, mesh_of, train_steps
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.config.schema import Config
@@ -23,13 +22,17 @@ from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
+from test_invariance import DOCUMENTS, assert_equals_one_process, axes, mean_error
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def lora(*targets: str, **keys) -> dict:
-    return {"finetune": {"kind": "lora"}, "lora": {"rank": 4, "alpha": 4.0, "targets": targets or ("qkv",), **keys},
-            "model": {"num_layers": 4}}
+    return {
+        "finetune": {"kind": "lora"},
+        "lora": {"rank": 4, "alpha": 4.0, "targets": targets or ("qkv",), **keys},
+        "model": {"num_layers": 4},
+    }
 
 
 # ---- one layer against the formula ----------------------------------------------------------------------------------
@@ -43,8 +46,11 @@ def test_the_formula(targets, p):
     layout, m = Layout(dtype=torch.float64), cfg.model
     name, spans = next((n, s) for n, s in adapted(m, targets).items() if s)
     make = dict(std=1.0, bias=False, gemm=Gemm())
-    linear = (ColumnParallelLinear(32, (32, 16, 16), layout, **make) if name == "attention.qkv" else
-              RowParallelLinear(32, 32, layout, **make)).requires_grad_(False)
+    linear = (
+        ColumnParallelLinear(32, (32, 16, 16), layout, **make)
+        if name == "attention.qkv"
+        else RowParallelLinear(32, 32, layout, **make)
+    ).requires_grad_(False)
     linear.adapter = adapter = Adapter(linear, spans, cfg, layout, (2, FIRST_SITE))
     for param in linear.parameters():
         param.data.normal_(generator=generator)
@@ -54,8 +60,8 @@ def test_the_formula(targets, p):
     twin = torch.nn.functional.linear(x, linear.weight)
     dropped, updates = dropout(x, p, keys, 2, FIRST_SITE), torch.zeros_like(twin)
     for i, (target, span) in enumerate(spans.items()):
-        low = dropped @ adapter.a[4 * i:4 * i + 4].t()
-        updates[..., span.start:span.start + span.size] = 6.0 / 4 * low @ adapter.b[target].t()
+        low = dropped @ adapter.a[4 * i : 4 * i + 4].t()
+        updates[..., span.start : span.start + span.size] = 6.0 / 4 * low @ adapter.b[target].t()
     twin = twin + updates
     y, dy = linear(x, keys=keys), torch.randn(twin.shape, generator=generator, dtype=torch.float64)
     params = [x, adapter.a, *adapter.b.values()]
@@ -112,19 +118,39 @@ def assert_layout(ranks, monkeypatch):
     return check
 
 
-@pytest.mark.parametrize("world, layout, targets", [
-    (2, "tp=2", ("qkv",)), (2, "tp=2", ALL), (4, "tp=4 sequence_parallel=off", ALL), (2, "pp=2 vp=2", ("qkv",)),
-    (2, "cp=2", ALL), (2, "", ("qkv", "o")), (4, "tp=2 overlap_tp=off overlap_grads=off", ("qkv", "down")),
-    (4, "tp=2 cp=2 cp_style=ulysses", ("gate", "v")), (8, "tp=2 pp=2 vp=2 cp=2", ALL)])
+@pytest.mark.parametrize(
+    "world, layout, targets",
+    [
+        (2, "tp=2", ("qkv",)),
+        (2, "tp=2", ALL),
+        (4, "tp=4 sequence_parallel=off", ALL),
+        (2, "pp=2 vp=2", ("qkv",)),
+        (2, "cp=2", ALL),
+        (2, "", ("qkv", "o")),
+        (4, "tp=2 overlap_tp=off overlap_grads=off", ("qkv", "down")),
+        (4, "tp=2 cp=2 cp_style=ulysses", ("gate", "v")),
+        (8, "tp=2 pp=2 vp=2 cp=2", ALL),
+    ],
+)
 def test_every_layout_equals_one_process(assert_layout, world, layout, targets):
     assert_layout(world, LLAMA, lora(*targets), layout)
 
 
-@pytest.mark.parametrize("world, layout, recompute", [
-    (2, "tp=2", "none"), (2, "tp=2 sequence_parallel=off", "selective"), (4, "tp=2 cp=2", "full"),
-    (4, "tp=2 pp=2 vp=2 sequence_parallel=off overlap_grads=off", "full"), (8, "tp=2 pp=2 vp=2 cp=2", "selective")])
-@pytest.mark.parametrize("base, targets", [(LLAMA, ("qkv", "o", "up", "down")), (GPT3, ("q", "v", "o", "up", "down"))],
-                         ids=["llama", "tied gpt"])
+@pytest.mark.parametrize(
+    "world, layout, recompute",
+    [
+        (2, "tp=2", "none"),
+        (2, "tp=2 sequence_parallel=off", "selective"),
+        (4, "tp=2 cp=2", "full"),
+        (4, "tp=2 pp=2 vp=2 sequence_parallel=off overlap_grads=off", "full"),
+        (8, "tp=2 pp=2 vp=2 cp=2", "selective"),
+    ],
+)
+@pytest.mark.parametrize(
+    "base, targets",
+    [(LLAMA, ("qkv", "o", "up", "down")), (GPT3, ("q", "v", "o", "up", "down"))],
+    ids=["llama", "tied gpt"],
+)
 def test_dropout_and_recomputation(assert_layout, base, targets, world, layout, recompute):
     change = lora(*targets, dropout=0.2)
     change["model"] |= {"hidden_dropout": 0.1}
@@ -132,8 +158,9 @@ def test_dropout_and_recomputation(assert_layout, base, targets, world, layout, 
     assert_layout(world, base, change, layout, train={"recompute": recompute})
 
 
-@pytest.mark.parametrize("world, layout, recompute", [
-    (2, "tp=2 sequence_parallel=off", "selective"), (4, "tp=2 cp=2", "full")])
+@pytest.mark.parametrize(
+    "world, layout, recompute", [(2, "tp=2 sequence_parallel=off", "selective"), (4, "tp=2 cp=2", "full")]
+)
 def test_fp8_is_as_near_to_float32_in_every_layout(ranks, world, layout, recompute):
     """The distance to the float32 gradients is at most 1.5 times that of one process in FP8: chance."""
     model = {"hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "init_std": 0.05}
@@ -187,12 +214,12 @@ def test_frozen_weights_have_no_gradients_states_or_products(base, monkeypatch):
     before = {name: p.clone() for name, p in (adapters | frozen).items()}
     monkeypatch.setattr(Gemm, "weight_grad", lambda *_: pytest.fail("a weight gradient of a frozen weight"))
     steps_of(trainer, 3)
-    assert all(torch.equal(p, before[name]) and p.grad is None and p.slot is None
-               for name, p in frozen.items())
+    assert all(torch.equal(p, before[name]) and p.grad is None and p.slot is None for name, p in frozen.items())
     assert not any(torch.equal(p, before[name]) for name, p in adapters.items())
     assert {span.name for bucket in trainer.gradients.buckets for span in bucket.plan.spans} == adapters.keys()
     assert sum(master.numel() for master in trainer.optimizer.masters) < 1.2 * sum(
-        -(-p.numel() // 128) * 128 for p in adapters.values())
+        -(-p.numel() // 128) * 128 for p in adapters.values()
+    )
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -201,8 +228,11 @@ def test_frozen_fp8_weights_are_cast_once(recipe, monkeypatch):
     model = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_heads": 4, "num_kv_heads": 4}
     losses, casts = {}, []
     original = fp8_torch.TensorScaling.cast
-    monkeypatch.setattr(fp8_torch.TensorScaling, "cast", lambda self, x, role, *rest: (
-        casts.append(role), original(self, x, role, *rest))[1])
+    monkeypatch.setattr(
+        fp8_torch.TensorScaling,
+        "cast",
+        lambda self, x, role, *rest: (casts.append(role), original(self, x, role, *rest))[1],
+    )
     for fp8 in ({}, {"fp8": recipe, "fp8_backend": "torch"}):
         cfg = config(LLAMA, lora("qkv", "down"), {"model": model, "precision": {"dtype": "bf16"} | fp8})
         rules.check(cfg, 1)
@@ -237,5 +267,7 @@ def test_inputs_of_frozen_products_are_not_kept():
     m, tokens = cfg.model, cfg.train.seq_len * cfg.train.micro_batch_size
     adapters = saved_for_backward(config(LLAMA, lora("qkv")))
     less = tokens * 4 * (m.num_layers * (m.hidden_size + m.ffn_hidden_size) + m.hidden_size)
-    first = tokens * 4 * (m.hidden_size + 1) + tokens * 8  # block 0's norm and the embedding's ids: nothing below learns
+    first = (
+        tokens * 4 * (m.hidden_size + 1) + tokens * 8
+    )  # block 0's norm and the embedding's ids: nothing below learns
     assert adapters == saved_for_backward(cfg) - less - first + m.num_layers * tokens * 4 * 4

@@ -7,14 +7,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import test_invariance
 import torch
 import torch.nn.functional as F
 import transformers
 
+import test_invariance
 from layouts import GPT3, LLAMA, config, train_steps
-from test_invariance import assert_equals_one_process, axes
-
 from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
@@ -27,6 +25,7 @@ from minitron.model.init import initialise
 from minitron.parallel.context import as_documents
 from minitron.parallel.layout import make_layout
 from minitron.testing import assert_close_rel
+from test_invariance import assert_equals_one_process, axes
 
 # Both compute in float32; sums run in another order through eight layers.
 TOLERANCE = 1e-5
@@ -175,8 +174,12 @@ def test_documents_apart_equal_documents_alone(base):
 def test_every_matrix_begins_with_values_of_its_own(base):
     """Of its name and of train.seed: equal ones, or one with multiples of another's, would train as one."""
     model, other = (model_of(config(base, {"train": {"seed": seed}}), std=0.0) for seed in (1, 2))
-    starts = [p.detach().flatten()[:512] / p.detach().flatten()[:512].norm()
-              for chunk in (model, other) for p in chunk.parameters() if p.dim() > 1]
+    starts = [
+        p.detach().flatten()[:512] / p.detach().flatten()[:512].norm()
+        for chunk in (model, other)
+        for p in chunk.parameters()
+        if p.dim() > 1
+    ]
     products = torch.stack(starts) @ torch.stack(starts).T - torch.eye(len(starts))
     assert products.abs().max() < 0.25  # of 512 independent values they vary by 512^-0.5 = 0.044
 
@@ -199,9 +202,12 @@ def test_initial_weights_do_not_depend_on_the_number_of_stages():
 def norm_heads(attention, qkv, args, y):
     """A hook of `qkv`: RMS norms of every head of q and k over its channels, with weights that all heads share."""
     q, k, v = y.unflatten(-1, (-1, attention.head_dim)).split(
-        (attention.heads, attention.kv_heads, attention.kv_heads), 2)
-    q, k = (F.rms_norm(x, x.shape[-1:]) * with_main_grad(weight)
-            for x, weight in ((q, attention.q_norm), (k, attention.k_norm)))
+        (attention.heads, attention.kv_heads, attention.kv_heads), 2
+    )
+    q, k = (
+        F.rms_norm(x, x.shape[-1:]) * with_main_grad(weight)
+        for x, weight in ((q, attention.q_norm), (k, attention.k_norm))
+    )
     return torch.cat([q, k, v], 2).flatten(2)
 
 
@@ -234,9 +240,17 @@ def assert_layout(ranks, monkeypatch):
     return check
 
 
-@pytest.mark.parametrize("world, layout", [
-    (1, "tp=1"), (2, "tp=2"), (2, "tp=2 sequence_parallel=off"), (4, "tp=4 sequence_parallel=off overlap_grads=off"),
-    (4, "tp=2 cp=2"), (4, "tp=2 pp=2 sequence_parallel=off")])
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (1, "tp=1"),
+        (2, "tp=2"),
+        (2, "tp=2 sequence_parallel=off"),
+        (4, "tp=4 sequence_parallel=off overlap_grads=off"),
+        (4, "tp=2 cp=2"),
+        (4, "tp=2 pp=2 sequence_parallel=off"),
+    ],
+)
 def test_a_parameter_of_each_head_has_the_gradient_of_all_heads(assert_layout, world, layout):
     """A rank has some of the heads, so what it adds up for a weight that all heads share is a part."""
     gradients = assert_layout(world, layout)

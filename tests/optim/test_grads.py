@@ -50,10 +50,17 @@ class Spec:
 
 UNITS = {
     "embedding": [Spec("embedding.weight", (24, 6), 0, (24,), tied=True), Spec("embedding.positions", (5, 6))],
-    "block0": [Spec("block0.norm", (7,)), Spec("block0.qkv", (16, 7), 0, (8, 4, 4)),
-               Spec("block0.bias", (16,), 0, (8, 4, 4)), Spec("block0.out", (6, 132), 1, (132,))],
-    "block1": [Spec("block1.norm", (7,)), Spec("block1.qkv", (16, 7), 0, (8, 4, 4)),
-               Spec("block1.out", (29, 44), 1, (44,))],
+    "block0": [
+        Spec("block0.norm", (7,)),
+        Spec("block0.qkv", (16, 7), 0, (8, 4, 4)),
+        Spec("block0.bias", (16,), 0, (8, 4, 4)),
+        Spec("block0.out", (6, 132), 1, (132,)),
+    ],
+    "block1": [
+        Spec("block1.norm", (7,)),
+        Spec("block1.qkv", (16, 7), 0, (8, 4, 4)),
+        Spec("block1.out", (29, 44), 1, (44,)),
+    ],
     "head": [Spec("head.norm", (301,))],
 }
 SPECS = {spec.name: spec for specs in UNITS.values() for spec in specs}
@@ -89,8 +96,9 @@ class Unit(nn.Module):
         for spec in UNITS[name]:
             shard = spec.shard(tp)
             param = nn.Parameter((spec.initial() if shard is None else shard.cut(spec.initial())).to(dtype))
-            param.spec = ParamSpec(spec.name, shard, spec.decay, tied=spec.tied,
-                                   sum_over_tp=shard is None and tp.size > 1 and sum_over_tp)
+            param.spec = ParamSpec(
+                spec.name, shard, spec.decay, tied=spec.tied, sum_over_tp=shard is None and tp.size > 1 and sum_over_tp
+            )
             param.slot = None
             self.register_parameter(spec.name.split(".")[1], param)
             self.uses[spec.name] = spec, param
@@ -115,8 +123,11 @@ class Chunk(nn.Module):
         for name in names:
             tied = None
             if name == "head":
-                first = self.parts["embedding"] if "embedding" in self.parts else Unit(
-                    "embedding", mesh.tp, dtype, sum_over_tp=sequence_parallel)
+                first = (
+                    self.parts["embedding"]
+                    if "embedding" in self.parts
+                    else Unit("embedding", mesh.tp, dtype, sum_over_tp=sequence_parallel)
+                )
                 tied = first.weight
             self.parts[name] = Unit(name, mesh.tp, dtype, tied, sequence_parallel)
         if {"embedding", "head"} <= set(names):
@@ -135,7 +146,9 @@ class Toy:
         names, stages = list(UNITS), mesh.pp.size * vp
         each = len(names) // stages
         mine = [mesh.pp.rank + i * mesh.pp.size for i in range(vp)]
-        self.chunks = [Chunk(names[stage * each:(stage + 1) * each], mesh, dtype, sequence_parallel) for stage in mine]
+        self.chunks = [
+            Chunk(names[stage * each : (stage + 1) * each], mesh, dtype, sequence_parallel) for stage in mine
+        ]
         self.gradients = Gradients(self.chunks, mesh, PLAIN, overlap=overlap, bucket_bytes=SMALL_BUCKETS)
         tp, data = mesh.tp, mesh.dp_cp
         self.parts = range(tp.rank, PARTS, tp.size) if sequence_parallel else range(PARTS)
@@ -160,8 +173,13 @@ class Toy:
 
 def twin_gradients(seen, step):
     """{name: whole gradient} of a single process whose forward saw the parameters `seen`."""
-    return {name: sum(gradient(spec, seen[name], use, step, range(SAMPLES), range(PARTS))
-                      for use in ([name, "head.weight"] if spec.tied else [name])) for name, spec in SPECS.items()}
+    return {
+        name: sum(
+            gradient(spec, seen[name], use, step, range(SAMPLES), range(PARTS))
+            for use in ([name, "head.weight"] if spec.tied else [name])
+        )
+        for name, spec in SPECS.items()
+    }
 
 
 def cut(name, full, tp):
@@ -191,8 +209,9 @@ keys = st.builds(BucketKey, st.sampled_from([torch.float32, torch.bfloat16]), *[
 
 
 @settings(deadline=None)  # other work on the machine is no failure
-@given(st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=30), st.integers(1, 20000),
-       st.integers(1, 6))
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=30), st.integers(1, 20000), st.integers(1, 6)
+)
 def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks):
     params = [(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(params)]
     plans = plan_buckets(params, bucket_bytes, ranks)
@@ -355,7 +374,7 @@ def test_the_norm_of_a_large_bucket_is_exact():
     layer.units = lambda: [layer]
     layer.weight.spec, layer.weight.slot = ParamSpec("weight"), None
     gradients = Gradients([layer], Mesh.offline(), PLAIN, overlap=True)
-    bucket, = gradients.buckets
+    (bucket,) = gradients.buckets
     bucket.grad_slice.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
     expected = float(bucket.grad_slice.double().square().sum())
     assert float(gradients.square_sum()) == pytest.approx(expected, rel=1e-12)

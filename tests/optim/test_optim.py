@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_grads import LAYOUTS, SAMPLES, SPECS, Toy, cut, twin_gradients
 
 from minitron.checkpoint.save import State
 from minitron.comm.mesh import Mesh
@@ -19,7 +20,6 @@ from minitron.optim.lr import learning_rate
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.testing import assert_close_rel
-from test_grads import LAYOUTS, SAMPLES, SPECS, Toy, cut, twin_gradients
 
 STEPS = 5
 CFG = OptimizerConfig(clip_grad=2.0, weight_decay=0.3)  # the toy's norm is 3 to 4 per token: every step is clipped
@@ -78,8 +78,13 @@ def state(optimizer):
 def twin_train(cfg=CFG, dtype=torch.float32, skip=()):
     """torch.optim.AdamW and clip_grad_norm_ on whole parameters, in float64; the model sees them in `dtype`."""
     masters = {name: torch.nn.Parameter(spec.initial().to(dtype).double()) for name, spec in SPECS.items()}
-    groups = [{"params": [masters[name] for name, spec in SPECS.items() if spec.decay == decay],
-               "weight_decay": cfg.weight_decay * decay} for decay in (True, False)]
+    groups = [
+        {
+            "params": [masters[name] for name, spec in SPECS.items() if spec.decay == decay],
+            "weight_decay": cfg.weight_decay * decay,
+        }
+        for decay in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, betas=cfg.betas, eps=cfg.eps, foreach=False)
     stats = []
     for step in range(STEPS):
@@ -87,8 +92,14 @@ def twin_train(cfg=CFG, dtype=torch.float32, skip=()):
         for name, total in twin_gradients(seen, step).items():
             masters[name].grad = total.double() / (SAMPLES * TOKENS)
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), cfg.clip_grad or math.inf)
-        stats.append({"loss": sum(toy_loss(step, sample) for sample in range(SAMPLES)) / (SAMPLES * TOKENS),
-                      "grad_norm": float(norm), "skipped": 0.0, "nan": 0.0})
+        stats.append(
+            {
+                "loss": sum(toy_loss(step, sample) for sample in range(SAMPLES)) / (SAMPLES * TOKENS),
+                "grad_norm": float(norm),
+                "skipped": 0.0,
+                "nan": 0.0,
+            }
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         if step not in skip:
@@ -132,8 +143,14 @@ def test_low_precision_parameters_with_float32_masters(ranks, world, mesh_args, 
     check_against_twin(results, twin_train(dtype=dtype), world, mesh_args, 1e-5)
 
 
-@pytest.mark.parametrize("cfg", [OptimizerConfig(clip_grad=0.0), OptimizerConfig(clip_grad=1e4),
-                                 OptimizerConfig(weight_decay=0.0, betas=(0.8, 0.999), eps=1e-3)])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        OptimizerConfig(clip_grad=0.0),
+        OptimizerConfig(clip_grad=1e4),
+        OptimizerConfig(weight_decay=0.0, betas=(0.8, 0.999), eps=1e-3),
+    ],
+)
 def test_no_clipping_loose_clipping_and_other_settings(ranks, cfg):
     check_against_twin(ranks(2, train, {}, {}, cfg), twin_train(cfg), 2, {}, 1e-6)
 
@@ -158,9 +175,9 @@ def step_with_loss(loss, count):
 
 
 def test_a_loss_that_is_not_finite_is_reported_and_no_tokens_at_all_skip_the_step(ranks):
-    (stats, steps), = ranks(1, step_with_loss, math.inf, 3)
+    ((stats, steps),) = ranks(1, step_with_loss, math.inf, 3)
     assert (stats["loss"], stats["nan"], stats["skipped"], steps) == (math.inf, 1, 0, 1)
-    (stats, steps), = ranks(1, step_with_loss, 0.0, 0)
+    ((stats, steps),) = ranks(1, step_with_loss, 0.0, 0)
     assert (stats["nan"], stats["skipped"], steps) == (1, 1, 0)
 
 
@@ -212,9 +229,11 @@ def test_the_schedule_equals_torchs(schedule, warmup):
     cfg = OptimizerConfig(lr=2e-3, min_lr=1e-4, lr_schedule=schedule, warmup_steps=warmup, constant_steps=6)
     decay = 30 - 6
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=cfg.lr)
-    twin = {"cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(sgd, decay - warmup, cfg.min_lr),
-            "linear": lambda: torch.optim.lr_scheduler.LinearLR(sgd, 1.0, cfg.min_lr / cfg.lr, decay - warmup),
-            "constant": lambda: torch.optim.lr_scheduler.ConstantLR(sgd, 1.0)}[schedule]()
+    twin = {
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(sgd, decay - warmup, cfg.min_lr),
+        "linear": lambda: torch.optim.lr_scheduler.LinearLR(sgd, 1.0, cfg.min_lr / cfg.lr, decay - warmup),
+        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(sgd, 1.0),
+    }[schedule]()
     for step in range(1, 31):
         if step <= warmup:
             expected = cfg.lr * step / warmup
@@ -234,8 +253,11 @@ def test_limits_in_samples_equal_limits_in_steps_and_the_decay_never_rises(step,
     common = dict(lr_schedule=schedule, lr=1.0, min_lr=0.1)
     in_steps = OptimizerConfig(warmup_steps=warmup, decay_steps=warmup + length, **common)
     in_samples = OptimizerConfig(warmup_samples=warmup * 16, decay_samples=(warmup + length) * 16, **common)
-    rates = [learning_rate(cfg, n * 16, global_batch_size=16, total_steps=0) for n in (step, step + 1)
-             for cfg in (in_steps, in_samples)]
+    rates = [
+        learning_rate(cfg, n * 16, global_batch_size=16, total_steps=0)
+        for n in (step, step + 1)
+        for cfg in (in_steps, in_samples)
+    ]
     assert rates[0] == rates[1] and rates[2] == rates[3]
     assert 0 <= rates[0] <= 1 and (step < warmup) == (rates[2] > rates[0])
     assert learning_rate(in_steps, (warmup + length) * 16, global_batch_size=16, total_steps=0) == 0.1
@@ -261,8 +283,10 @@ def twin_scales(scale, window, hysteresis, overflows):
 
 
 def scales(scale, window, hysteresis, overflows):
-    scaler = LossScaler(PrecisionConfig("fp16", loss_scale=scale, loss_scale_window=window,
-                                        loss_scale_hysteresis=hysteresis), torch.device("cpu"))
+    scaler = LossScaler(
+        PrecisionConfig("fp16", loss_scale=scale, loss_scale_window=window, loss_scale_hysteresis=hysteresis),
+        torch.device("cpu"),
+    )
     result, held = [], scaler.scale
     for overflow in overflows:
         scaler.update(torch.tensor(float(overflow), dtype=torch.float64))
@@ -272,8 +296,9 @@ def scales(scale, window, hysteresis, overflows):
 
 
 @settings(deadline=None)  # other work on the machine is no failure
-@given(st.integers(0, 16).map(lambda n: 2.0**n), st.integers(1, 6), st.integers(1, 4),
-       st.lists(st.booleans(), max_size=40))
+@given(
+    st.integers(0, 16).map(lambda n: 2.0**n), st.integers(1, 6), st.integers(1, 4), st.lists(st.booleans(), max_size=40)
+)
 def test_the_loss_scale_equals_its_plain_twin(scale, window, hysteresis, overflows):
     assert scales(scale, window, hysteresis, overflows) == twin_scales(scale, window, hysteresis, overflows)
 

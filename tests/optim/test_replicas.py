@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fault_run import Run
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import GPT3, LLAMA, adapters_that_do_something, config, mesh_of
 
+from fault_run import Run
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, mesh_of
 from minitron.checkpoint.format import checkpoints
 from minitron.checkpoint.load import Start, find, restore
 from minitron.comm.collectives import all_gather_into
@@ -27,8 +27,11 @@ from minitron.planning.dryrun import Recorder, recorded
 from minitron.runtime.log import Log
 from minitron.train import build, train
 
-SMALL = {"model": dict(num_layers=2), "train": dict(steps=6, global_batch_size=4, check_replicas_every=2),
-         "log": dict(every=1000)}
+SMALL = {
+    "model": dict(num_layers=2),
+    "train": dict(steps=6, global_batch_size=4, check_replicas_every=2),
+    "log": dict(every=1000),
+}
 LORA = {"finetune": dict(kind="lora", base="anywhere"), "lora": dict(targets=("qkv", "o", "down"))}
 NORMED = "blocks.0.attention.q_norm"
 
@@ -51,10 +54,21 @@ class NormedHeads(gpt.Attention):
     def forward(self, x, mb, remake=None):
         qkv = self.qkv(x, remake, mb.local_keys).unflatten(-1, (-1, self.head_dim))
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
-        q, k = (torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w)
-                for x, w in ((q, self.q_norm), (k, self.k_norm)))
-        y = context.attention(q, k, v, axis=self.cp, style=self.style, backend=self.backend, documents=mb.documents,
-                              dropout_mask=None, ops=self.ops)
+        q, k = (
+            torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w)
+            for x, w in ((q, self.q_norm), (k, self.k_norm))
+        )
+        y = context.attention(
+            q,
+            k,
+            v,
+            axis=self.cp,
+            style=self.style,
+            backend=self.backend,
+            documents=mb.documents,
+            dropout_mask=None,
+            ops=self.ops,
+        )
         return self.out(y.flatten(2), keys=mb.keys)
 
 
@@ -158,29 +172,40 @@ def test_a_flipped_bit_and_a_swap_change_the_sums(rows, columns, dtype, data):
 # ---- healthy runs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world,cfg", [
-    (8, small(GPT3, parallel=dict(tp=2, pp=2))),
-    (8, small(LLAMA, parallel=dict(tp=2, pp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
-    (4, small(GPT3, parallel=dict(pp=2, overlap_grads=False), precision=dict(dtype="fp16", loss_scale=2.0**24))),
-    (4, small(LLAMA, **LORA, parallel=dict(tp=2))),
-    (4, small(LLAMA, **LORA, parallel=dict(tp=2, cp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
-    (2, small(GPT3, parallel=dict(tp=2, sequence_parallel=False), data=dict(separate_documents=True))),
-    (2, small(LLAMA, parallel=dict(pp=2))),
-], ids=["tied", "bf16", "fp16", "lora", "lora-cp", "positions", "no-copies"])
+@pytest.mark.parametrize(
+    "world,cfg",
+    [
+        (8, small(GPT3, parallel=dict(tp=2, pp=2))),
+        (8, small(LLAMA, parallel=dict(tp=2, pp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
+        (4, small(GPT3, parallel=dict(pp=2, overlap_grads=False), precision=dict(dtype="fp16", loss_scale=2.0**24))),
+        (4, small(LLAMA, **LORA, parallel=dict(tp=2))),
+        (4, small(LLAMA, **LORA, parallel=dict(tp=2, cp=2, sequence_parallel=False), precision=dict(dtype="bf16"))),
+        (2, small(GPT3, parallel=dict(tp=2, sequence_parallel=False), data=dict(separate_documents=True))),
+        (2, small(LLAMA, parallel=dict(pp=2))),
+    ],
+    ids=["tied", "bf16", "fp16", "lora", "lora-cp", "positions", "no-copies"],
+)
 def test_a_healthy_run_is_left_alone(ranks, world, cfg):
     p = cfg.parallel
     for said, records, params in ranks(world, run, cfg):
         assert not said
-        copies = {"dp_cp": len(params) * (world > p.tp * p.pp), "tp": sum(whole for whole, _ in params) * (p.tp > 1),
-                  "embedding": sum(tied for _, tied in params) * (p.pp > 1)}
+        copies = {
+            "dp_cp": len(params) * (world > p.tp * p.pp),
+            "tp": sum(whole for whole, _ in params) * (p.tp > 1),
+            "embedding": sum(tied for _, tied in params) * (p.pp > 1),
+        }
         once = [(axis, 2 * 2 * 8 * number) for axis, number in copies.items() if number] + [("world", 8)]
         assert [(record.axis, record.num_bytes) for record in records] == 3 * once  # after 2, 4 and 6 steps
         assert all(record.kind == "all-reduce" for record in records)
 
 
 def test_never_compares_nothing(ranks, tmp_path):
-    cfg = small(LLAMA, parallel=dict(tp=2, sequence_parallel=False), train=dict(check_replicas_every=0),
-                checkpoint=dict(dir=str(tmp_path), every=3))
+    cfg = small(
+        LLAMA,
+        parallel=dict(tp=2, sequence_parallel=False),
+        train=dict(check_replicas_every=0),
+        checkpoint=dict(dir=str(tmp_path), every=3),
+    )
     assert [out[:2] for out in ranks(2, run, cfg, attention=NormedHeads)] == [("", [])] * 2
     assert list(checkpoints(tmp_path)) == [3, 6]
 
@@ -199,10 +224,12 @@ def test_one_process_has_no_replicas():
 
 def found(outputs):
     """The one sentence that all ranks said, up to the advice."""
-    said, = {said for said, *_ in outputs}
-    assert said.endswith(". A layer of your own must give all ranks that hold a parameter the same gradient; else "
-                         "suspect the memory of these ranks. Each save came after a comparison: start again from the "
-                         "newest checkpoint")
+    (said,) = {said for said, *_ in outputs}
+    assert said.endswith(
+        ". A layer of your own must give all ranks that hold a parameter the same gradient; else "
+        "suspect the memory of these ranks. Each save came after a comparison: start again from the "
+        "newest checkpoint"
+    )
     return said.split(". A layer")[0]
 
 
@@ -210,10 +237,12 @@ def test_a_gradient_that_no_rank_has_whole_is_noticed(ranks):
     """A norm by head under tp without sequence parallelism: each rank's gradient lacks what the others' heads add."""
     cfg = small(LLAMA, parallel=dict(tp=2, sequence_parallel=False))
     assert found(ranks(2, run, cfg, attention=NormedHeads)) == (
-        f"iteration 2: rank 1 and rank 0 hold different copies of {NORMED}, and of 3 more")
+        f"iteration 2: rank 1 and rank 0 hold different copies of {NORMED}, and of 3 more"
+    )
     cfg = small(LLAMA, parallel=dict(tp=4, pp=2, sequence_parallel=False))
     assert found(ranks(8, run, cfg, attention=NormedHeads)) == (
-        f"iteration 2: ranks 1, 2, 3 and rank 0 hold different copies of {NORMED}, and of 3 more")
+        f"iteration 2: ranks 1, 2, 3 and rank 0 hold different copies of {NORMED}, and of 3 more"
+    )
 
 
 def test_a_gradient_that_is_summed_is_left_alone(ranks):
@@ -225,15 +254,18 @@ def test_a_gradient_that_is_summed_is_left_alone(ranks):
 def test_a_flipped_bit_is_noticed_though_the_next_update_repairs_it(ranks):
     cfg, name = small(LLAMA), "blocks.1.mlp.down.weight"
     assert found(ranks(4, run, cfg, partial(flip, [2], 4, name))) == (
-        f"iteration 4: rank 2 and ranks 0, 1, 3 hold different copies of {name}; after iteration 2 they were equal")
+        f"iteration 4: rank 2 and ranks 0, 1, 3 hold different copies of {name}; after iteration 2 they were equal"
+    )
 
 
 def test_a_flipped_bit_of_a_frozen_weight_is_noticed(ranks):
     cfg, name = small(LLAMA, **LORA, parallel=dict(tp=2)), "blocks.0.attention.qkv.weight"
     assert found(ranks(4, run, cfg, partial(flip, [1], 3, name))) == (  # of tp rank 1, which rank 3 has, too
-        f"iteration 4: rank 3 and rank 1 hold different copies of {name}; after iteration 2 they were equal")
+        f"iteration 4: rank 3 and rank 1 hold different copies of {name}; after iteration 2 they were equal"
+    )
     assert found(ranks(4, run, cfg, partial(flip, [2, 3], 2, name))) == (  # of both tp ranks: two shards
-        f"iteration 2: rank 2 and rank 0 hold different copies of {name}, and of 1 more")
+        f"iteration 2: rank 2 and rank 0 hold different copies of {name}, and of 1 more"
+    )
 
 
 def test_tied_weights_that_part_are_noticed(ranks):
@@ -244,7 +276,8 @@ def test_tied_weights_that_part_are_noticed(ranks):
 
 def test_the_last_comparison_is_read_before_the_run_ends(ranks):
     assert found(ranks(2, run, small(LLAMA), partial(flip, [1], 6, "head.weight"))) == (
-        "iteration 6: rank 1 and rank 0 hold different copies of head.weight; after iteration 4 they were equal")
+        "iteration 6: rank 1 and rank 0 hold different copies of head.weight; after iteration 4 they were equal"
+    )
 
 
 # ---- what is saved ------------------------------------------------------------------------------------------------
@@ -254,11 +287,13 @@ def test_the_last_comparison_is_read_before_the_run_ends(ranks):
 def test_replicas_are_compared_before_each_save_also_in_a_resumed_run(ranks, tmp_path, stop_at, iteration):
     layout = dict(tp=2, sequence_parallel=False)
     keys = dict(parallel=layout, checkpoint=dict(dir=str(tmp_path), every=2))
-    assert [said for said, *_ in ranks(2, run, small(LLAMA, **keys, train=dict(steps=2, check_replicas_every=1000)))
-            ] == ["", ""]
+    assert [
+        said for said, *_ in ranks(2, run, small(LLAMA, **keys, train=dict(steps=2, check_replicas_every=1000)))
+    ] == ["", ""]
     cfg = small(LLAMA, **keys, train=dict(check_replicas_every=1000))
     assert found(ranks(2, run, cfg, partial(nudge, 1, 3, "head.norm.weight"), stop_at=stop_at)) == (
-        f"iteration {iteration}: rank 1 and rank 0 hold different copies of head.norm.weight")
+        f"iteration {iteration}: rank 1 and rank 0 hold different copies of head.norm.weight"
+    )
     assert list(checkpoints(tmp_path)) == [2]
     for said, records, _ in ranks(2, run, small(LLAMA, **keys)):  # what was saved is sound
         assert not said and [record.axis for record in records] == ["tp", "world"] * 2  # once where both are due
@@ -267,10 +302,19 @@ def test_replicas_are_compared_before_each_save_also_in_a_resumed_run(ranks, tmp
 
 def test_the_run_ends_with_one_line(tmp_path):
     saved = tmp_path / "saved"
-    with Run(tmp_path, "drift@1", "parallel.tp=2", "train.check_replicas_every=4", f"checkpoint.dir={saved}",
-             "checkpoint.every=2", ranks=2) as started:
+    with Run(
+        tmp_path,
+        "drift@1",
+        "parallel.tp=2",
+        "train.check_replicas_every=4",
+        f"checkpoint.dir={saved}",
+        "checkpoint.every=2",
+        ranks=2,
+    ) as started:
         status, _, output = started.end()
-    line, = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert status == 1 and line.startswith("error: iteration 4: rank 1 and rank 0 hold different copies of "
-                                           "blocks.0.norm1.weight; after iteration 2 they were equal. A layer"), output
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == 1 and line.startswith(
+        "error: iteration 4: rank 1 and rank 0 hold different copies of "
+        "blocks.0.norm1.weight; after iteration 2 they were equal. A layer"
+    ), output
     assert list(checkpoints(saved)) == [2]

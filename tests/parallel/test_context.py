@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from attention_twin import allowed_pairs, attend_with_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
 from minitron.parallel.context import as_documents, attention, gathered_blocks, local_positions, ring_blocks
@@ -37,8 +37,10 @@ class Case:
     def inputs(self):
         """dout, q [s, b, n, d] and k, v [s, b, g, d], the same on every rank."""
         generator = torch.Generator().manual_seed(self.num_heads)
-        dout, q, k, v = (torch.randn(SEQ_LEN, BATCH, heads, HEAD_DIM, generator=generator).to(self.dtype)
-                         for heads in (self.num_heads, self.num_heads, self.num_groups, self.num_groups))
+        dout, q, k, v = (
+            torch.randn(SEQ_LEN, BATCH, heads, HEAD_DIM, generator=generator).to(self.dtype)
+            for heads in (self.num_heads, self.num_heads, self.num_groups, self.num_groups)
+        )
         if self.lonely:
             dout = dout * lonely_document().to(self.dtype)
         if self.shift:  # a channel of its own
@@ -49,7 +51,7 @@ class Case:
 def lonely_document():
     """1 at document 1 of sample 0, 0 elsewhere: [s, b, 1, 1]"""
     mask = torch.zeros(SEQ_LEN, BATCH, 1, 1)
-    mask[DOCUMENTS[0][1]:DOCUMENTS[0][2], 0] = 1
+    mask[DOCUMENTS[0][1] : DOCUMENTS[0][2], 0] = 1
     return mask
 
 
@@ -63,8 +65,15 @@ def run_local(cases):
         # views into one tensor, as a fused projection gives them: none of them is contiguous
         qkv = torch.cat([q, k, v], 2).requires_grad_()
         q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], 2)
-        out = attention(q, k, v, axis=axis, style=case.style, backend=BACKENDS[case.backend],
-                        documents=DOCUMENTS if case.documents else None)
+        out = attention(
+            q,
+            k,
+            v,
+            axis=axis,
+            style=case.style,
+            backend=BACKENDS[case.backend],
+            documents=DOCUMENTS if case.documents else None,
+        )
         results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
     return results
 
@@ -96,8 +105,13 @@ def run_whole(ranks, world, cases):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_style_equals_one_masked_softmax(ranks, world):
-    cases = [Case(style, *heads, documents) for style in STYLES for documents in (False, True)
-             for heads in [(8, 4), (4, 4), (3, 1)] if style != "ulysses" or heads[1] % world == 0]
+    cases = [
+        Case(style, *heads, documents)
+        for style in STYLES
+        for documents in (False, True)
+        for heads in [(8, 4), (4, 4), (3, 1)]
+        if style != "ulysses" or heads[1] % world == 0
+    ]
     cases += [Case(style, 4, 4, True, "reference") for style in STYLES]
     for case, actual in run_whole(ranks, world, cases):
         for name, value in expect(case).items():
@@ -130,16 +144,23 @@ BACKENDS["exact"] = Backend("exact", exact_forward, exact_backward)
 def test_sums_over_ranks_are_rounded_to_bf16_once(ranks):
     """With kernels that round nothing each element is off by at most half a step of bf16, 2^-8 of it, however many
     parts are added: sums kept in bf16 would be rounded with every part."""
-    for case, actual in run_whole(ranks, 4, [Case(style, 8, 4, documents, "exact", torch.bfloat16)
-                                             for style in ("ring", "allgather") for documents in (False, True)]):
+    for case, actual in run_whole(
+        ranks,
+        4,
+        [
+            Case(style, 8, 4, documents, "exact", torch.bfloat16)
+            for style in ("ring", "allgather")
+            for documents in (False, True)
+        ],
+    ):
         dout, q, k, v = (x.permute(1, 2, 0, 3).double() for x in case.inputs())
         pairs = allowed(DOCUMENTS if case.documents else None)
         expected = attend_with_grads(dout, q, k, v, pairs)
         # the backward takes the rounded out: dq and dk with that, by the formula of minitron/kernels/attention.py
         k2, v2 = (x.repeat_interleave(2, 1) for x in (k, v))
-        p = torch.where(pairs, (q @ k2.mT * HEAD_DIM ** -0.5 - expected["lse"].unsqueeze(-1)).exp(), 0.0)
+        p = torch.where(pairs, (q @ k2.mT * HEAD_DIM**-0.5 - expected["lse"].unsqueeze(-1)).exp(), 0.0)
         out = actual["out"].permute(1, 2, 0, 3).double()
-        ds = p * (dout @ v2.mT - (dout * out).sum(-1, keepdim=True)) * HEAD_DIM ** -0.5
+        ds = p * (dout @ v2.mT - (dout * out).sum(-1, keepdim=True)) * HEAD_DIM**-0.5
         expected |= {"dq": ds @ k2, "dk": (ds.mT @ q).unflatten(1, (4, 2)).sum(2)}
         for name in ("out", "dq", "dk", "dv"):
             value, rounded = expected[name].permute(2, 0, 1, 3), actual[name].double()
@@ -173,8 +194,14 @@ def test_dropout_mask_on_one_rank():
     for boundaries in (None, DOCUMENTS):
         expected = attend_with_grads(*(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(boundaries), mask)
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attention(*inputs, axis=Axis.single(), style="ring", backend=REFERENCE, documents=boundaries,
-                        dropout_mask=lambda samples, queries, keys: mask[samples, :, queries, keys])
+        out = attention(
+            *inputs,
+            axis=Axis.single(),
+            style="ring",
+            backend=REFERENCE,
+            documents=boundaries,
+            dropout_mask=lambda samples, queries, keys: mask[samples, :, queries, keys],
+        )
         actual = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, inputs, dout))))
         for name, value in actual.items():
             assert_close_rel(value.permute(1, 2, 0, 3), expected[name], 1e-5, name)
@@ -192,7 +219,7 @@ def test_one_rank_without_documents_is_one_call_on_views(style):
     out = attention(*inputs, axis=Axis.single(), style=style, backend=Backend("spy", forward, FLASH_CPU.backward))
     [(*seen, options)] = calls
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in inputs]
-    assert options == dict(causal=True, scale=HEAD_DIM ** -0.5)
+    assert options == dict(causal=True, scale=HEAD_DIM**-0.5)
     assert out.is_contiguous()  # so the [s, b, n d] that the output projection wants is a view
 
 
@@ -280,35 +307,55 @@ def test_one_rank_takes_a_sequence_of_any_length():
     assert torch.equal(out[3:], alone)
 
 
-@pytest.mark.parametrize("args, message", [
-    ((12, 4, 0, "ring"), "train.seq_len=12 cannot be cut into 8 equal chunks, which parallel.cp=4 with"),
-    ((10, 4, 0, "ulysses"), "train.seq_len=10 cannot be cut into 4 equal chunks"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((12, 4, 0, "ring"), "train.seq_len=12 cannot be cut into 8 equal chunks, which parallel.cp=4 with"),
+        ((10, 4, 0, "ulysses"), "train.seq_len=10 cannot be cut into 4 equal chunks"),
+    ],
+)
 def test_positions_that_do_not_exist(args, message):
     with pytest.raises(ValueError) as error:
         local_positions(*args)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("seq_len, size, heads, style, documents, message", [
-    (8, 1, (4, 4), "spiral", None, "spiral"),
-    (8, 1, (4, 3), "ring", None, "3 key heads for 4 query heads"),
-    (8, 2, (6, 3), "ulysses", None, "ulysses: 8 positions, 3 key heads, 2 ranks"),
-    (7, 2, (4, 4), "ring", None, "ring: 7 positions"),
-    (8, 1, (4, 4), "ring", [[0, 8]], "of 2 samples"),
-    (8, 2, (4, 4), "ring", [[0, 16], [0, 8]], "with 16 positions"),
-    (8, 1, (4, 4), "ring", [[0, 5, 5, 8], [0, 8]], "(0, 5, 5, 8)"),
-])
+@pytest.mark.parametrize(
+    "seq_len, size, heads, style, documents, message",
+    [
+        (8, 1, (4, 4), "spiral", None, "spiral"),
+        (8, 1, (4, 3), "ring", None, "3 key heads for 4 query heads"),
+        (8, 2, (6, 3), "ulysses", None, "ulysses: 8 positions, 3 key heads, 2 ranks"),
+        (7, 2, (4, 4), "ring", None, "ring: 7 positions"),
+        (8, 1, (4, 4), "ring", [[0, 8]], "of 2 samples"),
+        (8, 2, (4, 4), "ring", [[0, 16], [0, 8]], "with 16 positions"),
+        (8, 1, (4, 4), "ring", [[0, 5, 5, 8], [0, 8]], "(0, 5, 5, 8)"),
+    ],
+)
 def test_calls_that_rules_and_loader_exclude(seq_len, size, heads, style, documents, message):
     q, k = (torch.zeros(seq_len, 2, n, HEAD_DIM) for n in heads)
     with pytest.raises(AssertionError) as error:
-        attention(q, k, k, axis=Axis("cp", 0, size, tuple(range(size))), style=style, backend=FLASH_CPU,
-                  documents=documents and as_documents(documents))
+        attention(
+            q,
+            k,
+            k,
+            axis=Axis("cp", 0, size, tuple(range(size))),
+            style=style,
+            backend=FLASH_CPU,
+            documents=documents and as_documents(documents),
+        )
     assert message in str(error.value)
 
 
 def test_dropout_across_ranks_is_excluded():
     q = torch.zeros(8, 1, 4, HEAD_DIM)
     with pytest.raises(AssertionError, match="attention dropout across ranks"):
-        attention(q, q, q, axis=Axis("cp", 0, 2, (0, 1)), style="ring", backend=REFERENCE,
-                  dropout_mask=lambda *_: torch.ones(1, 4, 8, 8))
+        attention(
+            q,
+            q,
+            q,
+            axis=Axis("cp", 0, 2, (0, 1)),
+            style="ring",
+            backend=REFERENCE,
+            dropout_mask=lambda *_: torch.ones(1, 4, 8, 8),
+        )

@@ -24,6 +24,7 @@ H, F = 32, 64
 
 def spy(kernel, chains):
     """`kernel`, which notes the package's functions that are on the stack when it is called, outermost first."""
+
     def spied(*args, **kwargs):
         frame, names = sys._getframe(1), []
         while frame is not None:
@@ -54,8 +55,10 @@ def test_three_calls_forward_and_four_backward(monkeypatch, by, fp8, bias):
         monkeypatch.setattr(torch, name, spy(getattr(torch, name), chains))
     make = gemms_of(fp8, spy(plain.add_product, chains))
     layout = Layout(by(Axis.single()), dtype=torch.bfloat16)
-    layers = (ColumnParallelLinear(H, (F,), layout, std=0.1, bias=bias, gemm=make()),
-              RowParallelLinear(F, H, layout, std=0.1, bias=bias, gemm=make()))
+    layers = (
+        ColumnParallelLinear(H, (F,), layout, std=0.1, bias=bias, gemm=make()),
+        RowParallelLinear(F, H, layout, std=0.1, bias=bias, gemm=make()),
+    )
     for param in nn.ModuleList(layers).parameters():
         nn.init.normal_(param)
         param.slot = GradSlot(torch.empty(param.shape), lambda: None)

@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
 
 from minitron.comm import shared_memory
 from minitron.comm.mesh import Axis, Mesh
@@ -18,6 +17,7 @@ from minitron.optim import slices
 from minitron.parallel import overlap
 from minitron.parallel.overlap import AllReduceComm, ProcessGroupComm, SymmetricMemoryComm
 from minitron.testing import assert_close_rel
+from test_tensor_parallel import _plain_two_layers, check_two_layers, two_layers_in_order
 
 M, K, N = 3, 4, 5  # rows of one rank, inputs, outputs
 CPU = torch.device("cpu")
@@ -37,12 +37,14 @@ class Memory:
     def rendezvous(self, buffer, group_name):
         self.met += 1  # in the order in which they were made
         dist.barrier(self.axis.group)
-        everyone = [torch.from_numpy(numpy.memmap(self._path(self.met, rank), numpy.uint8, "r+"))
-                    for rank in range(self.axis.size)]
+        everyone = [
+            torch.from_numpy(numpy.memmap(self._path(self.met, rank), numpy.uint8, "r+"))
+            for rank in range(self.axis.size)
+        ]
 
         def get_buffer(rank, shape, dtype, offset):
             count = int(numpy.prod(shape))
-            return everyone[rank].view(dtype)[offset:offset + count].view(shape)
+            return everyone[rank].view(dtype)[offset : offset + count].view(shape)
 
         return SimpleNamespace(get_buffer=get_buffer, barrier=lambda channel: dist.barrier(self.axis.group))
 
@@ -54,10 +56,18 @@ class Memory:
 def on_files(folder, axis):
     stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, wait_event=lambda event: None)
     fake = SimpleNamespace(
-        is_available=lambda: False, synchronize=lambda: None, Stream=lambda priority=0: stream,
-        Event=lambda: SimpleNamespace(record=lambda stream: None), current_stream=lambda device=None: stream,
-        set_stream=lambda stream: None, stream=lambda _: contextlib.nullcontext())
-    with mock.patch.object(shared_memory, "symmetric_memory", Memory(folder, axis)), mock.patch.object(torch, "cuda", fake):
+        is_available=lambda: False,
+        synchronize=lambda: None,
+        Stream=lambda priority=0: stream,
+        Event=lambda: SimpleNamespace(record=lambda stream: None),
+        current_stream=lambda device=None: stream,
+        set_stream=lambda stream: None,
+        stream=lambda _: contextlib.nullcontext(),
+    )
+    with (
+        mock.patch.object(shared_memory, "symmetric_memory", Memory(folder, axis)),
+        mock.patch.object(torch, "cuda", fake),
+    ):
         yield
 
 
@@ -88,8 +98,10 @@ def methods(folder, size):
     draw = torch.Generator().manual_seed(axis.rank)
 
     def payload(m):
-        return Payload(torch.randint(-8, 9, (m, K), generator=draw).to(torch.float8_e4m3fn),
-                       torch.exp2(torch.randint(-3, 4, (2, m), generator=draw)))
+        return Payload(
+            torch.randint(-8, 9, (m, K), generator=draw).to(torch.float8_e4m3fn),
+            torch.exp2(torch.randint(-3, 4, (2, m), generator=draw)),
+        )
 
     with on_files(folder, axis):
         comms = SymmetricMemoryComm(axis, CPU, plain.sum_parts), ProcessGroupComm(axis)
@@ -101,9 +113,16 @@ def methods(folder, size):
             results = []
             for comm in comms:
                 y, kept = comm.gather_matmul(x, product, weight, N, keep=True)
-                results.append([*comm.start_gather(x).wait()[:2], *comm.start_gather(columns).wait()[2:], *kept[:2], y,
-                                comm.matmul_scatter(whole, product, partial, N),
-                                comm.start_matmul_scatter(whole, product, partial, N).wait()])
+                results.append(
+                    [
+                        *comm.start_gather(x).wait()[:2],
+                        *comm.start_gather(columns).wait()[2:],
+                        *kept[:2],
+                        y,
+                        comm.matmul_scatter(whole, product, partial, N),
+                        comm.start_matmul_scatter(whole, product, partial, N).wait(),
+                    ]
+                )
                 assert comm.gather_matmul(x, product, weight, N)[1] is None
             pairs += zip(*results, strict=True)
     return [(mine.float(), other.float(), mine.dtype == torch.bfloat16) for mine, other in pairs]
@@ -134,7 +153,8 @@ def layers(folder, tp, recompute):
     axis = Mesh.create(tp=tp).tp
     with on_files(folder, axis):
         return two_layers_in_order(
-            tp, True, lambda axis: SymmetricMemoryComm(axis, CPU, plain.sum_parts), "fp32", True, recompute)
+            tp, True, lambda axis: SymmetricMemoryComm(axis, CPU, plain.sum_parts), "fp32", True, recompute
+        )
 
 
 @pytest.mark.parametrize("tp, recompute", [(2, False), (4, True)])
@@ -169,17 +189,21 @@ class Event:
 
 def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products():
     Stream.current = main = Stream()
-    fake = SimpleNamespace(Stream=Stream, Event=Event, current_stream=lambda device: Stream.current,
-                           set_stream=Stream.set)
+    fake = SimpleNamespace(
+        Stream=Stream, Event=Event, current_stream=lambda device: Stream.current, set_stream=Stream.set
+    )
     with mock.patch.object(torch, "cuda", fake):
         comm = SymmetricMemoryComm(Axis("tp", 0, 4, (0, 1, 2, 3)), CPU, plain.sum_parts)
-        memory = SimpleNamespace(barrier=lambda: Stream.current.run(0.1),
-                                 view=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype))
+        memory = SimpleNamespace(
+            barrier=lambda: Stream.current.run(0.1),
+            view=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype),
+        )
         comm._memory = lambda use, need: memory
         comm._fetch = comm._receive = lambda memory, group, where: comm.copies.run(len(group.sources))
         gathering = comm.start_gather(Payload(torch.zeros(4, 8)))
-        scattering = comm.start_matmul_scatter(Payload(torch.zeros(16, 8)), lambda *operands: main.run(10.0),
-                                               torch.zeros(1), 8)
+        scattering = comm.start_matmul_scatter(
+            Payload(torch.zeros(16, 8)), lambda *operands: main.run(10.0), torch.zeros(1), 8
+        )
         gathering.wait()
         started = main.run(10.0)  # the weight gradient: beside the scatter
         scattering.wait()
@@ -188,8 +212,9 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
 
 def chosen(size, device="cpu", sequence_parallel=True, overlap_tp=True):
     axis = Axis("tp", 0, size, tuple(range(size))) if size > 1 else Axis.single()
-    return overlap.choose(axis, torch.device(device), sequence_parallel=sequence_parallel, overlap=overlap_tp,
-                          sum_parts=plain.sum_parts)
+    return overlap.choose(
+        axis, torch.device(device), sequence_parallel=sequence_parallel, overlap=overlap_tp, sum_parts=plain.sum_parts
+    )
 
 
 def test_one_rank_and_cpus_have_no_shared_memory():
@@ -200,8 +225,10 @@ def test_one_rank_and_cpus_have_no_shared_memory():
 
 
 def test_only_a_power_of_two_of_ranks_takes_shared_memory():
-    with mock.patch.object(overlap, "see_each_other", lambda axis, device: True), \
-            mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, sum_parts: "shared"):
+    with (
+        mock.patch.object(overlap, "see_each_other", lambda axis, device: True),
+        mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, sum_parts: "shared"),
+    ):
         assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == "shared"
         assert type(chosen(3, "cuda:0")) is type(chosen(4, "cuda:0", overlap_tp=False)) is ProcessGroupComm
         assert type(chosen(4, "cuda:0", sequence_parallel=False)) is AllReduceComm
@@ -219,8 +246,10 @@ def both_slices(folder):
     axis, draw = Mesh.create().dp_cp, torch.Generator().manual_seed(dist.get_rank())
     sizes, device, results = [300, 600, 450], torch.device("cpu"), []
     with on_files(folder, axis), mock.patch.object(slices, "PIECE_BYTES", 4 * 70):
-        for maker in (slices.SymmetricMemorySlices(axis, device, 6 * sum(sizes), plain.sum_parts),
-                      slices.ProcessGroupSlices(axis, device)):
+        for maker in (
+            slices.SymmetricMemorySlices(axis, device, 6 * sum(sizes), plain.sum_parts),
+            slices.ProcessGroupSlices(axis, device),
+        ):
             grads, params = ([maker.zeros(n, dtype) for n in sizes] for dtype in (torch.float32, torch.bfloat16))
             assert not any(buffer.any() for buffer in grads + params)
             for _ in range(2):

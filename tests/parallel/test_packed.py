@@ -22,8 +22,10 @@ def forward(q, k, v, bounds, longest, scale):
 
 
 def backward(dout, q, k, v, out, lses, bounds, longest, scale):
-    grads = [REFERENCE.backward(*part, lse, None, causal=True, scale=scale)
-             for part, lse in zip(cut(bounds, dout, q, k, v, out), lses)]
+    grads = [
+        REFERENCE.backward(*part, lse, None, causal=True, scale=scale)
+        for part, lse in zip(cut(bounds, dout, q, k, v, out), lses)
+    ]
     return [torch.cat([x[0].transpose(0, 1) for x in parts]) for parts in zip(*grads)]
 
 

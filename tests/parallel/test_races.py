@@ -107,10 +107,11 @@ class Rank:
         self.met = number = self.met + 1  # in the order in which they were made
 
         def get_buffer(rank, shape, dtype, start):
-            return self.shared[number, rank].view(dtype)[start:start + int(numpy.prod(shape))].view(shape)
+            return self.shared[number, rank].view(dtype)[start : start + int(numpy.prod(shape))].view(shape)
 
-        return SimpleNamespace(get_buffer=get_buffer,
-                               barrier=lambda channel: self.note("barrier", self.current, number))
+        return SimpleNamespace(
+            get_buffer=get_buffer, barrier=lambda channel: self.note("barrier", self.current, number)
+        )
 
 
 def launches(size, program, seed):
@@ -120,14 +121,27 @@ def launches(size, program, seed):
 
 
 def noted(rank, program, seed):
-    cuda = SimpleNamespace(Stream=rank.stream, Event=rank.event, current_stream=lambda device=None: rank.current,
-                           set_stream=rank.set_stream, stream=rank.on, synchronize=lambda: None)
-    with mock.patch.multiple(shared_memory, symmetric_memory=rank), mock.patch.multiple(torch, cuda=cuda), \
-            mock.patch.multiple(slices, PIECE_BYTES=48), mock.patch.multiple(gemm, _join=rank.join), \
-            mock.patch.multiple(Payload, cut=lambda x, rows: rank.cut(x, rows)), \
-            mock.patch.multiple(dist, barrier=lambda group: None), \
-            mock.patch.multiple(torch.Tensor, copy_=lambda there, here: rank.copy_(there, here),
-                                new_empty=lambda like, *shape: rank.new_empty(like, *shape)):
+    cuda = SimpleNamespace(
+        Stream=rank.stream,
+        Event=rank.event,
+        current_stream=lambda device=None: rank.current,
+        set_stream=rank.set_stream,
+        stream=rank.on,
+        synchronize=lambda: None,
+    )
+    with (
+        mock.patch.multiple(shared_memory, symmetric_memory=rank),
+        mock.patch.multiple(torch, cuda=cuda),
+        mock.patch.multiple(slices, PIECE_BYTES=48),
+        mock.patch.multiple(gemm, _join=rank.join),
+        mock.patch.multiple(Payload, cut=lambda x, rows: rank.cut(x, rows)),
+        mock.patch.multiple(dist, barrier=lambda group: None),
+        mock.patch.multiple(
+            torch.Tensor,
+            copy_=lambda there, here: rank.copy_(there, here),
+            new_empty=lambda like, *shape: rank.new_empty(like, *shape),
+        ),
+    ):
         program(rank, random.Random(seed))
     return list(rank.launches)
 
@@ -204,8 +218,9 @@ def call(rank, comm, kind, m, keep):
 def steps(rank, draw):
     """Steps of three buckets, the first one from weights that were read, or not."""
     size, gathers = rank.axis.size, []
-    by = slices.SymmetricMemorySlices(rank.axis, CPU, 6 * 96 * size,
-                             lambda stage, piece: (rank.touch(stage), rank.touch(piece, write=True)))
+    by = slices.SymmetricMemorySlices(
+        rank.axis, CPU, 6 * 96 * size, lambda stage, piece: (rank.touch(stage), rank.touch(piece, write=True))
+    )
     rank.kept.append(by)
     data, grads = ([by.zeros(32 * size, dtype) for _ in range(3)] for dtype in (torch.bfloat16, torch.float32))
     rank.touch(*data, write=True)
@@ -252,17 +267,26 @@ def test_all_accesses_have_an_order(size, program):
         replay(launches(size, program, seed))
 
 
-@pytest.mark.parametrize("program, owner, name, mistake", [
-    (products, shared_memory.SharedBuffer, "barrier", nothing),
-    (products, overlap.SymmetricMemoryComm, "_after", nothing),
-    (products, overlap._Copied, "wait", do_not_wait),
-    (products, overlap._Gathering, "wait", join_before_the_parts_are_there),
-    (products, overlap, "_groups", lambda size, rank: [  # a ring: who reads from a rank is not whom it reads from
-        overlap._Group(i % size, [i % size]) for i in range(rank, rank + size)]),
-    (steps, shared_memory.SharedBuffer, "barrier", nothing),
-    (steps, slices.SymmetricMemorySlices, "_announce", nothing),
-    (steps, slices.Arrival, "wait", nothing),
-])
+@pytest.mark.parametrize(
+    "program, owner, name, mistake",
+    [
+        (products, shared_memory.SharedBuffer, "barrier", nothing),
+        (products, overlap.SymmetricMemoryComm, "_after", nothing),
+        (products, overlap._Copied, "wait", do_not_wait),
+        (products, overlap._Gathering, "wait", join_before_the_parts_are_there),
+        (
+            products,
+            overlap,
+            "_groups",
+            lambda size, rank: [  # a ring: who reads from a rank is not whom it reads from
+                overlap._Group(i % size, [i % size]) for i in range(rank, rank + size)
+            ],
+        ),
+        (steps, shared_memory.SharedBuffer, "barrier", nothing),
+        (steps, slices.SymmetricMemorySlices, "_announce", nothing),
+        (steps, slices.Arrival, "wait", nothing),
+    ],
+)
 def test_a_mistake_is_a_race(program, owner, name, mistake):
     with mock.patch.object(owner, name, mistake), pytest.raises(AssertionError, match="a race"):
         for seed in range(4):

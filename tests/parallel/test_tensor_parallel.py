@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import Pieces
 
+from layouts import Pieces
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.param import GradSlot, Shard, with_main_grad
@@ -64,13 +64,18 @@ def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
     grads = {name: (p.slot.main_grad if main_grad else p.grad) for name, p in params.items()}
     assert not main_grad or (sorted(reports) == sorted(params) and all(p.grad is None for p in params.values()))
     shards = {n: p.spec.shard for n, p in params.items()}
-    return y.detach(), x.grad, {n: (g, shards[n] and shards[n].slices(), shards[n] and shards[n].dim)
-                                for n, g in grads.items()}
+    return (
+        y.detach(),
+        x.grad,
+        {n: (g, shards[n] and shards[n].slices(), shards[n] and shards[n].dim) for n, g in grads.items()},
+    )
 
 
 def _plain_two_layers(dtype):
-    w1, b1, w2, b2 = (_full(n, *s, dtype=dtype).requires_grad_() for n, s in
-                      (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,))))
+    w1, b1, w2, b2 = (
+        _full(n, *s, dtype=dtype).requires_grad_()
+        for n, s in (("w1", (sum(CHUNKS), H)), ("b1", (sum(CHUNKS),)), ("w2", (H, sum(CHUNKS))), ("b2", (H,)))
+    )
     x = _full("x", S, B, H, dtype=dtype).requires_grad_()
     # heads are permuted by the sharding, but the permutation of w1's rows is the same as that of w2's columns
     y = F.linear(F.linear(x, w1, b1).relu(), w2, b2)
@@ -78,13 +83,20 @@ def _plain_two_layers(dtype):
     return y.detach(), x.grad, {"w1": w1.grad, "b1": b1.grad, "w2": w2.grad, "b2": b2.grad}
 
 
-@pytest.mark.parametrize("tp,sequence_parallel,by,dtype,main_grad,remake", [
-    (1, False, AllReduceComm, "fp32", True, False), (2, True, ProcessGroupComm, "fp32", True, False),
-    (4, True, ProcessGroupComm, "fp32", True, True), (4, False, AllReduceComm, "fp32", True, False),
-    (2, True, in_order, "fp32", False, True), (2, False, reduce_in_order, "fp32", False, False),
-    (4, True, ProcessGroupComm, "bf16", True, True), (4, True, Pieces, "fp32", True, False),
-    (2, True, Pieces, "bf16", True, True),
-])
+@pytest.mark.parametrize(
+    "tp,sequence_parallel,by,dtype,main_grad,remake",
+    [
+        (1, False, AllReduceComm, "fp32", True, False),
+        (2, True, ProcessGroupComm, "fp32", True, False),
+        (4, True, ProcessGroupComm, "fp32", True, True),
+        (4, False, AllReduceComm, "fp32", True, False),
+        (2, True, in_order, "fp32", False, True),
+        (2, False, reduce_in_order, "fp32", False, False),
+        (4, True, ProcessGroupComm, "bf16", True, True),
+        (4, True, Pieces, "fp32", True, False),
+        (2, True, Pieces, "bf16", True, True),
+    ],
+)
 def test_column_then_row(ranks, tp, sequence_parallel, by, dtype, main_grad, remake):
     results = ranks(tp, two_layers_in_order, tp, sequence_parallel, by, dtype, main_grad, remake)
     check_two_layers(results, _plain_two_layers(DTYPES[dtype]), sequence_parallel, dtype)
@@ -139,8 +151,9 @@ def embedding_and_loss(tp, sequence_parallel, main_grad):
     return x.detach(), words.weight.slot.main_grad if main_grad else words.weight.grad, loss.detach(), logits.grad
 
 
-@pytest.mark.parametrize("tp,sequence_parallel,main_grad", [(1, False, True), (2, True, True), (4, False, False),
-                                                            (4, True, True)])
+@pytest.mark.parametrize(
+    "tp,sequence_parallel,main_grad", [(1, False, True), (2, True, True), (4, False, False), (4, True, True)]
+)
 def test_vocabulary_split(ranks, tp, sequence_parallel, main_grad):
     table = _full("words", V, H).requires_grad_()
     ids = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
@@ -170,7 +183,7 @@ def loss_of_large_logits(tp):
 def large_logits():
     """Rows of logits around 200, around -200, and around both, which one rank may have one of."""
     logits = 3 * _full("logits", S, B, V) + torch.tensor([200.0, -200.0, 0.0]).unsqueeze(-1)
-    logits[:, 2, V // 2:] -= 400
+    logits[:, 2, V // 2 :] -= 400
     return logits, torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(5))
 
 
@@ -195,8 +208,13 @@ def test_gradients_of_many_microbatches_add_up_in_float32():
     layout = Layout(dtype=torch.bfloat16)
     linear = ColumnParallelLinear(H, CHUNKS, layout, std=0.1, bias=True, gemm=Gemm())
     words, norm = VocabParallelEmbedding(V, H, layout, std=0.1), Norm(H, 1e-5, layout, bias=True)
-    params = {"weight": linear.weight, "bias": linear.bias, "table": words.weight, "gain": norm.weight,
-              "shift": norm.bias}
+    params = {
+        "weight": linear.weight,
+        "bias": linear.bias,
+        "table": words.weight,
+        "gain": norm.weight,
+        "shift": norm.bias,
+    }
     generator = torch.Generator().manual_seed(0)
     sums = {}
     with torch.no_grad():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import GPT3, LLAMA, config, mesh_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from layouts import GPT3, LLAMA, config, mesh_of
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import FinetuneConfig
@@ -34,8 +34,12 @@ def settings(base, **sections):
 
 
 def fp8(kind, **precision):
-    return settings(LLAMA, parallel=dict(tp=2), precision=dict(dtype="bf16", fp8=kind, **precision),
-                    model=dict(hidden_size=64, ffn_hidden_size=96, num_heads=4, num_kv_heads=4))
+    return settings(
+        LLAMA,
+        parallel=dict(tp=2),
+        precision=dict(dtype="bf16", fp8=kind, **precision),
+        model=dict(hidden_size=64, ffn_hidden_size=96, num_heads=4, num_kv_heads=4),
+    )
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -79,8 +83,11 @@ LAYOUTS.append((2, dataclasses.replace(LAYOUTS[0][1], finetune=FinetuneConfig(ki
 
 
 def name_of(value):
-    return value if isinstance(value, int) else "-".join(
-        f"{key}={v}" for key, v in dataclasses.asdict(value.parallel).items() if v not in (1, None))
+    return (
+        value
+        if isinstance(value, int)
+        else "-".join(f"{key}={v}" for key, v in dataclasses.asdict(value.parallel).items() if v not in (1, None))
+    )
 
 
 @pytest.mark.parametrize("world,cfg", LAYOUTS, ids=name_of)
@@ -120,15 +127,17 @@ def test_ranks_agree_on_what_they_do_together():
 
 @pytest.mark.parametrize("pp,vp,num_microbatches", [(1, 1, 3), (2, 1, 4), (2, 2, 3), (4, 2, 6), (4, 2, 2)])
 def test_the_schedule_run_is_the_schedule_simulated(pp, vp, num_microbatches):
-    cfg = settings(LLAMA, model=dict(num_layers=8), parallel=dict(pp=pp, vp=vp),
-                   train=dict(global_batch_size=num_microbatches))
+    cfg = settings(
+        LLAMA, model=dict(num_layers=8), parallel=dict(pp=pp, vp=vp), train=dict(global_batch_size=num_microbatches)
+    )
     simulated = simulate(make(pp, vp, num_microbatches), 1.0, 2.0, 0.1)
     for rank in range(pp):
         actions = [action for action, _ in dry_run(cfg, pp, rank).timeline]
         run = [action for action in actions if isinstance(action, Forward | Backward | Exchange)]
         assert tuple(run) == simulated.schedule.ranks[rank]
         assert [action for action in run if type(action) is not Exchange] == [
-            event.action for event in simulated.events if event.rank == rank]
+            event.action for event in simulated.events if event.rank == rank
+        ]
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -145,14 +154,23 @@ def failure(cfg, plant_heads=0):
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("cfg,plant,part", [
-    (settings(LLAMA, parallel=dict(tp=3)), 0, "cannot be split evenly over the 3 ranks"),
-    (settings(LLAMA, parallel=dict(tp=3), model=dict(num_heads=6, num_kv_heads=6, hidden_size=48, vocab_size=96)), 0,
-     "is not divisible by the 3 ranks of axis 'tp'"),
-    (settings(LLAMA, parallel=dict(cp=3), train=dict(seq_len=31)), 0, "cannot be cut into 6 equal chunks"),
-    (settings(LLAMA, parallel=dict(pp=3, vp=3)), 0, "leaves stages empty"),
-    (settings(LLAMA), 1, "split_with_sizes expects split_sizes to sum exactly to"),
-], ids=["heads", "sequence", "chunks", "stages", "bug"])
+@pytest.mark.parametrize(
+    "cfg,plant,part",
+    [
+        (settings(LLAMA, parallel=dict(tp=3)), 0, "cannot be split evenly over the 3 ranks"),
+        (
+            settings(
+                LLAMA, parallel=dict(tp=3), model=dict(num_heads=6, num_kv_heads=6, hidden_size=48, vocab_size=96)
+            ),
+            0,
+            "is not divisible by the 3 ranks of axis 'tp'",
+        ),
+        (settings(LLAMA, parallel=dict(cp=3), train=dict(seq_len=31)), 0, "cannot be cut into 6 equal chunks"),
+        (settings(LLAMA, parallel=dict(pp=3, vp=3)), 0, "leaves stages empty"),
+        (settings(LLAMA), 1, "split_with_sizes expects split_sizes to sum exactly to"),
+    ],
+    ids=["heads", "sequence", "chunks", "stages", "bug"],
+)
 def test_a_layout_error_appears_as_in_the_real_run(ranks, cfg, plant, part):
     with fake_world(3, 1):
         dry = failure(cfg, plant)
@@ -167,8 +185,10 @@ def test_a_configuration_is_checked_first():
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base,changes", [
-    (LLAMA, {}), (GPT3, dict(train=dict(recompute="selective"))), (LLAMA, dict(train=dict(recompute="full")))])
+@pytest.mark.parametrize(
+    "base,changes",
+    [(LLAMA, {}), (GPT3, dict(train=dict(recompute="selective"))), (LLAMA, dict(train=dict(recompute="full")))],
+)
 def test_memory_is_that_of_a_run_on_a_real_device(monkeypatch, base, changes):
     """The same kernels on a CPU and on meta: every action reaches the same number of bytes."""
     monkeypatch.setattr(kernels, "choose_ops", lambda device: plain)
@@ -188,11 +208,28 @@ def test_memory_is_that_of_a_run_on_a_real_device(monkeypatch, base, changes):
 def test_memory_counted_by_hand(family, dp):
     """What a layer adds: 18 bytes a parameter, 12 of them shared by data ranks, and what its backward needs."""
     h, f, n, g, s, b, gated = 256, 1024, 4, 2 if family == "llama" else 4, 128, 2, family == "llama"
-    model = dict(family=family, hidden_size=h, ffn_hidden_size=f, num_heads=n, num_kv_heads=g, vocab_size=4096,
-                 positions="rope" if gated else "learned", max_positions=s)
-    two, three = (dry_run(settings(LLAMA, model=model | dict(num_layers=layers), precision=dict(dtype="bf16"),
-                                   train=dict(seq_len=s, micro_batch_size=b, global_batch_size=b * dp)), dp)
-                  for layers in (2, 3))
+    model = dict(
+        family=family,
+        hidden_size=h,
+        ffn_hidden_size=f,
+        num_heads=n,
+        num_kv_heads=g,
+        vocab_size=4096,
+        positions="rope" if gated else "learned",
+        max_positions=s,
+    )
+    two, three = (
+        dry_run(
+            settings(
+                LLAMA,
+                model=model | dict(num_layers=layers),
+                precision=dict(dtype="bf16"),
+                train=dict(seq_len=s, micro_batch_size=b, global_batch_size=b * dp),
+            ),
+            dp,
+        )
+        for layers in (2, 3)
+    )
     added = {part: three.memory[part] - two.memory[part] for part in three.memory}
     d = h // n
     weights = h * (n + 2 * g) * d + h * h + (3 if gated else 2) * h * f
@@ -222,8 +259,15 @@ def test_fp8_is_counted_as_transformer_engine_keeps_it():
     h, f, n, s, b = 256, 1024, 4, 128, 2
     model = dict(hidden_size=h, ffn_hidden_size=f, num_heads=n, num_kv_heads=n, vocab_size=4096, max_positions=s)
     train = dict(seq_len=s, micro_batch_size=b, global_batch_size=b)
-    two, three = (dry_run(settings(LLAMA, model=model | dict(num_layers=layers), train=train,
-                                   precision=dict(dtype="bf16", fp8="delayed")), 1) for layers in (2, 3))
+    two, three = (
+        dry_run(
+            settings(
+                LLAMA, model=model | dict(num_layers=layers), train=train, precision=dict(dtype="bf16", fp8="delayed")
+            ),
+            1,
+        )
+        for layers in (2, 3)
+    )
     scales = 4 * 512  # of the four casts: one number each takes 512 bytes
     assert three.memory["fp8 weights"] - two.memory["fp8 weights"] == 2 * (4 * h * h + 3 * h * f) + scales
     kept = 2 * (2 * h + 3 * h + h + 2 * f) + (2 * h + h + f) + 4 * n + 4 * 2
@@ -237,10 +281,10 @@ def test_the_walk_sees_births_deaths_and_parts():
         walk.label("first", [a])
         walk.begin("one")
         b = a.view(50, 10).t().contiguous()  # as much again
-        b += 1                               # in place
+        b += 1  # in place
         walk.begin("two")
-        del a                                # its view's source goes with it
-        c = torch.cat([b, b])                # 1000 bytes, in whole blocks 1024
+        del a  # its view's source goes with it
+        c = torch.cat([b, b])  # 1000 bytes, in whole blocks 1024
         walk.begin("three")
         del b, c
     assert walk.timeline() == [("build", 512), ("one", 1024), ("two", 1536), ("three", 1536)]
@@ -273,8 +317,11 @@ def test_a_kernel_shows_its_results_and_runs_once_a_shape():
 
 
 def test_every_kernel_has_a_twin():
-    kernels = {name for name, f in vars(plain).items()
-               if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")}
+    kernels = {
+        name
+        for name, f in vars(plain).items()
+        if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")
+    }
     assert kernels - {"rotate"} <= vars(meta).keys()  # which is a part of split_heads
 
 
@@ -283,8 +330,14 @@ def test_every_kernel_has_a_twin():
 
 def pretrain(*argv):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "minitron.pretrain", *argv], check=False, capture_output=True,
-                          text=True, env=environment, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "minitron.pretrain", *argv],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
 
 
 def run(argv):
@@ -308,8 +361,17 @@ def test_a_rank_of_2048_in_seconds_and_little_memory():
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "minitron.pretrain", "--dry-run", "--world", "2", "train.global_batch_size=512",
-               "parallel.pp=2", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "minitron.pretrain",
+        "--dry-run",
+        "--world",
+        "2",
+        "train.global_batch_size=512",
+        "parallel.pp=2",
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         process.stdout.read(10)
         process.stdout.close()  # with more to come than a pipe holds
@@ -321,18 +383,28 @@ def test_the_table(capsys):
     text = capsys.readouterr().out
     assert "one step on 4 ranks: tp 1 pp 2 vp 1 cp 1 dp 2, 2 microbatches of 4" in text
     assert "rank 0 (pp 0)" in text and "rank 2 (pp 1)" in text and "rank 3 (pp 1)" in text
-    for word in ("peak memory", "parameters", "first reached in", "pp send", "of collectives: ", "replaced: Triton",
-                 "left out: "):
+    for word in (
+        "peak memory",
+        "parameters",
+        "first reached in",
+        "pp send",
+        "of collectives: ",
+        "replaced: Triton",
+        "left out: ",
+    ):
         assert word in text
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("argv,message", [
-    (["--world", "many"], "argument --world: invalid int value: 'many'; use --dry-run --world N"),
-    (["--world", "4", "--ranks", "first,4"], "--ranks=first,4 does not name ranks of --world=4; use first, middle"),
-    (["--world", "2", "parallel.tp=4"], "needs 4 ranks, but there are 2"),
-    (["--wurld", "2"], "unknown option --wurld"),
-])
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--world", "many"], "argument --world: invalid int value: 'many'; use --dry-run --world N"),
+        (["--world", "4", "--ranks", "first,4"], "--ranks=first,4 does not name ranks of --world=4; use first, middle"),
+        (["--world", "2", "parallel.tp=4"], "needs 4 ranks, but there are 2"),
+        (["--wurld", "2"], "unknown option --wurld"),
+    ],
+)
 def test_mistakes_are_one_line(argv, message):
     with pytest.raises(ValueError, match="^[^\n]*$") as caught:
         run(["--dry-run", *argv])
@@ -345,13 +417,16 @@ def test_ranks_by_name():
     assert choose_ranks("5,first,5", pp=1, world=6) == [5, 0]
 
 
-@pytest.mark.parametrize("recipe,world,options", [
-    ("llama31_405b", 256, ["precision.fp8=current"]),
-    ("llama31_70b", 64, ["precision.fp8=block", "parallel.cp_style=allgather"]),
-    ("gpt3_13b", 32, ["train.kernels=apex", "train.deterministic=true"]),
-    ("gpt3_175b_gke", 256, ["train.recompute=full"]),
-    ("gpt3_175b_jube", 384, []),
-])
+@pytest.mark.parametrize(
+    "recipe,world,options",
+    [
+        ("llama31_405b", 256, ["precision.fp8=current"]),
+        ("llama31_70b", 64, ["precision.fp8=block", "parallel.cp_style=allgather"]),
+        ("gpt3_13b", 32, ["train.kernels=apex", "train.deterministic=true"]),
+        ("gpt3_175b_gke", 256, ["train.recompute=full"]),
+        ("gpt3_175b_jube", 384, []),
+    ],
+)
 def test_recipes(recipe, world, options):
     """Large jobs of all kinds, with two microbatches. Parameters and optimizer: 6 bytes and 12 / (dp cp) each."""
     cfg = cli.load([str(ROOT / f"configs/{recipe}.yaml"), *options])

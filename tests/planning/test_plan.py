@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from layouts import DATA_PARALLEL
 
 from benchmarks import calibration, ceilings
 from benchmarks.cases import CASES
+from layouts import DATA_PARALLEL
 from minitron.config import cli, flops
 from minitron.planning.machine import read_machines
 from minitron.planning.plan import plan, room_gib
@@ -40,19 +40,27 @@ def test_json_and_table_say_the_same(capsys):
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
     assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
     assert record["step_seconds"] == pytest.approx(
-        sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN))
+        sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN)
+    )
     assert record["days"] == pytest.approx(2e12 / (32 * 8192 / record["step_seconds"]) / 86400)
     assert record["layout"] == {"tp": 2, "pp": 1, "vp": 1, "cp": 1, "dp": 4, "micro_batch_size": 1, "recompute": "none"}
-    for text in (f"{record['memory_gib']:.2f} GiB", "fits", f"{record['step_seconds']:.3f} s",
-                 f"{record['mfu_percent']:.2f} %", f"{record['seconds']['gemm']:.3f} s",
-                 f"and {record['seconds']['tp_hidden']:.3f} s hidden"):
+    for text in (
+        f"{record['memory_gib']:.2f} GiB",
+        "fits",
+        f"{record['step_seconds']:.3f} s",
+        f"{record['mfu_percent']:.2f} %",
+        f"{record['seconds']['gemm']:.3f} s",
+        f"and {record['seconds']['tp_hidden']:.3f} s hidden",
+    ):
         assert text in table
 
 
 def test_lora_and_documents_are_faster_and_their_mfu_counts_what_they_do(capsys):
     documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
-    plain, packed, lora = (json.loads(printed(capsys, *DP8, "--json", *extra))
-                           for extra in ([], documents, [*documents, "finetune.kind=lora"]))
+    plain, packed, lora = (
+        json.loads(printed(capsys, *DP8, "--json", *extra))
+        for extra in ([], documents, [*documents, "finetune.kind=lora"])
+    )
     assert plain["step_seconds"] > packed["step_seconds"] > 1.3 * lora["step_seconds"]
     assert plain["memory_gib"] == packed["memory_gib"] > 2 * lora["memory_gib"]
     work = [job["mfu_percent"] * job["step_seconds"] for job in (plain, packed, lora)]
@@ -84,14 +92,14 @@ def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
     assert record["given"]["fits"] is False and record["best"][0]["fits"] is True
     # What it would change is of the configuration as it was given, not of the layout in its place.
-    followed = [*given, *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[len(given):-1]]
+    followed = [*given, *(f"{key}={value}" for key, value in record["changes"][0].items()), *argv[len(given) : -1]]
     assert json.loads(printed(capsys, *followed, "--json"))["layout"] == record["best"][0]["layout"]
 
 
 def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
     best = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "1"))["changes"][0]
     keys = [f"{key}={value}" for key, value in best.items()]
-    text = printed(capsys, *KEYS, *keys, *DP8[len(KEYS):], "--search", "--count", "1")
+    text = printed(capsys, *KEYS, *keys, *DP8[len(KEYS) :], "--search", "--count", "1")
     assert "the given layout is the fastest that fits" in text
 
 
@@ -104,18 +112,27 @@ def test_a_job_that_does_not_fit_is_one_line_and_status_1():
     assert subprocess.run([*command, *change], capture_output=True, timeout=120).returncode == 0
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--world", "0", "--device", "h100"], "argument --world: 0 is no whole number of 1 or more"),
-    (["--world", "8", "--device", "v100"], "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb"),
-    (["--world", "8", "--device", "h100", "--fabric", "x"], "fabric x is not in .*; use --fabric ndr400, a3-mega, "),
-    (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
-    (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
-    (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
-    (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is no multiple of"),
-    (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search out"),
-    (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
-    (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),
-])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--world", "0", "--device", "h100"], "argument --world: 0 is no whole number of 1 or more"),
+        (
+            ["--world", "8", "--device", "v100"],
+            "--device v100 is not in .*devices.json; use h200, h100, a100, a100-40gb",
+        ),
+        (
+            ["--world", "8", "--device", "h100", "--fabric", "x"],
+            "fabric x is not in .*; use --fabric ndr400, a3-mega, ",
+        ),
+        (["--world", "8", "--device", "h100", "--tokens", "inf"], "--tokens: inf is no positive number"),
+        (["--world", "many", "--device", "h100"], "argument --world: many is no whole number of 1 or more"),
+        (["--world", "8", "--device", "h100", "--tokens", "many"], "--tokens: many is no positive number"),
+        (["--world", "5", "--device", "h100", "--search"], "train.global_batch_size=48 is no multiple of"),
+        (["--world", "8", "--device", "h100", "--search", "--draw", "x"], "--draw shows one plan; leave --search out"),
+        (["--world", "6", "--device", "h100", "parallel.tp=4"], "does not divide the world of 6 ranks"),
+        (["--world", "8", "--device", "h100", "--devices", "none.json"], "none.json is no table of devices"),
+    ],
+)
 def test_mistakes(argv, message):
     with pytest.raises(ValueError, match=message):
         tool.main([*LLAMA, "train.global_batch_size=48", *argv])
@@ -203,8 +220,10 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
     for row in few + calibration.own_rows(path):
         job = calibration.predict(row, MACHINES)
         name = f"{row.name}, bound by the host" if row.host_bound else row.name
-        line = (f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
-                f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |")
+        line = (
+            f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
+            f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |"
+        )
         assert line in (fitted if row.fitted else held)
         if row.products and job.cfg.parallel.pp == 1:
             alone = job.seconds["gemm"] * job.machine.device.in_step
@@ -238,10 +257,13 @@ def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
 def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
     """Rows that the model itself predicts, with constants on the grid."""
     cases = [("2gpu-70b-4layers-tp2", "device"), ("70b-tp4", "fabric"), ("8b-s4096-dp4", "fabric")]
-    made = calibration._with(calibration._with(MACHINES, 0, {"in_step": 0.915}), 1,
-                             {"tp_exposed": 0.25, "dp_exposed": 0.1})
-    rows = [calibration.Row(name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind)
-            for name, kind in cases]
+    made = calibration._with(
+        calibration._with(MACHINES, 0, {"in_step": 0.915}), 1, {"tp_exposed": 0.25, "dp_exposed": 0.1}
+    )
+    rows = [
+        calibration.Row(name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind)
+        for name, kind in cases
+    ]
     rows = [replace(row, seconds=calibration.predict(row, made).step_seconds) for row in rows]
     found = calibration.fit(rows, MACHINES)
     path = tmp_path / "devices.json"
@@ -258,10 +280,19 @@ def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path)
     copy, unhidden, best, half = 3.1, 0.7, 550.0, 1300
     rates, grads = {"bf16": 640.0, "fp8": 1210.0}, {"bf16": 0.7, "fp8": 0.9}
     made = replace(like, copy_tb_s=copy, unhidden=unhidden)
-    rows = [(f"GEMM {kind} {grad}, x", str(list(shape)),
-             ceilings._predicted(made, kind, grad == "weight_grad", rate, list(shape)), "TFLOP/s")
-            for shapes in ceilings.GEMMS.values() for shape in shapes for kind in rates for grad in ceilings.KINDS
-            for rate in [rates[kind] * (grads[kind] if grad == "weight_grad" else 1)]]
+    rows = [
+        (
+            f"GEMM {kind} {grad}, x",
+            str(list(shape)),
+            ceilings._predicted(made, kind, grad == "weight_grad", rate, list(shape)),
+            "TFLOP/s",
+        )
+        for shapes in ceilings.GEMMS.values()
+        for shape in shapes
+        for kind in rates
+        for grad in ceilings.KINDS
+        for rate in [rates[kind] * (grads[kind] if grad == "weight_grad" else 1)]
+    ]
     rows += [("attention (cudnn), x", f"s {s}", best * s / (s + half), "TFLOP/s") for s in (2048, 4096, 16384)]
     rows += [("copy", "1024 MiB", copy, "TB/s"), ("all-gather, 4 ranks", "64 MiB", 111.0, "GB/s")]
     path = tmp_path / "here.json"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import DATA_PARALLEL
 
+from layouts import DATA_PARALLEL
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
 from minitron.data.build import build_datasets
@@ -31,14 +31,46 @@ DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
 H100 = Machine(DEVICES["h100"], FABRICS["ndr400"])
 # A GPU whose seconds are operations / 1e12, bytes / 1e12 and messages / 1e9, without any loss.
 IDEAL = Machine(
-    Device("H100", "", memory_gib=80, reserved_gib=0, processors=1, gemm_tflops={"bf16": 1, "fp8": 1}, unhidden=0,
-           weight_grad={"bf16": 1, "fp8": 1}, attention_tflops=1, half_keys=0, copy_tb_s=1, pointwise=1, in_step=1,
-           gap_seconds=0, source=""),
-    Fabric(gpus_per_node=8, nvlink_gb_s=1, nvlink_seconds=0, network_gb_s=1, network_seconds=0, tp_exposed=1,
-           dp_exposed=1, source=""))
-SMALL = ["model.num_layers=8", "model.hidden_size=1024", "model.ffn_hidden_size=4096", "model.num_heads=8",
-         "model.num_kv_heads=4", "model.vocab_size=8192", "model.max_positions=2048", "train.seq_len=2048",
-         "train.micro_batch_size=1", "train.global_batch_size=16"]
+    Device(
+        "H100",
+        "",
+        memory_gib=80,
+        reserved_gib=0,
+        processors=1,
+        gemm_tflops={"bf16": 1, "fp8": 1},
+        unhidden=0,
+        weight_grad={"bf16": 1, "fp8": 1},
+        attention_tflops=1,
+        half_keys=0,
+        copy_tb_s=1,
+        pointwise=1,
+        in_step=1,
+        gap_seconds=0,
+        source="",
+    ),
+    Fabric(
+        gpus_per_node=8,
+        nvlink_gb_s=1,
+        nvlink_seconds=0,
+        network_gb_s=1,
+        network_seconds=0,
+        tp_exposed=1,
+        dp_exposed=1,
+        source="",
+    ),
+)
+SMALL = [
+    "model.num_layers=8",
+    "model.hidden_size=1024",
+    "model.ffn_hidden_size=4096",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.vocab_size=8192",
+    "model.max_positions=2048",
+    "train.seq_len=2048",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=16",
+]
 GPT3 = ["model.family=gpt", "model.positions=learned", "model.tie_embeddings=true", "model.num_kv_heads=null"]
 
 
@@ -72,18 +104,22 @@ def test_what_frozen_weights_documents_and_recomputation_change():
     documents = ["data.source=mock", "data.separate_documents=true", "data.document_length=512"]
     plain, frozen, packed = (Work(cli.load(SMALL + extra), IDEAL) for extra in ([], lora, documents))
     (forward, backward), (frozen_forward, of_frozen), (of_documents, _) = (
-        w.block(False) for w in (plain, frozen, packed))
+        w.block(False) for w in (plain, frozen, packed)
+    )
     assert backward["gemm"] == pytest.approx(2 * forward["gemm"])
     assert of_frozen["gemm"] == pytest.approx(forward["gemm"])
     assert of_documents["attention"] == pytest.approx(
-        forward["attention"] * document_tokens(packed.cfg) / cfg.train.seq_len)
+        forward["attention"] * document_tokens(packed.cfg) / cfg.train.seq_len
+    )
     # An adapter reads x, and y, which it writes: q reads h and adds to h, v to half of that, down reads f, adds to h.
     h, f, size = cfg.model.hidden_size, cfg.model.ffn_hidden_size, 2 * cfg.train.seq_len
     assert (frozen_forward["pointwise"] - forward["pointwise"]) * 1e12 == pytest.approx(
-        size * (h + 2 * (h + h // 2) + f + 2 * h))
+        size * (h + 2 * (h + h // 2) + f + 2 * h)
+    )
     # Its backward reads x for dA and for its dropout, and adds to dx; it reads dy for dB and for du.
     assert (of_frozen["pointwise"] - backward["pointwise"]) * 1e12 == pytest.approx(
-        size * (3 * h + 2 * (h + h // 2) + 3 * f + 2 * h))
+        size * (3 * h + 2 * (h + h // 2) + 3 * f + 2 * h)
+    )
     assert not frozen.embedding()[1]["pointwise"] and frozen.head()[1]["gemm"] == frozen.head()[0]["gemm"]
     full = Work(replace(cfg, train=replace(cfg.train, recompute="full")), IDEAL).block(False)
     assert total(full[1]) == pytest.approx(total(forward) + total(backward))
@@ -94,8 +130,14 @@ def test_what_frozen_weights_documents_and_recomputation_change():
 @pytest.mark.parametrize("longest", [None, 64, 512, 2048, 5000])
 def test_documents_are_as_long_as_the_random_ones(longest):
     """Tolerance: three times what the mean of 200 samples varies by, and the last document's end."""
-    cfg = cli.load([*SMALL, "data.source=mock", "data.separate_documents=true",
-                    f"data.document_length={'null' if longest is None else longest}"])
+    cfg = cli.load(
+        [
+            *SMALL,
+            "data.source=mock",
+            "data.separate_documents=true",
+            f"data.document_length={'null' if longest is None else longest}",
+        ]
+    )
     s = cfg.train.seq_len
     samples = build_datasets(cfg.data, vocab_size=8192, seq_len=s, seed=1, train_samples=200, valid_samples=0).train
     starts = (samples[i].starts for i in range(200))
@@ -106,8 +148,10 @@ def test_documents_are_as_long_as_the_random_ones(longest):
 
 def test_fp8_halves_products_of_blocks_and_not_of_the_head():
     machine = replace(IDEAL, device=replace(IDEAL.device, gemm_tflops={"bf16": 1, "fp8": 2}))
-    bf16, fp8 = (Work(cli.load(SMALL + extra), machine) for extra in (
-        [], ["precision.fp8=delayed", "precision.fp8_bf16_layers=1"]))
+    bf16, fp8 = (
+        Work(cli.load(SMALL + extra), machine)
+        for extra in ([], ["precision.fp8=delayed", "precision.fp8_bf16_layers=1"])
+    )
     assert fp8.block(True)[0]["gemm"] == pytest.approx(bf16.block(False)[0]["gemm"] / 2)
     assert fp8.head()[0]["gemm"] == bf16.head()[0]["gemm"]
     kept, cast = (fp8.stage(layers, False, False)[0]["gemm"] for layers in (range(0, 1), range(1, 2)))
@@ -120,8 +164,9 @@ def test_messages_cross_the_slowest_link_of_their_ring():
     assert near == pytest.approx(2**30 * 7 / 8 / (f.nvlink_gb_s * 1e9) + 7 * f.nvlink_seconds)
     assert far == pytest.approx(2**30 * 7 / 8 / (f.network_gb_s * 1e9) + 7 * f.network_seconds)
     # Two ranks of the ring in each of four nodes, with two cards.
-    assert joined == pytest.approx(2**30 * 7 / 8 / (2 * f.network_gb_s * 1e9) + 4 * f.nvlink_seconds
-                                   + 3 * f.network_seconds)
+    assert joined == pytest.approx(
+        2**30 * 7 / 8 / (2 * f.network_gb_s * 1e9) + 4 * f.nvlink_seconds + 3 * f.network_seconds
+    )
     assert H100.collective(2**30, 1, 1) == H100.message(2**30, 1, 1) == 0
 
 
@@ -147,28 +192,37 @@ def test_parameters_are_those_of_the_model(family, layout):
     kernels = choose(cfg, "meta")
     for stage, layers in enumerate(memory.layers):
         mesh = Mesh.offline(tp * pp, stage % pp * tp, tp=tp, pp=pp, device="meta")
-        chunk = GPT(cfg, mesh, make_layout(cfg, mesh, kernels), layers, first=stage == 0, last=stage == len(memory.layers) - 1)
+        chunk = GPT(
+            cfg, mesh, make_layout(cfg, mesh, kernels), layers, first=stage == 0, last=stage == len(memory.layers) - 1
+        )
         assert memory.parameters(stage) == sum(p.numel() for p in chunk.parameters())
 
 
 # Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
-@pytest.mark.parametrize("layout", [
-    ("llama3_8b", 1, ["model.num_layers=4"]),
-    ("llama3_8b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=2", "parallel.vp=2", "parallel.cp=2"]),
-    ("llama3_8b", 4, ["model.num_layers=4", "parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses"]),
-    ("llama3_8b", 2, ["model.num_layers=4", "train.recompute=selective", "precision.fp8=delayed"]),
-    ("llama3_8b", 4, ["model.num_layers=8", "parallel.pp=4", "parallel.layers_per_stage=[3,2,2,1]",
-                      "train.recompute=full"]),
-    ("gpt3_13b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=4", "parallel.sequence_parallel=false"]),
-    ("gpt3_13b", 2, ["model.num_layers=4", "parallel.tp=1", "parallel.pp=2", "precision.fp8=delayed"]),
-    ("gpt3_175b", 128, ["precision.fp8=delayed", "train.global_batch_size=16"]),
-    ("llama31_70b", 64, ["precision.fp8=delayed"]),
-    ("llama3_8b_lora", 1, []),
-    ("llama3_8b_lora", 1, ["precision.fp8=delayed", "lora.targets=[q,v,gate,down]", "train.recompute=selective"]),
-    ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.pp=2", "lora.targets=[q,v,o,gate,up,down]"]),
-    ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses", "lora.targets=[k,o]"]),
-    ("gpt3_13b", 4, ["parallel.tp=2", "parallel.pp=2", "finetune.kind=lora"]),
-], ids=lambda layout: " ".join([layout[0], *layout[2]]))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("llama3_8b", 1, ["model.num_layers=4"]),
+        ("llama3_8b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=2", "parallel.vp=2", "parallel.cp=2"]),
+        ("llama3_8b", 4, ["model.num_layers=4", "parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses"]),
+        ("llama3_8b", 2, ["model.num_layers=4", "train.recompute=selective", "precision.fp8=delayed"]),
+        (
+            "llama3_8b",
+            4,
+            ["model.num_layers=8", "parallel.pp=4", "parallel.layers_per_stage=[3,2,2,1]", "train.recompute=full"],
+        ),
+        ("gpt3_13b", 8, ["model.num_layers=8", "parallel.tp=2", "parallel.pp=4", "parallel.sequence_parallel=false"]),
+        ("gpt3_13b", 2, ["model.num_layers=4", "parallel.tp=1", "parallel.pp=2", "precision.fp8=delayed"]),
+        ("gpt3_175b", 128, ["precision.fp8=delayed", "train.global_batch_size=16"]),
+        ("llama31_70b", 64, ["precision.fp8=delayed"]),
+        ("llama3_8b_lora", 1, []),
+        ("llama3_8b_lora", 1, ["precision.fp8=delayed", "lora.targets=[q,v,gate,down]", "train.recompute=selective"]),
+        ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.pp=2", "lora.targets=[q,v,o,gate,up,down]"]),
+        ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses", "lora.targets=[k,o]"]),
+        ("gpt3_13b", 4, ["parallel.tp=2", "parallel.pp=2", "finetune.kind=lora"]),
+    ],
+    ids=lambda layout: " ".join([layout[0], *layout[2]]),
+)
 def test_memory_is_what_the_trainer_allocates(layout):
     """Against the dry run's walk over a step, on the first and the last pipeline rank."""
     dryrun = pytest.importorskip("minitron.planning.dryrun")
@@ -187,8 +241,10 @@ def test_a_node_shares_memory():
     far, near = (Memory(cfg, 4, gpus_per_node=n).of(0) for n in (1, 8))
     assert near["messages"] > far["messages"] == 0
     for tuned in ([], ["finetune.kind=lora"]):  # two stages, no larger than a rank's half of 4 + 2 bytes an element
-        alone, beside = (Memory(cli.load([*SMALL, *tuned, f"parallel.overlap_grads={overlap}"]), 2,
-                                gpus_per_node=8).of(0) for overlap in ("false", "true"))
+        alone, beside = (
+            Memory(cli.load([*SMALL, *tuned, f"parallel.overlap_grads={overlap}"]), 2, gpus_per_node=8).of(0)
+            for overlap in ("false", "true")
+        )
         assert beside["messages"] - alone["messages"] == 2 * min(64 << 20, 6 * (beside["gradients"] // 4) // 2)
 
 
@@ -201,8 +257,15 @@ def test_operations_are_the_actions_of_the_schedule_without_messages(sizes):
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overrides", [[], ["parallel.pp=4", "parallel.vp=2"], ["parallel.tp=2", "parallel.cp=2"],
-                                       ["parallel.pp=2", "parallel.layers_per_stage=[3,5]", "precision.fp8=delayed"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.pp=4", "parallel.vp=2"],
+        ["parallel.tp=2", "parallel.cp=2"],
+        ["parallel.pp=2", "parallel.layers_per_stage=[3,5]", "precision.fp8=delayed"],
+    ],
+)
 def test_parts_add_up_to_the_step(overrides):
     cfg = cli.load([*SMALL, *overrides])
     job, step = plan(cfg, 8, H100), Step(cfg, 8, H100)
@@ -224,46 +287,59 @@ def counted_by_hand(cfg, world) -> dict:
     dp = world // (p.tp * p.cp)
     microbatches = t.global_batch_size // (t.micro_batch_size * dp)
     tokens = t.seq_len * t.micro_batch_size // p.cp
-    rows = tokens // p.tp                                       # between products, under sequence parallelism
+    rows = tokens // p.tp  # between products, under sequence parallelism
     h, f, d, v = m.hidden_size, m.ffn_hidden_size // p.tp, m.head_dim, m.padded_vocab_size // p.tp
     q, kv = m.num_heads * d // p.tp, m.kv_heads * d // p.tp
-    inner = (2 if llama else 1) * f                             # what the first product of the MLP makes
-    matrices = h * (q + 2 * kv) + h * q + h * inner + h * f     # elements
+    inner = (2 if llama else 1) * f  # what the first product of the MLP makes
+    matrices = h * (q + 2 * kv) + h * q + h * inner + h * f  # elements
 
     # bytes; read + written, in bf16 unless it says otherwise
     norms, norms_back = 2 * (2 + 2) * 2 * h * rows, 2 * (3 + 1) * 2 * h * rows
-    turned = 2 * 2 * (q + kv) * tokens if llama else 0          # q and k
-    side_by_side = 2 * 2 * (q + 2 * kv) * tokens                # dq, dk, dv
+    turned = 2 * 2 * (q + kv) * tokens if llama else 0  # q and k
+    side_by_side = 2 * 2 * (q + 2 * kv) * tokens  # dq, dk, dv
     activation, activation_back = 2 * (inner + f) * tokens, 2 * (f + inner + inner) * tokens
     biases = 0 if llama else 2 * (q + 2 * kv + f) * tokens + 2 * 2 * h * rows
-    pieces = 2 * 2 * h * (tokens + rows) if p.tp > 1 else 0     # two scatters end in a sum
-    merges = (p.cp - 1) * 3 * 2 * q * tokens                    # of the ring: two outs read, one written
+    pieces = 2 * 2 * h * (tokens + rows) if p.tp > 1 else 0  # two scatters end in a sum
+    merges = (p.cp - 1) * 3 * 2 * q * tokens  # of the ring: two outs read, one written
     casts = casts_back = 0
     if fp8:  # reads 2 bytes, writes 1 of rows and 1 of columns; SwiGLU is one pass with its cast
         casts, casts_back = 4 * (2 * h * rows + q * tokens), 4 * (2 * h * rows + (q + 2 * kv) * tokens)
-        casts_back += 8 * h * tokens if p.tp > 1 else 0         # columns of what was gathered, in four products
+        casts_back += 8 * h * tokens if p.tp > 1 else 0  # columns of what was gathered, in four products
         if llama:
             activation, activation_back = (2 * inner + 2 * f) * tokens, (2 * (f + inner) + 2 * inner) * tokens
         else:
             casts, casts_back = casts + 4 * f * tokens, casts_back + 4 * inner * tokens
     dropped, dropped_back = (2 * 5 * 2 * h * rows, 2 * 2 * 2 * h * rows) if m.hidden_dropout else (0, 0)
-    blocks = (norms + norms_back + turned + side_by_side + activation + activation_back + biases + 2 * pieces
-              + 2 * merges + casts + casts_back + dropped + dropped_back)
-    if t.recompute == "selective":                              # both norms, read and written, and the activation
+    blocks = (
+        norms
+        + norms_back
+        + turned
+        + side_by_side
+        + activation
+        + activation_back
+        + biases
+        + 2 * pieces
+        + 2 * merges
+        + casts
+        + casts_back
+        + dropped
+        + dropped_back
+    )
+    if t.recompute == "selective":  # both norms, read and written, and the activation
         blocks += 2 * 2 * 2 * h * rows + 2 * (inner + f) * tokens
     head = 2 * (4 * h * rows + v * tokens) + 2 * (4 * h * rows + 2 * v * tokens)
     table = 3 * 2 * h * tokens + 5 * 4 * h * tokens
 
     pairs = t.micro_batch_size * t.seq_len**2 / 2 / p.cp
     products = 6 * matrices * m.num_layers * tokens + 6 * h * v * tokens
-    crossing = 2 * h * tokens * (p.tp - 1) / p.tp               # a message over tp
+    crossing = 2 * h * tokens * (p.tp - 1) / p.tp  # a message over tp
     # a block's forward has 4 messages, its backward these and both inputs again; the head 1 and 2, the table 1 and 1
     over_tp = crossing * (10 * m.num_layers + 5)
     if fp8:  # gathered as casts: forward 2, backward 2 inputs and 2 dy
         over_tp -= crossing / 2 * 6 * m.num_layers
-    hop = 2 * 2 * kv * tokens                                   # keys and values, to the next rank
-    sums = 2 * hop if p.cp > 2 else hop                         # float32 beyond two terms
-    kernels = 4 * q * pairs / 1e12                              # of the forward; the backward takes 2.5 of it
+    hop = 2 * 2 * kv * tokens  # keys and values, to the next rank
+    sums = 2 * hop if p.cp > 2 else hop  # float32 beyond two terms
+    kernels = 4 * q * pairs / 1e12  # of the forward; the backward takes 2.5 of it
     hidden = (p.cp - 1) * (min(hop / 1e9, kernels / p.cp) + min((hop + sums) / 1e9, 2.5 * kernels / p.cp))
     over_cp = (p.cp - 1) * (2 * hop + sums) + sums if p.cp > 1 else 0
     vectors = 2 * h if llama else 6 * h + q + 2 * kv + f
@@ -272,21 +348,37 @@ def counted_by_hand(cfg, world) -> dict:
     shards = dp * p.cp
     cast_weights = 4 * matrices * m.num_layers if fp8 else 0
     return {
-        "gemm": microbatches * products / 1e12, "attention": microbatches * m.num_layers * 3.5 * kernels,
+        "gemm": microbatches * products / 1e12,
+        "attention": microbatches * m.num_layers * 3.5 * kernels,
         "pointwise": microbatches * (m.num_layers * blocks + head + table) / 1e12,
-        "tp_exposed": microbatches * over_tp / 1e9, "tp_hidden": 0.0,
+        "tp_exposed": microbatches * over_tp / 1e9,
+        "tp_hidden": 0.0,
         "cp_exposed": microbatches * m.num_layers * (over_cp / 1e9 - hidden),
-        "cp_hidden": microbatches * m.num_layers * hidden, "pp_exposed": 0.0, "bubble": 0.0,
-        "dp_exposed": (4 + 2) * trained * (shards - 1) / shards / 1e9, "dp_hidden": 0.0,
-        "optimizer": (34 * trained / shards + cast_weights) / 1e12}
+        "cp_hidden": microbatches * m.num_layers * hidden,
+        "pp_exposed": 0.0,
+        "bubble": 0.0,
+        "dp_exposed": (4 + 2) * trained * (shards - 1) / shards / 1e9,
+        "dp_hidden": 0.0,
+        "optimizer": (34 * trained / shards + cast_weights) / 1e12,
+    }
 
 
-@pytest.mark.parametrize("world, overrides", [
-    (1, []), (4, ["parallel.tp=2"]), (8, ["parallel.cp=4"]), (4, ["parallel.tp=2", "parallel.cp=2"]), (1, GPT3),
-    (2, [*GPT3, "model.hidden_dropout=0.1"]), (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed"]),
-    (2, ["precision.fp8=delayed"]), (2, ["parallel.tp=2", "precision.fp8=delayed"]),
-    (2, ["train.recompute=selective"])],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))
+@pytest.mark.parametrize(
+    "world, overrides",
+    [
+        (1, []),
+        (4, ["parallel.tp=2"]),
+        (8, ["parallel.cp=4"]),
+        (4, ["parallel.tp=2", "parallel.cp=2"]),
+        (1, GPT3),
+        (2, [*GPT3, "model.hidden_dropout=0.1"]),
+        (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed"]),
+        (2, ["precision.fp8=delayed"]),
+        (2, ["parallel.tp=2", "precision.fp8=delayed"]),
+        (2, ["train.recompute=selective"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
 def test_every_part_of_a_step_is_what_a_count_by_hand_gives(world, overrides):
     """A term counted twice in one part would show in no sum of the parts, and in no search."""
     cfg = cli.load([*SMALL, *overrides])
@@ -299,8 +391,11 @@ def test_every_part_of_a_step_is_what_a_count_by_hand_gives(world, overrides):
 def test_which_messages_hide_behind_products():
     """In a node all but the table's two. Between nodes, of a block, the forward's four and the two gathers of dy stand
     alone, and the head's gather."""
-    slow = replace(IDEAL, device=replace(IDEAL.device, gemm_tflops={"bf16": 0.01}),
-                   fabric=replace(IDEAL.fabric, tp_exposed=0, network_gb_s=1))
+    slow = replace(
+        IDEAL,
+        device=replace(IDEAL.device, gemm_tflops={"bf16": 0.01}),
+        fabric=replace(IDEAL.fabric, tp_exposed=0, network_gb_s=1),
+    )
     far = replace(slow, fabric=replace(slow.fabric, gpus_per_node=1))
     cfg = cli.load([*SMALL, "parallel.tp=2"])
     m, t = cfg.model, cfg.train
@@ -334,8 +429,9 @@ def test_the_bubble_of_equal_stages_is_the_one_of_the_theory():
 
 def test_gradients_hide_behind_the_backward_unless_told_otherwise():
     cfg = cli.load([*SMALL, "train.global_batch_size=64"])
-    hidden, alone = (plan(replace(cfg, parallel=replace(cfg.parallel, overlap_grads=overlap)), 16, H100)
-                     for overlap in (True, False))
+    hidden, alone = (
+        plan(replace(cfg, parallel=replace(cfg.parallel, overlap_grads=overlap)), 16, H100) for overlap in (True, False)
+    )
     both = hidden.seconds["dp_hidden"] + hidden.seconds["dp_exposed"]
     assert alone.seconds["dp_exposed"] == pytest.approx(both) and not alone.seconds["dp_hidden"]
     assert hidden.step_seconds < alone.step_seconds
@@ -354,10 +450,20 @@ def test_devices_that_cannot():
 def test_a_broken_table_of_devices_is_one_line(tmp_path):
     path = tmp_path / "devices.json"
     h100 = vars(DEVICES["h100"])
-    wrong = ({"gemm_tflops": 820}, {"gemm_tflops": {"fp8": 1600}}, {"weight_grad": {"bf16": 1}}, {"copy_tb_s": 0},
-             {"memory_gib": None}, {"half_keys": -1})
-    tables = [{}, {"devices": [], "fabrics": {}}, {"devices": {"x": {"gpu": "H100"}}, "fabrics": {}},
-              *({"devices": {"x": h100 | values}, "fabrics": {}} for values in wrong)]
+    wrong = (
+        {"gemm_tflops": 820},
+        {"gemm_tflops": {"fp8": 1600}},
+        {"weight_grad": {"bf16": 1}},
+        {"copy_tb_s": 0},
+        {"memory_gib": None},
+        {"half_keys": -1},
+    )
+    tables = [
+        {},
+        {"devices": [], "fabrics": {}},
+        {"devices": {"x": {"gpu": "H100"}}, "fabrics": {}},
+        *({"devices": {"x": h100 | values}, "fabrics": {}} for values in wrong),
+    ]
     for text in ("{", *map(json.dumps, tables)):
         path.write_text(text)
         with pytest.raises(ValueError, match="devices.json is no table of devices .*; it needs `devices` with gpu, "):
@@ -374,7 +480,12 @@ def test_devices_not_measured_are_scaled_as_their_source_says():
         assert device.attention_tflops == pytest.approx(h200.attention_tflops * peak / 989, rel=0.005)
         assert device.copy_tb_s == pytest.approx(h200.copy_tb_s * memory / 4.8, rel=0.005)
         assert (device.weight_grad["bf16"], device.unhidden, device.pointwise, device.in_step, device.half_keys) == (
-            h200.weight_grad["bf16"], h200.unhidden, h200.pointwise, h200.in_step, h200.half_keys)
+            h200.weight_grad["bf16"],
+            h200.unhidden,
+            h200.pointwise,
+            h200.in_step,
+            h200.half_keys,
+        )
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -387,8 +498,10 @@ def everything(cfg, world, machine):
             rules.check(layout, world)
         except ValueError:
             continue
-        plans = (plan(replace(layout, train=replace(layout.train, recompute=recompute)), world, machine)
-                 for recompute in RECOMPUTE)
+        plans = (
+            plan(replace(layout, train=replace(layout.train, recompute=recompute)), world, machine)
+            for recompute in RECOMPUTE
+        )
         if fitting := next((job for job in plans if job.fits), None):
             yield fitting
 

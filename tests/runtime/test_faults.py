@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 
+from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 from minitron.checkpoint.format import checkpoints
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, PrecisionConfig
@@ -40,8 +40,9 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
         status, _, output = run.end()
     assert status == 1 and re.search(r"exitcode *: 124", output)  # of the watch; gloo's timeout comes a minute later
     blocks = {int(rank): text for rank, text in re.findall(r"^rank (\d) (.*?)(?=^\S)", output, re.M | re.S)}
-    for rank, cell in enumerate(("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0",
-                                 "pp 1, dp 0, cp 0, tp 1")):
+    for rank, cell in enumerate(
+        ("pp 0, dp 0, cp 0, tp 0", "pp 0, dp 0, cp 0, tp 1", "pp 1, dp 0, cp 0, tp 0", "pp 1, dp 0, cp 0, tp 1")
+    ):
         assert blocks[rank].startswith(f"({cell}) has not moved for 6 s\n"), output
         for name in (f"rank-{rank}.log", "errors.log"):
             assert f" rank {rank}: rank {rank} ({cell}) has not moved" in (run.folder / name).read_text()
@@ -50,8 +51,9 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     assert re.search(forward, blocks[3])
     assert re.search(r"host: step 3, Backward\(.*\), exchange over pp \([\d,]+ bytes\), together ranks 0, 2", blocks[0])
     everyone = output.split("where all ranks stand:\n")[1]
-    assert re.match(r"  ranks 0, 1: step 3, Backward.*\n  rank 2: step 3, Forward\(mb=1, chunk=0\)\n  rank 3: ",
-                    everyone), everyone
+    assert re.match(
+        r"  ranks 0, 1: step 3, Backward.*\n  rank 2: step 3, Forward\(mb=1, chunk=0\)\n  rank 3: ", everyone
+    ), everyone
 
 
 class Event:
@@ -68,11 +70,20 @@ def test_the_device_s_place_is_the_first_action_it_has_not_finished():
 
 
 def test_nccl_operations_that_did_not_end_are_named(monkeypatch):
-    entry = {"profiling_name": "nccl:all_reduce", "process_group": ["2", "mesh_tp"], "input_sizes": [[8, 4]],
-             "state": "scheduled", "retired": False}
+    entry = {
+        "profiling_name": "nccl:all_reduce",
+        "process_group": ["2", "mesh_tp"],
+        "input_sizes": [[8, 4]],
+        "state": "scheduled",
+        "retired": False,
+    }
     entries = [{**entry, "state": "completed"}, {**entry, "retired": True}, entry, *[entry] * 9]
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json",
-                        lambda: json.dumps({"entries": entries}).encode(), raising=False)
+    monkeypatch.setattr(
+        torch._C._distributed_c10d,
+        "_dump_nccl_trace_json",
+        lambda: json.dumps({"entries": entries}).encode(),
+        raising=False,
+    )
     assert watch.unfinished_nccl(at_most=2) == ["  not finished: nccl:all_reduce of group mesh_tp, sizes [[8, 4]]"] * 2
 
 
@@ -159,7 +170,7 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
 
         with ThreadPoolExecutor(4) as pool:
             numbers = list(pool.map(rank, range(4), [rng.randrange(20)] * 4))
-        (before, after), = closed
+        ((before, after),) = closed
         assert numbers == [signal.SIGTERM] * 4 and len(set(passed)) == 1
         assert before <= passed[0] <= after + 1  # a thread may stand between the gate and its note of it
 
@@ -174,8 +185,14 @@ def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
 
 
 def test_a_signal_during_an_evaluation_ends_it(tmp_path):
-    with Run(tmp_path, "none", "train.eval_every=4", "train.eval_steps=1000000", f"checkpoint.dir={tmp_path / 'saved'}",
-             ranks=2) as run:
+    with Run(
+        tmp_path,
+        "none",
+        "train.eval_every=4",
+        "train.eval_steps=1000000",
+        f"checkpoint.dir={tmp_path / 'saved'}",
+        ranks=2,
+    ) as run:
         run.wait_for('"step": 4', run.folder / "metrics.jsonl")
         time.sleep(1.0)
         os.kill(run.workers()[0], signal.SIGTERM)
@@ -259,8 +276,9 @@ def test_sigusr1_is_heard_after_triton_has_compiled(stop):
 
     from minitron.kernels.fused import _swiglu_forward
 
-    source = triton.compiler.ASTSource(_swiglu_forward, {"x": "*fp32", "y": "*fp32", "f": "i32", "BLOCK": "constexpr"},
-                                       {(3,): 128})
+    source = triton.compiler.ASTSource(
+        _swiglu_forward, {"x": "*fp32", "y": "*fp32", "f": "i32", "BLOCK": "constexpr"}, {(3,): 128}
+    )
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "num_stages": 1})
     stop.now()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -283,8 +301,14 @@ def test_signals_are_as_before_afterwards():
 def start(*argv, **variables):
     """A process that begins to train, and what it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([sys.executable, *argv], env=environment | variables, cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=environment | variables,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def ended(process, number):
@@ -309,8 +333,16 @@ def test_a_signal_while_ranks_meet_is_one_line(tmp_path, rank, number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = start("-m", "minitron.pretrain", *TINY, f"log.dir={tmp_path}", MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    process = start(
+        "-m",
+        "minitron.pretrain",
+        *TINY,
+        f"log.dir={tmp_path}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE="2",
+        RANK=str(rank),
+    )
     eventually((tmp_path / f"rank-{rank}.log").exists)
     time.sleep(0.5)
     ended(process, number)
@@ -430,9 +462,12 @@ def test_a_killed_rank_ends_the_others_within_seconds(tmp_path):
         status, _, output = run.end()
     assert status == 1 and "forcefully" not in output and re.search(r"exitcode *: -9", output)
     ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
-    line, = [line for line in ours.splitlines() if line.startswith("error: ")]
-    assert re.match(r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step \d+, .*, \S+ over \w+ \([\d,]+ bytes\); "
-                    "most likely another rank has died", line)
+    (line,) = [line for line in ours.splitlines() if line.startswith("error: ")]
+    assert re.match(
+        r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step \d+, .*, \S+ over \w+ \([\d,]+ bytes\); "
+        "most likely another rank has died",
+        line,
+    )
     assert "minitron/comm/collectives.py" in (run.folder / "rank-0.log").read_text()
 
 

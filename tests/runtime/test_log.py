@@ -20,15 +20,29 @@ from minitron.runtime.log import Log, _File
 from minitron.runtime.log_formats import Iteration, Line
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
-PUBLISHED = (" iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (s): 7.2310 | "
-             "learning rate: 4.438E-07 | global batch size:    96 | lm loss: 1.010967E+01 | loss scale: 4096.0 | "
-             "grad norm: 178.553 | number of skipped iterations:   0 | number of nan iterations:   0 | "
-             "samples per second: 13.276 | TFLOPs: 101.54 |")
-GPT_175B = ["model.family=gpt", "model.num_layers=96", "model.hidden_size=12288", "model.ffn_hidden_size=49152",
-            "model.num_heads=96", "model.num_kv_heads=null", "model.vocab_size=50257", "model.vocab_multiple=1024",
-            "train.seq_len=2048", "train.global_batch_size=96", "train.steps=3125000", "train.recompute=full"]
-STEP = Iteration(step=10, consumed_samples=960, loss=10.10967, grad_norm=178.553, lr=4.438e-7, loss_scale=4096.0,
-                 seconds=7.2310)
+PUBLISHED = (
+    " iteration       10/ 3125000 | consumed samples:          960 | elapsed time per iteration (s): 7.2310 | "
+    "learning rate: 4.438E-07 | global batch size:    96 | lm loss: 1.010967E+01 | loss scale: 4096.0 | "
+    "grad norm: 178.553 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+    "samples per second: 13.276 | TFLOPs: 101.54 |"
+)
+GPT_175B = [
+    "model.family=gpt",
+    "model.num_layers=96",
+    "model.hidden_size=12288",
+    "model.ffn_hidden_size=49152",
+    "model.num_heads=96",
+    "model.num_kv_heads=null",
+    "model.vocab_size=50257",
+    "model.vocab_multiple=1024",
+    "train.seq_len=2048",
+    "train.global_batch_size=96",
+    "train.steps=3125000",
+    "train.recompute=full",
+]
+STEP = Iteration(
+    step=10, consumed_samples=960, loss=10.10967, grad_norm=178.553, lr=4.438e-7, loss_scale=4096.0, seconds=7.2310
+)
 
 
 def lines(argv: list[str], iterations: list[Iteration], rank: int = 383, world: int = 384, **kwargs) -> list[str]:
@@ -48,9 +62,11 @@ def test_megatron_line_feeds_jube():
     """The three patterns of the JUBE job, as they are there with JUBE's $jube_pat_int and $jube_pat_fp."""
     integer, number = r"([+-]?\d+)", r"([+-]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
     (line,) = lines(GPT_175B, [STEP])
-    for pattern, values in ((rf"iteration\s+{integer}/\s*{integer}", ("10", "3125000")),
-                            (rf"TFLOPs:\s+{number}", ("101.54",)),
-                            (rf"elapsed time per iteration \(s\):\s+{number}", ("7.2310",))):
+    for pattern, values in (
+        (rf"iteration\s+{integer}/\s*{integer}", ("10", "3125000")),
+        (rf"TFLOPs:\s+{number}", ("101.54",)),
+        (rf"elapsed time per iteration \(s\):\s+{number}", ("7.2310",)),
+    ):
         assert re.search(pattern, line).groups() == values
 
 
@@ -60,27 +76,37 @@ def test_megatron_core_line():
     causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(cfg).model.shape, 2048), 7.2310, 384)
     stamp, rest = line[:29], line[29:]
     assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]", stamp)
-    assert rest == (" iteration       10/ 3125000 | consumed samples:          960 | "
-                    f"elapsed time per iteration (ms): 7231.0 | throughput per GPU (TFLOP/s/GPU): {causal:.1f} | "
-                    "learning rate: 4.438000E-07 | global batch size:    96 | lm loss: 1.010967E+01 | "
-                    "loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
-                    "number of nan iterations:   0 |")
+    assert rest == (
+        " iteration       10/ 3125000 | consumed samples:          960 | "
+        f"elapsed time per iteration (ms): 7231.0 | throughput per GPU (TFLOP/s/GPU): {causal:.1f} | "
+        "learning rate: 4.438000E-07 | global batch size:    96 | lm loss: 1.010967E+01 | "
+        "loss scale: 4096.0 | grad norm: 178.553 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 |"
+    )
 
 
 def test_megatron_core_line_feeds_its_readers():
     (line,) = lines([*GPT_175B, "log.format=megatron-core"], [STEP])
     causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(GPT_175B).model.shape, 2048), 7.2310, 384)
-    for pattern, value in ((r"iteration\s+(\d+)/", 10), (r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)", causal),
-                           (r"elapsed time per iteration \(ms\): (\d+\.\d)", 7231.0), (r"lm loss: (\S+)", 10.10967)):
+    for pattern, value in (
+        (r"iteration\s+(\d+)/", 10),
+        (r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)", causal),
+        (r"elapsed time per iteration \(ms\): (\d+\.\d)", 7231.0),
+        (r"lm loss: (\S+)", 10.10967),
+    ):
         assert float(re.search(pattern, line)[1]) == pytest.approx(value, abs=0.05)
 
 
 # The bar of NVIDIA's 70B recipe and a line of NeMo's fine-tuning, as they were published.
-BAR = ("Epoch 0: : 100%|██████████| 100/100 [20:15<00:00, reduced_train_loss=6.370, global_step=99.00, "
-       "consumed_samples=12800.0, train_step_timing in s=11.20]")
-PIPE = ("Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | "
-        "peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | reduced_train_loss: 11.96 | "
-        "train_step_timing in s: 12.39 | consumed_samples: 6400")
+BAR = (
+    "Epoch 0: : 100%|██████████| 100/100 [20:15<00:00, reduced_train_loss=6.370, global_step=99.00, "
+    "consumed_samples=12800.0, train_step_timing in s=11.20]"
+)
+PIPE = (
+    "Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | "
+    "peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | reduced_train_loss: 11.96 | "
+    "train_step_timing in s: 12.39 | consumed_samples: 6400"
+)
 
 
 def line_of(step: int, steps: int, seconds: float, elapsed: float, **known) -> Line:
@@ -107,8 +133,11 @@ def test_nemo_s_lines_feed_their_readers():
     it = replace(STEP, step=50, consumed_samples=6400, seconds=5.9)
     (bar,), (pipe,) = lines(cfg, [it], 0, 1), lines([*cfg, "finetune.kind=sft"], [it], 0, 1)
     assert re.search(r"train_step_timing in s=([\d\.]+)", bar)[1] == "5.900"
-    found = re.match(r"Training epoch (\d+), iteration (\d+)/(\d+) \| lr: \S+ \| global_batch_size: (\d+) \| "
-                     r"global_step: (\d+) \| reduced_train_loss: [\d.]+ \| train_step_timing in s: ([\d.]+)", pipe)
+    found = re.match(
+        r"Training epoch (\d+), iteration (\d+)/(\d+) \| lr: \S+ \| global_batch_size: (\d+) \| "
+        r"global_step: (\d+) \| reduced_train_loss: [\d.]+ \| train_step_timing in s: ([\d.]+)",
+        pipe,
+    )
     assert found.groups() == ("0", "49", "49", "16", "49", "5.9")
 
 
@@ -122,17 +151,21 @@ def test_a_bar_on_a_terminal_without_its_blocks(monkeypatch):
 
 def test_line_covers_the_iterations_since_the_last():
     inf = math.inf
-    its = [replace(STEP, step=1, loss=4.0, seconds=1.0),
-           replace(STEP, step=2, loss=inf, grad_norm=inf, seconds=3.0, skipped=1),
-           replace(STEP, step=3, loss=math.nan, grad_norm=math.nan, seconds=2.0, skipped=1, nan=1),
-           replace(STEP, step=4, loss=2.0, seconds=2.0, lr=1e-3), replace(STEP, step=5, loss=1.0, skipped=1),
-           replace(STEP, step=6, loss=1.0, skipped=1), replace(STEP, step=7, loss=7.0)]
+    its = [
+        replace(STEP, step=1, loss=4.0, seconds=1.0),
+        replace(STEP, step=2, loss=inf, grad_norm=inf, seconds=3.0, skipped=1),
+        replace(STEP, step=3, loss=math.nan, grad_norm=math.nan, seconds=2.0, skipped=1, nan=1),
+        replace(STEP, step=4, loss=2.0, seconds=2.0, lr=1e-3),
+        replace(STEP, step=5, loss=1.0, skipped=1),
+        replace(STEP, step=6, loss=1.0, skipped=1),
+        replace(STEP, step=7, loss=7.0),
+    ]
     first, second = lines(["log.every=4"], its, 0, 1) + lines(["log.every=2"], its, 0, 1)[2:3]
     mean = (4.0 + 2.0) / 2
     assert f"| lm loss: {mean:.6E} |" in first and "elapsed time per iteration (s): 2.0000 |" in first
     assert "skipped iterations:   2 | number of nan iterations:   1 |" in first
     assert "learning rate: 1.000E-03 |" in first and "grad norm: 178.553 |" in first
-    assert "lm loss" not in second and "grad norm" not in second          # Megatron leaves out what nobody has
+    assert "lm loss" not in second and "grad norm" not in second  # Megatron leaves out what nobody has
     assert "skipped iterations:   2 | number of nan iterations:   0 |" in second
 
 
@@ -150,8 +183,10 @@ def test_mfu_of_packed_lora():
     """Two thirds of the operations of the documents, none of the padding; so in the mean of the last 20 steps."""
     out, argv = io.StringIO(), ["finetune.kind=lora", "train.seq_len=64"]
     cfg = cli.load(argv)
-    its = [replace(STEP, step=i, seconds=9.0 if i < 4 else 0.5 + i / 100, squared_lengths=16 * 2 * 30**2,
-                   padding=16 * 4.0) for i in range(24)]
+    its = [
+        replace(STEP, step=i, seconds=9.0 if i < 4 else 0.5 + i / 100, squared_lengths=16 * 2 * 30**2, padding=16 * 4.0)
+        for i in range(24)
+    ]
     with redirect_stdout(out), Log(cfg, 0, 1, device_name="NVIDIA H200") as log:
         for it in its:
             log.iteration(it)
@@ -160,8 +195,10 @@ def test_mfu_of_packed_lora():
     operations = 2 / 3 * 16 * 2 * flops.full(cfg.model.shape, 30)  # two documents of 30 tokens a sample of 64
     assert f"MFU (full): {100 * operations / its[-1].seconds / 989e12:.2f}%" in line
     mean = sum(it.seconds for it in its[-20:]) / 20
-    assert summary == (f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: "
-                       f"{16 * 64 / mean:.0f}, MFU (full): {100 * operations / mean / 989e12:.2f}%")
+    assert summary == (
+        f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: "
+        f"{16 * 64 / mean:.0f}, MFU (full): {100 * operations / mean / 989e12:.2f}%"
+    )
 
 
 def test_who_prints_what():
@@ -176,8 +213,9 @@ def test_who_prints_what():
     assert run(0) == "hello\n" and run(1) == ""
     line, validation = run(2).splitlines()
     assert line.startswith(" iteration       10/     300 |")
-    assert validation == (" validation loss at iteration 10 | lm loss value: 3.124512E+00 | "
-                          f"lm loss PPL: {math.exp(3.124512):.6E} |")
+    assert validation == (
+        f" validation loss at iteration 10 | lm loss value: 3.124512E+00 | lm loss PPL: {math.exp(3.124512):.6E} |"
+    )
 
 
 def test_nemo_s_bar_ends_with_the_loss_of_the_evaluation():
@@ -209,9 +247,19 @@ def test_nemo_s_line_carries_the_last_validation_loss():
 def test_files(tmp_path, capsys):
     folder = tmp_path / "run"
     cfg = cli.load([f"log.dir={folder}", "log.every=100", "precision.dtype=bf16", "train.seq_len=64"])
-    its = [replace(STEP, step=1, loss=4.0, seconds=0.5),
-           replace(STEP, step=2, loss=math.nan, grad_norm=math.inf, skipped=1.0, nan=1.0, memory_gib=3.5,
-                   squared_lengths=16 * 2 * 32**2)]
+    its = [
+        replace(STEP, step=1, loss=4.0, seconds=0.5),
+        replace(
+            STEP,
+            step=2,
+            loss=math.nan,
+            grad_norm=math.inf,
+            skipped=1.0,
+            nan=1.0,
+            memory_gib=3.5,
+            squared_lengths=16 * 2 * 32**2,
+        ),
+    ]
     for rank in (1, 0):
         with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
             log.start(unigram_entropy=6.5)
@@ -225,15 +273,29 @@ def test_files(tmp_path, capsys):
     assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5}
 
     shape, tokens = cfg.model.shape, 16 * 64
-    full, causal, hardware = (16 * count / 0.5 / 2 / 1e12 for count in (
-        flops.full(shape, 64), flops.causal(shape, 64), flops.hardware(shape, 64, recompute=False)))
-    assert first == {"kind": "step", "step": 1, "consumed_samples": 960, "loss": 4.0, "grad_norm": 178.553,
-                     "learning_rate": 4.438e-7, "loss_scale": 4096.0, "step_seconds": 0.5,
-                     "samples_per_second": 16 / 0.5, "tokens_per_second": tokens / 0.5, "memory_gib": None,
-                     "skipped_total": 0, "nan_total": 0, "mfu": pytest.approx(full / 989.0),
-                     "tflops": pytest.approx({"full": full, "causal": causal, "hardware": hardware})}
+    full, causal, hardware = (
+        16 * count / 0.5 / 2 / 1e12
+        for count in (flops.full(shape, 64), flops.causal(shape, 64), flops.hardware(shape, 64, recompute=False))
+    )
+    assert first == {
+        "kind": "step",
+        "step": 1,
+        "consumed_samples": 960,
+        "loss": 4.0,
+        "grad_norm": 178.553,
+        "learning_rate": 4.438e-7,
+        "loss_scale": 4096.0,
+        "step_seconds": 0.5,
+        "samples_per_second": 16 / 0.5,
+        "tokens_per_second": tokens / 0.5,
+        "memory_gib": None,
+        "skipped_total": 0,
+        "nan_total": 0,
+        "mfu": pytest.approx(full / 989.0),
+        "tflops": pytest.approx({"full": full, "causal": causal, "hardware": hardware}),
+    }
     assert (second["loss"], second["grad_norm"], second["skipped_total"], second["nan_total"]) == (None, None, 1, 1)
-    packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12      # every sample holds two documents of 32
+    packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12  # every sample holds two documents of 32
     assert second["tflops"]["full"] == pytest.approx(packed) and second["memory_gib"] == 3.5
 
     for rank in (0, 1):
@@ -260,9 +322,16 @@ def test_dllogger(tmp_path):
     # The keys, in the order of the published record.
     assert list(first) == ["timestamp", "datetime", "elapsedtime", "type", "step", "data"]
     assert first["type"] == "LOG" and first["step"] == 47
-    assert first["data"] == {"reduced_train_loss": 10.10967, "lr": 4.438e-7, "global_step": 47,
-                             "consumed_samples": 98304, "train_backward_timing in s": 0.0, "grad_norm": 178.553,
-                             "train_step_timing in s": 25.1, "epoch": 0}
+    assert first["data"] == {
+        "reduced_train_loss": 10.10967,
+        "lr": 4.438e-7,
+        "global_step": 47,
+        "consumed_samples": 98304,
+        "train_backward_timing in s": 0.0,
+        "grad_norm": 178.553,
+        "train_step_timing in s": 25.1,
+        "epoch": 0,
+    }
     assert second["data"]["reduced_train_loss"] is None
     moment = datetime.strptime(first["datetime"], "%Y-%m-%d %H:%M:%S.%f")
     assert float(first["timestamp"]) == pytest.approx(moment.timestamp(), abs=1e-6)
@@ -332,9 +401,12 @@ def test_warnings_and_errors_of_all_ranks_are_in_one_file(tmp_path, capsys, recw
     text = (tmp_path / "errors.log").read_text()
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     for rank in (0, 1):
-        for pattern in (rf"{rank} has not moved\nTraceback of it\n", r"file.py:7: UserWarning: deprecated\n",
-                        r"Traceback [^\0]*\nZeroDivisionError: division by zero\n",
-                        rf"error: a mistake, of rank {rank}\n"):
+        for pattern in (
+            rf"{rank} has not moved\nTraceback of it\n",
+            r"file.py:7: UserWarning: deprecated\n",
+            r"Traceback [^\0]*\nZeroDivisionError: division by zero\n",
+            rf"error: a mistake, of rank {rank}\n",
+        ):
             assert len(re.findall(rf"^{stamp} rank {rank}: {pattern}", text, re.M)) == 1, pattern
     assert len(re.findall(rf"^{stamp} rank 0: warning: the save failed$", text, re.M)) == 1  # which all ranks say
     assert text.count("the save failed") == 1 and "all is well" not in text
@@ -369,7 +441,7 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with Log(cli.load([f"log.dir={tmp_path}", "log.tensorboard=true"]), 0, 1) as log:
         files = {name: tmp_path / name for name in ("metrics.jsonl", "dllogger.json", "rank-0.log")}
-        files["board"], = (tmp_path / "tensorboard").iterdir()
+        (files["board"],) = (tmp_path / "tensorboard").iterdir()
         for step in range(1, 10):
             if step in (4, 5, 6):
                 for file in (log._metrics, log._dllogger, log._rank_log, log._board):
@@ -393,8 +465,10 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
     text = files["rank-0.log"].read_text()
     assert all(re.match(r"\d{4}-\d\d-\d\d \S+ rank 0: ", line) for line in text.splitlines())
     output = capsys.readouterr()
-    assert output.err == (f"warning: {files['metrics.jsonl']} cannot be written: file too large; training goes on, and "
-                          "records are missing in the logs until there is room\n")
+    assert output.err == (
+        f"warning: {files['metrics.jsonl']} cannot be written: file too large; training goes on, and "
+        "records are missing in the logs until there is room\n"
+    )
     assert all(f"after step {step}\n" in output.out for step in range(1, 10))
 
 
@@ -408,7 +482,10 @@ def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys)
         log.info("fourth")
     lines = (tmp_path / "rank-1.log").read_text().splitlines()
     assert [line.split("rank 1: ")[1] for line in lines] == [
-        "first", "2 messages before this one are lost: the disk was full or failed", "fourth"]
+        "first",
+        "2 messages before this one are lost: the disk was full or failed",
+        "fourth",
+    ]
     assert not any(capsys.readouterr())
 
 

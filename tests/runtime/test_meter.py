@@ -20,8 +20,9 @@ def step_of_a_rank():
     mesh, logged = Mesh.create(tp=2), []
     meter = Meter(SimpleNamespace(iteration=logged.append), mesh, SimpleNamespace(saw=lambda it: None))
     samples = [Samples([(0, 4, 16)], [0]), Samples([(0, 7, 10, 16)], [6])][mesh.dp.rank]
-    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), samples, 0, step=5, consumed_samples=10,
-               lr=0.25)
+    meter.step(
+        torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), samples, 0, step=5, consumed_samples=10, lr=0.25
+    )
     return logged
 
 

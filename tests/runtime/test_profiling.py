@@ -30,9 +30,17 @@ def steps_of(cfg, mesh, log, steps, until=None):
     return seen
 
 
-@pytest.mark.parametrize("first, last, until, inside", [
-    (1, 8, None, [3, 4, 5]), (4, 8, None, [4, 5]), (1, 4, None, [3, 4]), (6, 8, None, []), (1, 8, 5, [3, 4, 5]),
-    (1, 2, None, [])])
+@pytest.mark.parametrize(
+    "first, last, until, inside",
+    [
+        (1, 8, None, [3, 4, 5]),
+        (4, 8, None, [4, 5]),
+        (1, 4, None, [3, 4]),
+        (6, 8, None, []),
+        (1, 8, 5, [3, 4, 5]),
+        (1, 2, None, []),
+    ],
+)
 def test_torch_traces_the_steps_of_the_window(tmp_path, first, last, until, inside):
     """Also if the run is resumed inside of it, ends in it or is stopped in it."""
     cfg, log = cli.load([f"log.dir={tmp_path}", "profile.kind=torch", *WINDOW]), Messages()
@@ -46,8 +54,9 @@ def test_torch_traces_the_steps_of_the_window(tmp_path, first, last, until, insi
     assert [name for name in names if name.startswith("step ")] == [f"step {step}" for step in inside]
     assert names.count("aten::dot") == len([step for step in inside if step in seen])
     assert "aten::dot" in (tmp_path / "profile-rank-0.txt").read_text()
-    assert log == [f"profiled iterations {inside[0]} to {inside[-1]}: {path} for ui.perfetto.dev, "
-                   f"{path.with_suffix('.txt')}"]
+    assert log == [
+        f"profiled iterations {inside[0]} to {inside[-1]}: {path} for ui.perfetto.dev, {path.with_suffix('.txt')}"
+    ]
 
 
 def test_only_the_ranks_that_are_named(tmp_path):
@@ -77,12 +86,17 @@ def gpu(monkeypatch):
         notes.append(name)
         yield
 
-    runtime = SimpleNamespace(cudaProfilerStart=lambda: notes.append("start"),
-                              cudaProfilerStop=lambda: notes.append("stop"))
-    for name, double in {"synchronize": lambda _: notes.append("wait"), "cudart": lambda: runtime,
-                         "check_error": lambda _: 0, "nvtx.range": marked,
-                         "memory._record_memory_history": lambda **how: notes.append(how),
-                         "memory._dump_snapshot": lambda path: notes.append(path)}.items():
+    runtime = SimpleNamespace(
+        cudaProfilerStart=lambda: notes.append("start"), cudaProfilerStop=lambda: notes.append("stop")
+    )
+    for name, double in {
+        "synchronize": lambda _: notes.append("wait"),
+        "cudart": lambda: runtime,
+        "check_error": lambda _: 0,
+        "nvtx.range": marked,
+        "memory._record_memory_history": lambda **how: notes.append(how),
+        "memory._dump_snapshot": lambda path: notes.append(path),
+    }.items():
         monkeypatch.setattr(f"torch.cuda.{name}", double)
     return notes
 

@@ -25,7 +25,7 @@ def test_the_dead_of_earlier_starts_do_not_count():
     for _ in range(3):
         store.add("questions", 1)  # ranks that asked and were killed before rank 0 answered
     assert starts_of(store, 2) == [2] * 2
-    store.add("starts", 1)         # rank 0 was killed before the others asked
+    store.add("starts", 1)  # rank 0 was killed before the others asked
     assert starts_of(store, 5) == [4] * 5
 
 
@@ -40,8 +40,14 @@ def test_a_rank_that_does_not_come():
 def test_the_store_of_a_start(monkeypatch):
     """A world of one, in torchrun's environment: keys of the start before are not seen."""
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": served.port,
-                        "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": served.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }.items():
         monkeypatch.setenv(name, str(value))
     rendezvous.meet(PATIENCE)[0].set("key", "of the dead")
     store, rank, world = rendezvous.meet(PATIENCE)

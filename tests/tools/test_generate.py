@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from layouts import GPT3, LLAMA, config
-from test_pretrain import TINY, pretrain
-from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
 
+from layouts import GPT3, LLAMA, config
 from minitron import finetune
 from minitron.comm.mesh import Mesh
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
+from test_pretrain import TINY, pretrain
+from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
 from tools import convert_hf, generate
 
 PROMPT = [7, 3, 80, 3, 11]
@@ -37,9 +37,9 @@ def test_a_cached_step_equals_a_full_forward(base):
         # float32, the same sums in another order
         assert_close_rel(logits, generate.next_logits(model, tokens[:n], 0), 1e-5)
     greedy = generate.generate(model, PROMPT, 20, set(), GREEDY)
-    assert list(greedy) == tokens[len(PROMPT):]
+    assert list(greedy) == tokens[len(PROMPT) :]
     stopped = generate.generate(model, PROMPT, 20, {tokens[8]}, GREEDY)
-    assert PROMPT + list(stopped) == tokens[:tokens.index(tokens[8], len(PROMPT))]
+    assert PROMPT + list(stopped) == tokens[: tokens.index(tokens[8], len(PROMPT))]
     assert all(block.attention.backend is backend for block, backend in zip(model.blocks.values(), backends))
 
 
@@ -64,9 +64,18 @@ def test_padding_is_never_drawn():
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory):
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=300, max_position_embeddings=64, initializer_range=0.3)).eval()
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=300,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+        )
+    ).eval()
     folder = tmp_path_factory.mktemp("hf") / "model"
     model.save_pretrained(folder)
     return folder, model
@@ -81,8 +90,14 @@ def test_a_hugging_face_folder_answers_as_transformers_does(hugging_face, capsys
     model, tokenizer, cfg = generate.load_model(str(folder), torch.device("cpu"), tokenizer="bytes")
     prompt = tokenizer.encode("ab ")
     ours = list(generate.generate(model, prompt, 30, set(), partial(GREEDY, vocab_size=300)))
-    expected = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 3), do_sample=False,
-                               max_new_tokens=30, min_new_tokens=30, pad_token_id=0)[0, 3:]
+    expected = theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 3),
+        do_sample=False,
+        max_new_tokens=30,
+        min_new_tokens=30,
+        pad_token_id=0,
+    )[0, 3:]
     assert cfg.model.max_positions == 64 and cfg.precision.dtype == "fp32"
     assert ours == expected.tolist()
     run(folder, "--tokenizer", "bytes", "--prompt", "ab ", "cd", "--max-tokens", 8)
@@ -103,7 +118,7 @@ def test_draws_come_from_the_top_p_set_with_its_probabilities():
     generator = torch.Generator().manual_seed(0)
     drawn = [generate.choose(logits, 5, temperature, top_p, generator) for _ in range(draws)]
     assert set(drawn) == set(kept)
-    for token, share in kept.items():       # within 5 standard deviations of a binomial share, at most 1/2 each
+    for token, share in kept.items():  # within 5 standard deviations of a binomial share, at most 1/2 each
         assert drawn.count(token) / draws == pytest.approx(share / total, abs=5 * 0.5 / draws**0.5)
     again = torch.Generator().manual_seed(0)
     assert [generate.choose(logits, 5, temperature, top_p, again) for _ in range(draws)] == drawn
@@ -118,9 +133,19 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     rows = [{"prompt": f"{word}?", "completion": f" {word[0]}{word[0]}!"} for word in ("one", "two", "six")]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = pretrain("data.source=sft", f"data.paths=[{folder}/data.jsonl]", "data.separate_documents=true",
-                    "data.split=1", "data.tokenizer=bytes", f"data.cache_dir={folder}/cache",
-                    f"checkpoint.dir={folder}/run", "train.steps=60", "train.micro_batch_size=8", "optimizer.lr=1e-2", "log.every=60")
+    done = pretrain(
+        "data.source=sft",
+        f"data.paths=[{folder}/data.jsonl]",
+        "data.separate_documents=true",
+        "data.split=1",
+        "data.tokenizer=bytes",
+        f"data.cache_dir={folder}/cache",
+        f"checkpoint.dir={folder}/run",
+        "train.steps=60",
+        "train.micro_batch_size=8",
+        "optimizer.lr=1e-2",
+        "log.every=60",
+    )
     assert done.returncode == 0, done.stderr
     assert "sft: an epoch is 3 documents in 1 samples of train.seq_len=32, " in done.stdout
     return folder
@@ -141,10 +166,24 @@ def test_adapters_answer_with_the_weights_that_they_were_trained_beside(tuned, t
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "one?", "completion": " no."}) + "\n")
     base = (tuned / "run").rename(tuned / "before")
     try:
-        finetune.main([*TINY, "data.source=sft", f"data.paths=[{tmp_path}/data.jsonl]", "data.separate_documents=true",
-                       "data.split=1", "data.tokenizer=bytes", f"data.cache_dir={tmp_path}/cache", "train.steps=60",
-                       f"checkpoint.dir={tmp_path}/lora", f"finetune.base={base}", "finetune.kind=lora",
-                       "lora.targets=[q,v,o,down]", "optimizer.lr=3e-2", "log.every=60"])
+        finetune.main(
+            [
+                *TINY,
+                "data.source=sft",
+                f"data.paths=[{tmp_path}/data.jsonl]",
+                "data.separate_documents=true",
+                "data.split=1",
+                "data.tokenizer=bytes",
+                f"data.cache_dir={tmp_path}/cache",
+                "train.steps=60",
+                f"checkpoint.dir={tmp_path}/lora",
+                f"finetune.base={base}",
+                "finetune.kind=lora",
+                "lora.targets=[q,v,o,down]",
+                "optimizer.lr=3e-2",
+                "log.every=60",
+            ]
+        )
     finally:
         base.rename(tuned / "run")
     with pytest.raises(ValueError, match=rf"the base of the adapter in .*: {base} holds no weights"):
@@ -165,17 +204,24 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
     for argv, message in [
         ([folder, "--prompt", "a"], "does not say which tokenizer it was trained with; give --tokenizer="),
         ([other, "--prompt", "a"], "does not say which tokenizer"),
-        ([tuned / "run", "--prompt", "a", "--tokenizer", f"llama3:{llama3_file}"], "was not trained with the tokenizer "
-         f"llama3:{llama3_file}, which has "),
+        (
+            [tuned / "run", "--prompt", "a", "--tokenizer", f"llama3:{llama3_file}"],
+            f"was not trained with the tokenizer llama3:{llama3_file}, which has ",
+        ),
         ([folder, *good, "--top-p", 0], "--top-p=0.0 is out of range"),
         ([folder, *good, "--temperature", -1], "--temperature=-1.0 is out of range"),
         ([folder, *good, "--max-tokens", 0], "--max-tokens=0 is out of range"),
-        ([folder, *good, "--max-tokens", 64], "a prompt of 1 tokens and --max-tokens=64 do not fit into "
-         "model.max_positions=64"),
+        (
+            [folder, *good, "--max-tokens", 64],
+            "a prompt of 1 tokens and --max-tokens=64 do not fit into model.max_positions=64",
+        ),
         ([folder, "--tokenizer", "bytes", "--prompt", ""], "a prompt of 0 tokens"),
         ([folder, *good, "--chat"], "chat messages need the special tokens of Llama 3"),
         ([folder, "--prompt", "a", "--tokenizer", "word"], "--tokenizer='word' is none of"),
-        ([tmp_path / "nothing", *good], "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint"),
+        (
+            [tmp_path / "nothing", *good],
+            "nothing holds no weights; name a Hugging Face folder or a minitron checkpoint",
+        ),
         ([folder, *good, "--base", "x"], f"base=x is for adapters, and {folder} holds a whole model; leave it out"),
         ([folder], "the following arguments are required: --prompt"),
     ]:

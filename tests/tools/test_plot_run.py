@@ -63,8 +63,9 @@ def test_an_evaluation_outside_of_the_steps_is_drawn_and_steps_in_any_order(step
     rows = plot_run.draw([run], unicode=True).split("\n")
     found = [row.index("\u25cf") for row in rows[1:-1] if "\u25cf" in row]
     first, last = min(steps + [at]), max(steps + [at])
-    assert found == [plot_run.MARGIN + round((2 * (plot_run.WIDTH - plot_run.MARGIN - 3) - 1) * (at - first)
-                                             / (last - first)) // 2]
+    assert found == [
+        plot_run.MARGIN + round((2 * (plot_run.WIDTH - plot_run.MARGIN - 3) - 1) * (at - first) / (last - first)) // 2
+    ]
 
 
 def test_an_unfinished_last_line_and_missing_values_are_no_mistake(tmp_path):

@@ -196,15 +196,21 @@ def test_check_tries_the_beginning_of_each_input_and_writes_nothing(tmp_path, mo
     preprocess_data.main(["--input", str(good), "--output-prefix", str(prefix), "--tokenizer", "bytes", "--check"])
     bad.write_text('{"other": 1}\n')
     with pytest.raises(ValueError, match="bad.jsonl: line 1 has no text under the key 'text'"):
-        preprocess_data.main(["--input", str(good), str(bad), "--output-prefix", str(prefix), "--tokenizer", "bytes",
-                              "--check"])
+        preprocess_data.main(
+            ["--input", str(good), str(bad), "--output-prefix", str(prefix), "--tokenizer", "bytes", "--check"]
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"good.jsonl", "bad.jsonl"}
 
 
-@pytest.mark.parametrize("content, keys, empty", [
-    (b"", ["text"], "text"), (b"\n \n", ["text"], "text"), (b'{"text": ""}\n' * 3, ["text"], "text"),
-    (b'{"text": "full", "title": ""}\n', ["text", "title"], "title"),
-])
+@pytest.mark.parametrize(
+    "content, keys, empty",
+    [
+        (b"", ["text"], "text"),
+        (b"\n \n", ["text"], "text"),
+        (b'{"text": ""}\n' * 3, ["text"], "text"),
+        (b'{"text": "full", "title": ""}\n', ["text", "title"], "title"),
+    ],
+)
 def test_an_input_without_text_is_an_error_and_writes_nothing(tmp_path, content, keys, empty):
     """It gave a dataset of no tokens and exit status 0."""
     (tmp_path / "in.jsonl").write_bytes(content)
@@ -221,8 +227,18 @@ def test_an_input_that_cannot_be_opened_is_named(tmp_path):
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(lines_of(["z" * 100_000] * 10))
-    words = [sys.executable, ROOT / "tools" / "preprocess_data.py", "--input", tmp_path / "in.jsonl",
-             "--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", "1"]
+    words = [
+        sys.executable,
+        ROOT / "tools" / "preprocess_data.py",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output-prefix",
+        tmp_path / "out",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    ]
     limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "limited", *map(str, words)]  # files of at most 200 KiB
     run = subprocess.run(limited, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert "out_text_document: cannot be written ([Errno 27] File too large)" in one_line_error(run)
@@ -404,4 +420,3 @@ def test_check_data_exits_with_one_line(tmp_path):
 def test_a_bad_argument_of_any_tool_is_one_line_and_exit_1(name):
     line = one_line_error(tool(f"{name}.py", "--no-such-option"))
     assert "the following arguments are required: " in line and line.endswith("; --help lists what there is")
-

@@ -40,8 +40,11 @@ def test_every_published_cell(name):
     for gpus, seconds, *cells in columns(table):
         batch, seconds = table["samples_per_gpu"] * int(gpus), float(seconds)
         rate = tool.tokens_per_second(table["seq_len"], batch, seconds)
-        computed = (rate, 100 * tool.mfu(batch, count, seconds, int(gpus), table["peak_tflops"]),
-                    tool.days_to_train(1e12, rate))
+        computed = (
+            rate,
+            100 * tool.mfu(batch, count, seconds, int(gpus), table["peak_tflops"]),
+            tool.days_to_train(1e12, rate),
+        )
         for cell, value in zip(cells, computed, strict=True):
             assert reproduces(cell.rstrip("*"), value) != cell.endswith("*"), (gpus, cell, value)
 
@@ -76,8 +79,9 @@ def test_the_documents_errors_are_explained_by_what_help_says():
     says("5.17", tool.days_to_train(1e12, rate(8192, 4096, 14.98)))
     fp8 = [percent for *_, percent, _ in columns(PUBLISHED["Llama 3.1 70B FP8"])]
     assert f"FP8 has no MFU: {' '.join(fp8)} %" in notes
-    shape = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8,
-                        vocab_size=128256).shape
+    shape = ModelConfig(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=128256
+    ).shape
     with_scores = flops.full(shape, 4096)
     says("2.108", with_scores / 1e14)
     assert reproduces("1.84", flops.full(shape, 4096, squared_lengths=0) / 1e14)
@@ -136,9 +140,14 @@ def test_precision_window_and_overrides(tmp_path, capsys):
     window = ["--start_step", "3", "--end_step", "5"]
     figures, _ = printed(capsys, "--file", path, *GKE, *window, "--precision", "fp8")
     seconds = (4.0 + 5.0 + 6.0) / 3
-    assert figures == pytest.approx({"Average step time": seconds,
-                                     "TFLOPS/Accelerator": 2048 * 2.2e15 / seconds / 256 / 1e12,
-                                     "MFU": 2048 * 2.2e15 / seconds / 256 / 1978e12}, rel=1e-8)
+    assert figures == pytest.approx(
+        {
+            "Average step time": seconds,
+            "TFLOPS/Accelerator": 2048 * 2.2e15 / seconds / 256 / 1e12,
+            "MFU": 2048 * 2.2e15 / seconds / 256 / 1978e12,
+        },
+        rel=1e-8,
+    )
     own, _ = printed(capsys, "--file", path, *GKE, *window, "--model_flops", 1e15, "--max_flops", 500, "--lora")
     assert own["MFU"] == pytest.approx(2048 * 1e15 * 2 / 3 / seconds / 256 / 500e12)
 
@@ -146,13 +155,29 @@ def test_precision_window_and_overrides(tmp_path, capsys):
 def test_every_counting_tokens_and_times_with_a_configuration(tmp_path, capsys):
     """JUWELS' 175B: the hardware count is the line's own TFLOPs."""
     log, config = tmp_path / "job.out", tmp_path / "config.yaml"
-    config.write_text("model: {family: gpt, num_layers: 96, hidden_size: 12288, ffn_hidden_size: 49152,\n"
-                      "  num_heads: 96, num_kv_heads: null, vocab_size: 51200}\n"
-                      "train: {seq_len: 2048, recompute: full}\n")
-    log.write_text("[default3]: iteration       50/ 3125000 | consumed samples:         4800 | elapsed time per "
-                   "iteration (s): 5.3247 | learning rate: 2.219E-06 | samples per second: 18.029 | TFLOPs: 137.89 |\n")
-    argv = ["--file", log, "--batch_size", 96, "--num_accelerators", 384, "--config", config,
-            "--accelerator_type", "a100", "--end_step", 50]
+    config.write_text(
+        "model: {family: gpt, num_layers: 96, hidden_size: 12288, ffn_hidden_size: 49152,\n"
+        "  num_heads: 96, num_kv_heads: null, vocab_size: 51200}\n"
+        "train: {seq_len: 2048, recompute: full}\n"
+    )
+    log.write_text(
+        "[default3]: iteration       50/ 3125000 | consumed samples:         4800 | elapsed time per "
+        "iteration (s): 5.3247 | learning rate: 2.219E-06 | samples per second: 18.029 | TFLOPs: 137.89 |\n"
+    )
+    argv = [
+        "--file",
+        log,
+        "--batch_size",
+        96,
+        "--num_accelerators",
+        384,
+        "--config",
+        config,
+        "--accelerator_type",
+        "a100",
+        "--end_step",
+        50,
+    ]
     tool.main(list(map(str, argv)))
     assert re.search(r"^MFU \(hardware\): 0\.\d{8}, 137\.89 TFLOPS/Accelerator$", capsys.readouterr().out, re.M)
     figures, _ = printed(capsys, *argv, "--train_tokens", 5e11)
@@ -166,19 +191,35 @@ def test_every_counting_tokens_and_times_with_a_configuration(tmp_path, capsys):
 
 
 DOCUMENTS = {
-    "megatron": ("[default3]: iteration       10/ 3125000 | consumed samples:          960 | elapsed time per "
-                 "iteration (s): 7.2310 | learning rate: 4.438E-07 |", "Megatron lines", {10: 7.2310}),
-    "bar": ("Epoch 0: :  98%|█████████▊| 49/50 [31:51<00:00, global_step=49.0, train_step_timing in s=6.1]\r"
-            "Epoch 0: : 100%|██████████| 50/50 [31:51<00:00, reduced_train_loss=6.130, global_step=50.0, "
-            "consumed_samples=76800.0, train_step_timing in s=5.900, val_loss=6.250]",
-            "NeMo lines", {49: 6.1, 50: 5.9}),
-    "bar without global_step": ("Epoch 0: : 100%|██████████| 50/50 [31:51<00:00, train_step_timing in s=5.900]",
-                                "NeMo lines", {50: 5.9}),
-    "pipe": ("Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | "
-             "reduced_train_loss: 11.96 | train_step_timing in s: 12.39 | consumed_samples: 6400",
-             "NeMo lines", {49: 12.39}),
-    "dllogger, in a job's output": ('[0]: DLLL {"type": "LOG", "step": 47, "data": {"train_step_timing in s": 25.1}}',
-                                    "DLLogger records", {47: 25.1}),
+    "megatron": (
+        "[default3]: iteration       10/ 3125000 | consumed samples:          960 | elapsed time per "
+        "iteration (s): 7.2310 | learning rate: 4.438E-07 |",
+        "Megatron lines",
+        {10: 7.2310},
+    ),
+    "bar": (
+        "Epoch 0: :  98%|█████████▊| 49/50 [31:51<00:00, global_step=49.0, train_step_timing in s=6.1]\r"
+        "Epoch 0: : 100%|██████████| 50/50 [31:51<00:00, reduced_train_loss=6.130, global_step=50.0, "
+        "consumed_samples=76800.0, train_step_timing in s=5.900, val_loss=6.250]",
+        "NeMo lines",
+        {49: 6.1, 50: 5.9},
+    ),
+    "bar without global_step": (
+        "Epoch 0: : 100%|██████████| 50/50 [31:51<00:00, train_step_timing in s=5.900]",
+        "NeMo lines",
+        {50: 5.9},
+    ),
+    "pipe": (
+        "Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | "
+        "reduced_train_loss: 11.96 | train_step_timing in s: 12.39 | consumed_samples: 6400",
+        "NeMo lines",
+        {49: 12.39},
+    ),
+    "dllogger, in a job's output": (
+        '[0]: DLLL {"type": "LOG", "step": 47, "data": {"train_step_timing in s": 25.1}}',
+        "DLLogger records",
+        {47: 25.1},
+    ),
 }
 
 
@@ -189,9 +230,15 @@ def test_what_others_write_is_read(tmp_path, name):
     assert tool.read_steps(tmp_path / "log") == (kind, steps)
 
 
-@pytest.mark.parametrize("form, kind, counts_from", [
-    (log_formats.megatron, "Megatron lines", 1), (log_formats.megatron_core, "Megatron lines", 1),
-    (log_formats.nemo_bar, "NeMo lines", 0), (log_formats.nemo_pipe, "NeMo lines", 0)])
+@pytest.mark.parametrize(
+    "form, kind, counts_from",
+    [
+        (log_formats.megatron, "Megatron lines", 1),
+        (log_formats.megatron_core, "Megatron lines", 1),
+        (log_formats.nemo_bar, "NeMo lines", 0),
+        (log_formats.nemo_pipe, "NeMo lines", 0),
+    ],
+)
 def test_what_we_print_is_read(tmp_path, form, kind, counts_from):
     text = ""
     for step in range(1, 21):
@@ -201,7 +248,9 @@ def test_what_we_print_is_read(tmp_path, form, kind, counts_from):
     found, steps = tool.read_steps(tmp_path / "log")
     assert found == kind and list(steps) == list(range(counts_from, 20 + counts_from))
     for step, seconds in steps.items():  # a bar shows three digits, the others four or tenths of a millisecond
-        assert seconds == pytest.approx((step + 1 - counts_from) / 8, rel=5e-3 if form is log_formats.nemo_bar else 5e-4)
+        assert seconds == pytest.approx(
+            (step + 1 - counts_from) / 8, rel=5e-3 if form is log_formats.nemo_bar else 5e-4
+        )
 
 
 def test_a_warm_up_inside_of_a_mean_is_said(tmp_path, capsys):
@@ -224,26 +273,33 @@ def test_of_a_repeated_step_the_last_counts_and_an_unfinished_line_is_no_mistake
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"--file": "nowhere"}, r"--file nowhere cannot be read: No such file or directory"),
-    ({"--file": "."}, r"--file \. cannot be read: Is a directory"),
-    ({"--file": "{empty}"}, r"--file \S+ holds no step times; it has to be a dllogger.json, or a log"),
-    ({"--file": "{binary}"}, r"--file \S+ holds no step times"),
-    ({"--file": "{broken}"}, r"broken:1 is a broken record: 'DLLL \{"),
-    ({"--start_step": "60", "--end_step": "70"},
-     r"no step from --start_step 60 to --end_step 70 in \S+, whose DLLogger records have steps 0 to 49"),
-    ({"--file": "{zero}"}, r"the steps from 10 to 30 in \S+ take 0.0 s in all: no log of a run"),
-    ({"--file": None}, "the following arguments are required: --file"),
-    ({"--batch_size": None}, "the following arguments are required: --batch_size"),
-    ({"--num_accelerators": None}, "the following arguments are required: --num_accelerators"),
-    ({"--batch_size": "0"}, "argument --batch_size: invalid positive number value: '0'"),
-    ({"--model_type": None}, "what a sample costs is missing; give --model_type, --model_flops or --config"),
-    ({"--model_type": "gpt4"}, "argument --model_type: invalid choice: 'gpt4'"),
-    ({"--accelerator_type": None},
-     "the bf16 peak of the accelerator is not known; give --accelerator_type or --max_flops"),
-    ({"--accelerator_type": "a100", "--precision": "fp8"}, "the fp8 peak of a100 is not known"),
-    ({"--config": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"--file": "nowhere"}, r"--file nowhere cannot be read: No such file or directory"),
+        ({"--file": "."}, r"--file \. cannot be read: Is a directory"),
+        ({"--file": "{empty}"}, r"--file \S+ holds no step times; it has to be a dllogger.json, or a log"),
+        ({"--file": "{binary}"}, r"--file \S+ holds no step times"),
+        ({"--file": "{broken}"}, r"broken:1 is a broken record: 'DLLL \{"),
+        (
+            {"--start_step": "60", "--end_step": "70"},
+            r"no step from --start_step 60 to --end_step 70 in \S+, whose DLLogger records have steps 0 to 49",
+        ),
+        ({"--file": "{zero}"}, r"the steps from 10 to 30 in \S+ take 0.0 s in all: no log of a run"),
+        ({"--file": None}, "the following arguments are required: --file"),
+        ({"--batch_size": None}, "the following arguments are required: --batch_size"),
+        ({"--num_accelerators": None}, "the following arguments are required: --num_accelerators"),
+        ({"--batch_size": "0"}, "argument --batch_size: invalid positive number value: '0'"),
+        ({"--model_type": None}, "what a sample costs is missing; give --model_type, --model_flops or --config"),
+        ({"--model_type": "gpt4"}, "argument --model_type: invalid choice: 'gpt4'"),
+        (
+            {"--accelerator_type": None},
+            "the bf16 peak of the accelerator is not known; give --accelerator_type or --max_flops",
+        ),
+        ({"--accelerator_type": "a100", "--precision": "fp8"}, "the fp8 peak of a100 is not known"),
+        ({"--config": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
+    ],
+)
 def test_mistakes_are_one_line(tmp_path, change, message):
     files = {name: tmp_path / name for name in ("empty", "binary", "broken")}
     files["empty"].write_text("")
