@@ -60,7 +60,6 @@ class Trainer:
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
-        self.gradients.begin_step()
         scale = self.backward_scale(len(batches))
         loss_sum = self.executor.train(batches, scale)
         self.mesh.activity.begin("update")
@@ -160,13 +159,9 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(
-        chunks,
-        pp,
-        (rows, cfg.train.micro_batch_size, m.hidden_size),
-        dtype,
-        mesh.device,
-        on_last_backward=gradients.begin_last_backward,
+        chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device, gradients.begin_backward
     )
+    executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
 

@@ -130,7 +130,8 @@ class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
 
     data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of
-    `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
+    `grad` is the sum over data ranks only between `Gradients.finish` and the next step's first backward. square: 0-d
+    float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
     """
 
     def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: ProcessGroupSlices, overlap: bool):
@@ -141,8 +142,8 @@ class Bucket:
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
-        self.norm_stream: torch.cuda.Stream | None = None  # where the norm is taken at once, if that is asked for
-        self.square: Tensor | None = None  # 0-d float64, what came of it
+        self.norm_stream: torch.cuda.Stream | None = None
+        self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
 
@@ -153,9 +154,13 @@ class Bucket:
         param.data = view
         param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
 
-    def expect(self) -> None:
-        """The chunk's last backward begins."""
-        self.pending = {name: param.spec.uses for name, param in self.params.items()}
+    def begin_backward(self, first: bool, last: bool) -> None:
+        """Overwrite the last step's gradients in the first backward; count reports in the last."""
+        if first:
+            for param in self.params.values():
+                param.slot.overwrite = True
+        if last:
+            self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
         """One of the parameter's gradients of this backward pass is in its main_grad."""
@@ -176,7 +181,7 @@ class Bucket:
             self.norm_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.norm_stream):
                 self.reduction.wait()
-                self.square = square_norms([self.grad_slice])
+                self.square.copy_(square_norms([self.grad_slice]))
 
     def start_gather(self) -> None:
         self.gather = self.slices.gather(self.data)
@@ -207,10 +212,10 @@ class OwnedPart(NamedTuple):
 class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
-    A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
-    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket,
-    so neither gradient nor optimizer state. Parameters bring a
-    `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp, tp and embedding.
+    A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
+    bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so neither gradient
+    nor optimizer state. Parameters bring a `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp,
+    tp and embedding.
     """
 
     def __init__(
@@ -249,20 +254,16 @@ class Gradients:
 
     # ---- gradients
 
-    def begin_step(self) -> None:
-        """Forget the last step's gradients: the first gradient of a parameter will overwrite them.
+    def begin_backward(self, chunk: int, first: bool, last: bool) -> None:
+        """Prepare for a backward of this chunk, `first` or `last` of the step's (both, if there is one).
 
-        To zero the buffers instead would write all of them once more, and the first microbatch would read the zeros
-        back.
+        The first gradient of a parameter overwrites the last step's. To zero the buffers instead would write all of
+        them once more, and the first microbatch would read the zeros back. In the last backward `slot.ready()` counts:
+        a bucket is reduced as soon as it is complete.
         """
-        for bucket in self.buckets:
-            for param in bucket.params.values():
-                param.slot.overwrite = True
-
-    def begin_last_backward(self, chunk: int) -> None:
-        """From here on `slot.ready()` counts: the next backward of this chunk is the step's last."""
-        for bucket in self.chunks[chunk]:
-            bucket.expect()
+        if first or last:
+            for bucket in self.chunks[chunk]:
+                bucket.begin_backward(first, last)
 
     def finish(self) -> None:
         """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient."""
@@ -287,8 +288,8 @@ class Gradients:
             for bucket in self.buckets
             if (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
         ]
-        squares = [bucket.square for bucket in counted if bucket.square is not None]
-        late = [bucket.grad_slice for bucket in counted if bucket.square is None]
+        squares = [bucket.square for bucket in counted if bucket.norm_stream is not None]
+        late = [bucket.grad_slice for bucket in counted if bucket.norm_stream is None]
         if late:
             squares.append(square_norms(late))
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -339,7 +340,7 @@ class Gradients:
         return result
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
+        """{name: float32 gradient of the local parameter}, between finish() and the next backward. Collective over dp_cp."""
         return self.assemble([bucket.grad_slice for bucket in self.buckets])
 
 
