@@ -85,7 +85,7 @@ class BucketPlan:
     size: int
 
     def owned(self, rank: int, ranks: int) -> Iterator[tuple[Span, int, int]]:
-        """(span, first, last): elements [first, last) of the buffer belong to the span and to the slice of `rank`."""
+        """Yield (span, first, last): elements [first, last) of the buffer are in the span and in the slice of `rank`."""
         length = self.size // ranks
         for span in self.spans:
             first = max(span.start, rank * length)
@@ -163,7 +163,7 @@ class Bucket:
             self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
-        """One of the parameter's gradients of this backward pass is in its main_grad."""
+        """Note that one of the parameter's gradients of this backward pass is in its main_grad."""
         if self.pending is None:
             return
         left = self.pending.pop(name, 0) - 1
@@ -205,7 +205,7 @@ class OwnedPart(NamedTuple):
     numel: int
 
     def of(self, slices: Sequence[Tensor]) -> Tensor:
-        """This part of a tensor that is kept as one flat slice per bucket; a view [numel]."""
+        """Return this part of a tensor that is kept as one flat slice per bucket; a view [numel]."""
         return slices[self.bucket].narrow(0, self.start, self.numel)
 
 
@@ -282,7 +282,7 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
     def square_sum(self) -> Tensor:
-        """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
+        """Return this rank's share of the squared global norm, 0-d float64: the world's sum counts each element once."""
         counted = [
             bucket
             for bucket in self.buckets
@@ -303,19 +303,19 @@ class Gradients:
         self.after_gathers()
 
     def after_gathers(self) -> None:
-        """To be called when all buckets' gathers have been started."""
+        """Wait for the gathers, unless units do; call it when all have been started."""
         if not self.overlap:
             self.wait_parameters()
 
     def wait_parameters(self) -> None:
-        """Every parameter is whole: needed before anything but a unit's forward reads them."""
+        """Wait until every parameter is whole: before anything but a unit's forward reads them."""
         for bucket in self.buckets:
             bucket.wait_gather()
 
     # ---- names
 
     def owned(self) -> Iterator[OwnedPart]:
-        """What this rank's slices hold, by parameter; the parts of all dp_cp ranks cover every element once."""
+        """List what this rank's slices hold, by parameter; the parts of all dp_cp ranks cover every element once."""
         axis = self.mesh.dp_cp
         for index, bucket in enumerate(self.buckets):
             base = axis.rank * bucket.grad_slice.numel()
@@ -330,7 +330,7 @@ class Gradients:
                 )
 
     def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
-        """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
+        """Gather one flat slice per bucket (gradients, moments): {name: whole local tensor}. Collective over dp_cp."""
         result = {}
         for bucket, part in zip(self.buckets, slices, strict=True):
             flat = part.new_empty(bucket.plan.size)
@@ -340,12 +340,12 @@ class Gradients:
         return result
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """{name: float32 gradient of the local parameter}, between finish() and the next backward. Collective over dp_cp."""
+        """Return {name: float32 gradient}, between finish() and the next backward. Collective over dp_cp."""
         return self.assemble([bucket.grad_slice for bucket in self.buckets])
 
 
 def square_norms(tensors: list[Tensor]) -> Tensor:
-    """The sum of all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
+    """Sum all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
@@ -355,7 +355,7 @@ def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
 
 
 def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
-    """Each unit, when called (`unit(...)`, which runs hooks), first waits for the buckets of its parameters."""
+    """Make each unit, when called (`unit(...)` runs hooks), first wait for the buckets of its parameters."""
     for unit in chunk.units():
         names = {param.spec.name for param in unit.parameters()}
         needed = [bucket for bucket in buckets if names & bucket.params.keys()]

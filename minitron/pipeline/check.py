@@ -24,7 +24,7 @@ from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, Tr
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ValueError naming rank and action if the schedule is incomplete, out of order, or can deadlock."""
+    """Raise ValueError, naming rank and action, if the schedule is incomplete, out of order, or can deadlock."""
     if len(schedule.ranks) != schedule.pp:
         raise ValueError(f"the schedule has actions for {len(schedule.ranks)} ranks, but pp={schedule.pp}")
     for rank in range(schedule.pp):
@@ -99,7 +99,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
 
 
 def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int], backwards: Counter) -> str:
-    """Why `op` cannot run now, or ''."""
+    """Say why `op` cannot run now; '' if it can."""
     if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
         return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
     if (type(op), op.mb, op.chunk) in ran:
@@ -118,7 +118,7 @@ def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int],
 def _route_problem(
     op: Forward | Backward, received: dict[Transfer, int], needed: Transfer | None, made: Transfer | None
 ) -> str:
-    """Why `op` does not take and make what its stage takes and makes, or ''."""
+    """Say why the input and output of `op` are not those of its stage, or not there; '' if they are."""
     if op.input != needed or op.output != made:
         return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"
     if needed is not None and needed not in received:
@@ -129,8 +129,9 @@ def _route_problem(
 
 
 def _exchange_problem(exchange: Exchange, received: dict[Transfer, int], unsent: set[Transfer], number: int) -> str:
-    """Why the Exchange, the rank's `number`-th, cannot be posted now, or ''; moves its Transfers out of `unsent` and
-    into `received`.
+    """Say why the Exchange, the rank's `number`-th, cannot be posted now; '' if it can.
+
+    Moves its Transfers out of `unsent` and into `received`.
     """
     if exchange.after >= number:
         return f"waits for {exchange.after} Exchanges and is number {number} itself"

@@ -56,7 +56,7 @@ class Executor:
         all_reduce_(torch.zeros(1, device=self.device), self.pp)
 
     def train(self, batches: Sequence, seed: Tensor | float) -> Tensor:
-        """Forward and backward of every microbatch; the loss sums are multiplied by `seed` before the backward.
+        """Run forward and backward of every microbatch; the backward of a loss sum begins with `seed`.
 
         Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last
         stage.
@@ -66,7 +66,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence) -> Tensor:
-        """The sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
+        """Return the sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
         for chunk in self.chunks:
             chunk.eval()
         total = self._run(self.actions(forward_only, len(batches)), batches, None)

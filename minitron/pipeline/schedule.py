@@ -114,7 +114,7 @@ class Schedule:
 
 
 def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """The training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
+    """Make the training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
 
     vp = 1: rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of
     all, and at most 2 received tensors wait for their use.
@@ -134,7 +134,7 @@ def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
 
 
 def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forward | Backward]:
-    """What a rank of `make` computes: its actions without the Exchanges and without their routes.
+    """List what a rank of `make` computes: its actions without the Exchanges and without their routes.
 
     Some forwards to warm up, then forward and backward in turn, then the backwards that are left.
     """
@@ -149,7 +149,7 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forwa
 
 
 def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """All forwards, in the order of training, for evaluation."""
+    """Make a schedule of the forwards alone, in the order of training, for evaluation."""
     _check_sizes(pp, vp, num_microbatches)
     forwards = [Forward(mb, chunk) for mb, chunk in _order(pp, vp, num_microbatches)]
     ranks = _with_exchanges(pp, vp, num_microbatches, [forwards] * pp)
@@ -165,14 +165,14 @@ def _check_sizes(pp: int, vp: int, num_microbatches: int) -> None:
 
 
 def _groups(pp: int, m: int) -> list[int]:
-    """m microbatches in as many groups as have pp members at least (one if m < pp), as equal as possible."""
+    """Divide m microbatches into groups of at least pp (one group if m < pp), as equal as possible."""
     count = max(1, m // pp)
     size, larger = divmod(m, count)
     return [size + 1] * larger + [size] * (count - larger)
 
 
 def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
-    """The (mb, chunk) of all forwards of a rank, in order: the same on every rank."""
+    """List the (mb, chunk) of all forwards of a rank, in order: the same on every rank."""
     order, first = [], 0
     for size in _groups(pp, m):
         order += [(mb, chunk) for chunk in range(vp) for mb in range(first, first + size)]
@@ -200,7 +200,7 @@ def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[t
 
 
 def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Action]:
-    """The actions of a rank with their inputs, their outputs, and the Exchanges that they wait for.
+    """Fill in the inputs and outputs of a rank's actions, and the Exchanges that they wait for.
 
     An operation waits for the Exchange that brought its input, and for all before it: NCCL runs a rank's Exchanges in
     order, so what those sent has gone, too.
@@ -217,7 +217,7 @@ def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Actio
 
 
 def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list[int]]:
-    """The tick at which each operation finishes, when each starts as soon as its rank and its input are there."""
+    """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there."""
     stages = pp * vp
     finished = {Forward: [0] * (stages * m), Backward: [0] * (stages * m)}  # [stage * m + mb]; 0 is not yet
     ticks: list[list[int]] = [[] for _ in operations]
@@ -244,7 +244,7 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list
 
 
 def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
-    """What `op` on `rank` must have received; None for the first stage's forward and the last stage's backward."""
+    """Return what `op` on `rank` must have received; None: the first stage's forward, the last stage's backward."""
     stage = op.chunk * pp + rank
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage, (rank - 1) % pp) if stage > 0 else None
@@ -252,7 +252,7 @@ def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | 
 
 
 def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
-    """What `op` on `rank` makes for another rank; None for the last stage's forward and the first stage's backward."""
+    """Return what `op` on `rank` makes for another; None: the last stage's forward, the first stage's backward."""
     stage = op.chunk * pp + rank
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage + 1, (rank + 1) % pp) if stage < pp * vp - 1 else None
@@ -260,7 +260,7 @@ def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer |
 
 
 def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
-    """The layers of every global stage: pp * vp ranges that follow each other.
+    """Divide the layers among the global stages: pp * vp ranges that follow each other.
 
     Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
     head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
