@@ -123,6 +123,8 @@ def test_the_map_of_the_code_names_every_module():
     for room, cells in rooms.items():
         named = set(re.findall(r"`(\w+\.py)`", cells))
         assert named == {path.name for path in (package / room).glob("*.py")} - {"__init__.py"}, room
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", prose(package / "README.md"))
+    assert len(named) > 20 and not [name for name in named if not any((top / name).exists() for top in (ROOT, package))]
     for folder in ("tools", "benchmarks"):
         text = (ROOT / folder / "README.md").read_text()
         names = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py", "command.py"}
