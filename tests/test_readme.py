@@ -136,6 +136,7 @@ def test_the_map_of_the_code_names_every_module():
 def test_the_speed_rows_are_the_records():
     """Each row of the main README, with its command; and how many cases there are, and where the peer is faster."""
     text = (ROOT / "README.md").read_text()
+    below = " ".join(text.split())
     newest = {entry["case"]: entry for entry in table.newest(table.RESULTS)}
     rows = [re.split(r" ?\| ?", row)[1:-1] for row in re.findall(r"^\| \d+b-.*\|$", text, re.M)]
     assert len(rows) == 6
@@ -145,10 +146,17 @@ def test_the_speed_rows_are_the_records():
         assert (ours, peer, ratio, command) == figures, case
         assert (e["peer"], e["gpu"], e["power_limit_watts"]) == ("megatron", "NVIDIA H200", 700.0)
         versions = e["versions"]
-        assert e["time"][:10] in text and e["commit"][:7] in text and f"torch {versions['torch']}" in text
-        assert f"Transformer\nEngine {versions['transformer_engine']}" in text
-        assert f"megatron-core {versions['megatron-core']}" in text
+        for part in (
+            e["time"][:10],
+            e["commit"][:7],
+            f"CUDA {versions['cuda']}",
+            f"torch {versions['torch']}",
+            f"Triton {versions['triton']}",
+            f"Transformer Engine {versions['transformer_engine']}",
+            f"megatron-core {versions['megatron-core']}",
+        ):
+            assert part in below, part
     slower = [case for case, e in newest.items() if e["ratio"] < 1]
-    assert slower == ["175b-tp4-fp8"] and f"the one case of {len(newest)} in which the peer is faster" in text
+    assert slower == ["175b-tp4-fp8"] and f"the one case of {len(newest)} in which the peer is faster" in below
     assert f"Of {len(newest)} cases" in (ROOT / "benchmarks" / "README.md").read_text()
     assert (table.RESULTS.parent / "compare.md").read_text() == table.markdown(table.newest(table.RESULTS))
