@@ -606,6 +606,38 @@ FP8 = ["precision.fp8=current"]
         (["data.source=sft", "data.paths=[a]"], 1, ["data.source=sft packs documents", "data.separate_documents=true"]),
         (["data.valid_paths=[a]"], 1, ["data.valid_paths=a is not read with data.source=corpus; drop it"]),
         (
+            ["data.document_length=7"],
+            1,
+            [
+                "data.document_length=7 is of random documents, and data.source=corpus has its own; drop it, or set "
+                "data.source=mock"
+            ],
+        ),
+        (
+            ["checkpoint.resume_step=3"],
+            1,
+            ["checkpoint.resume_step=3 has no effect with checkpoint.dir=null; drop it, or set checkpoint.dir"],
+        ),
+        (
+            ["checkpoint.resume_step=3", "checkpoint.dir=a", "checkpoint.resume=false"],
+            1,
+            [
+                "checkpoint.resume_step=3 has no effect with checkpoint.resume=false; drop it, or set checkpoint.resume=true"
+            ],
+        ),
+        (
+            ["optimizer.decay_samples=999", "optimizer.constant_steps=9"],
+            1,
+            ["has no effect beside optimizer.decay_samples=999; drop it, or set optimizer.decay_samples=null"],
+        ),
+        (
+            ["optimizer.lr_schedule=constant", "optimizer.constant_steps=9"],
+            1,
+            ["optimizer.constant_steps=9 has no effect with optimizer.lr_schedule=constant", "set", "cosine or linear"],
+        ),
+        (["lora.targets=[q,v]"], 1, ["lora.targets=q,v has no effect with finetune.kind=null", "finetune.kind=lora"]),
+        (["finetune.base=x"], 1, ["has no effect with finetune.kind=null; drop it, or set finetune.kind=sft or lora"]),
+        (
             ["log.tensorboard=true"],
             1,
             ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"],
@@ -633,6 +665,16 @@ def test_broken_rule(argv, world, parts):
     message = error_of(argv, world)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("idle", rules.IDLE, ids=lambda idle: f"{idle.keys} {idle.other}")
+def test_keys_without_effect_are_keys(idle):
+    """Each row speaks of keys that there are, and of values that the other one takes."""
+    names = [key.name for key in schema.keys()]
+    assert any(name.startswith(idle.keys) for name in names) and idle.other in names
+    for value in idle.needed:
+        section, name = idle.other.split(".")
+        assert getattr(getattr(cli.from_tree({section: {name: value}}, "row"), section), name) == value
 
 
 @pytest.mark.parametrize(
