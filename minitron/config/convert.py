@@ -25,10 +25,9 @@ from minitron.config.text import NUMBER, UNPRINTABLE, Plain, short, shown
 
 NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
 BOOLEANS = {
-    word: truth
-    for truth, words in ((True, ("true", "yes", "on")), (False, ("false", "no", "off")))
-    for lower in words
-    for word in (lower, lower.title(), lower.upper())
+    write(word): word in ("true", "yes", "on")
+    for word in ("true", "yes", "on", "false", "no", "off")
+    for write in (str.lower, str.title, str.upper)
 }
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
 NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}

@@ -76,7 +76,7 @@ def _described(found: tuple, f: Any) -> dict[str, Any]:
 
 
 def _bounds(within: str) -> dict[str, float]:
-    """{"minimum": 0, "exclusiveMaximum": 1} for "[0, 1)"."""
+    """Write "[0, 1)" as {"minimum": 0, "exclusiveMaximum": 1}."""
     low, high = within[1:-1].split(", ")
     lowest = {"minimum" if within[0] == "[" else "exclusiveMinimum": json.loads(low)}
     highest = {"maximum" if within[-1] == "]" else "exclusiveMaximum": json.loads(high)} if high != "inf" else {}

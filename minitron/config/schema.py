@@ -266,11 +266,11 @@ class Config:
     profile: ProfileConfig = key(ProfileConfig, "some steps under a profiler")
 
     def dp(self, world: int) -> int:
-        """Data-parallel ranks: what tp, pp and cp leave of the world."""
+        """Count the data-parallel ranks: what tp, pp and cp leave of the world."""
         return world // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     def num_microbatches(self, dp: int) -> int:
-        """Forward passes per step of each of `dp` data-parallel ranks."""
+        """Count the forward passes per step of each of `dp` data-parallel ranks."""
         return self.train.global_batch_size // (self.train.micro_batch_size * dp)
 
 

@@ -1,11 +1,15 @@
 """Names of NeMo and Megatron-LM: each is answered with a key that there is, as a key, as an option and in a file."""
 
+from pathlib import Path
+
 import pytest
 
 from minitron.config import cli, names, schema
+from minitron.config.text import read_file
 
 KEYS = {key.name for key in schema.keys()}
-THEIRS = [(name, key) for key, known in names.NAMES.items() for name in known.split()]
+ROWS = read_file(str(Path(names.__file__).with_name("names.yaml")))
+THEIRS = [(name, key) for key, row in ROWS.items() for name in row.split()]
 
 
 def error_of(*argv: str) -> str:
@@ -15,7 +19,7 @@ def error_of(*argv: str) -> str:
 
 
 def test_every_answer_is_a_key():
-    assert names.NAMES.keys() <= KEYS
+    assert ROWS.keys() <= KEYS
     assert len(THEIRS) == len(dict(THEIRS)) > 100, "no name has two answers"
     assert not KEYS & dict(THEIRS).keys()
 
@@ -54,6 +58,7 @@ def test_every_name_is_answered(tmp_path, theirs, ours):
         ("model.optim.sched.min_lr=1", "unknown key model.optim.sched.min_lr; use optimizer.min_lr"),
         # As Hydra and argparse take them.
         ("+trainer.max_steps=100", "unknown key +trainer.max_steps; use train.steps=VALUE"),
+        ("TP_SIZE=8", "unknown key TP_SIZE; use parallel.tp"),
         ("seq-length=4096", "unknown key seq-length; use train.seq_len=VALUE"),
         ("--micro-batch-size", "unknown option --micro-batch-size; use train.micro_batch_size=VALUE"),
         ("--lr=1", "unknown option --lr; use optimizer.lr=VALUE"),
