@@ -34,7 +34,7 @@ from minitron.checkpoint import hf
 from minitron.checkpoint.format import CheckpointError, Reader, disk_errors, newest
 from minitron.config import cli
 from minitron.config.schema import Config, ModelConfig
-from minitron.model.lora import adapted
+from minitron.config.sizes import adapted
 
 
 def open_weights(

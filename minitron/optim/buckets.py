@@ -38,15 +38,13 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, all_gather_into, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
+from minitron.config.sizes import BUCKET_BYTES
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot
 from minitron.optim.slices import ProcessGroupSlices, choose_slices
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
-# Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the
-# one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
-BUCKET_BYTES = 256 << 20
 
 
 # ---- where parameters lie: pure data --------------------------------------------------------------------------------

@@ -37,10 +37,11 @@ from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
+from minitron.planning.memory import LASTING
 from minitron.planning.memory_walk import MemoryWalk
 from minitron.train import Trainer, build
 
-PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "other")
+PARTS = (*LASTING, "activations", "other")
 
 
 class Record(NamedTuple):

@@ -7,7 +7,7 @@ import os
 import torch
 
 from minitron.config.schema import Config
-from minitron.planning.memory import PARTS, Memory
+from minitron.planning.memory import LASTING, Memory
 from minitron.runtime.room import ADVICE, OutOfMemory
 
 
@@ -24,7 +24,7 @@ def check_room(cfg: Config, world: int, device: torch.device) -> None:
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
     if sum(parts) > has:
-        sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(PARTS, parts) if size)
+        sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(LASTING, parts) if size)
         raise OutOfMemory(
             f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes}), and this "
             f"{device.type} has {has / 2**30:.1f}; {ADVICE}"

@@ -16,8 +16,8 @@ needs beside what was saved: gradients inside of a block, gathered inputs.
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
 
-The formulas repeat what precision.py, gated.py, fused.py, context.py and grads.py do; tests hold them against what the
-trainer allocates. Left out: the padding of buckets, fragments, and the start of a run, where one whole weight is there
+Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
+kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of buckets, fragments, and the start of a run, where one whole weight is there
 in float32: with LoRA on few tokens that can be the peak.
 """
 
@@ -27,18 +27,19 @@ from collections import Counter
 from typing import NamedTuple
 
 from minitron.config.schema import Config
+from minitron.config.sizes import FP8_WORKSPACE_BYTES, PIECE_BYTES, adapted, fp8_layers, linear_sizes, stream_length
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
-WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
-PIECE_BYTES = 64 << 20  # at most, of gradients that travel (optim/slices.py)
-LAYERS = ("qkv", "out", "up", "down")  # a block's products
+WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
+COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
-PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
+LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
+PARTS = (*LASTING, "activations", "working", "messages")
 
 
 class Adapter(NamedTuple):
-    """LoRA beside one of LAYERS: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
+    """LoRA beside one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
 
     layer: str
     rank: int
@@ -47,32 +48,21 @@ class Adapter(NamedTuple):
     outputs: int
 
     def elements(self, tp: int) -> int:
-        """Of A and B on a rank; the side that the layer itself splits is split."""
-        split = (1, tp) if self.layer in ("qkv", "up") else (tp, 1)
+        """Count the elements of A and B on a rank; the side that the layer itself splits is split."""
+        split = (1, tp) if self.layer in COLUMN_PARALLEL else (tp, 1)
         return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
 
 
 def adapters(cfg: Config) -> dict[str, Adapter]:
-    """Of every block, by the layer; none without LoRA."""
-    m, lora = cfg.model, cfg.lora
-    h, f, nd, kv = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_dim, m.kv_heads * m.head_dim
-    widths = (
-        (h, {"qkv": nd + 2 * kv, "q": nd, "k": kv, "v": kv}),
-        (nd, {"o": h}),
-        (h, {"gate": f, "up": f}),
-        (f, {"down": h}),
-    )
-    found = {}
-    for layer, (inputs, outputs) in zip(LAYERS, widths) if cfg.finetune.kind == "lora" else ():
-        if sizes := [outputs[target] for target in lora.targets if target in outputs]:
-            found[layer] = Adapter(layer, lora.rank, len(sizes), inputs, sum(sizes))
-    return found
-
-
-def fp8_layers(cfg: Config) -> range:
-    """The blocks whose products are in FP8."""
-    kept = cfg.precision.fp8_bf16_layers
-    return range(0) if cfg.precision.fp8 == "none" else range(kept, cfg.model.num_layers - kept)
+    """Return the adapters of a block by layer; none without LoRA."""
+    if cfg.finetune.kind != "lora":
+        return {}
+    inputs = {layer: size for layer, (size, _) in linear_sizes(cfg.model).items()}
+    return {
+        layer: Adapter(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
+        for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
+        if spans
+    }
 
 
 class Memory:
@@ -85,9 +75,9 @@ class Memory:
         self.llama, self.tp = m.family == "llama", p.tp
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
-        self.fp8_blocks = [sum(i in fp8_layers(cfg) for i in layers) for layers in self.layers]
+        self.fp8_blocks = [sum(i in fp8_layers(cfg.precision, m.num_layers) for i in layers) for layers in self.layers]
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
-        self.rows = self.tokens // p.tp if p.sequence_parallel else self.tokens  # between the products
+        self.rows = stream_length(cfg) * t.micro_batch_size  # between the products
 
     def peak(self) -> tuple[int, Counter]:
         """The pipeline rank that needs most, and its bytes by part."""
@@ -126,9 +116,7 @@ class Memory:
     @property
     def block_matrices(self) -> int:
         """Elements of a block's four matrices on this rank."""
-        m = self.cfg.model
-        attention = m.hidden_size * m.head_dim * 2 * (m.num_heads + m.kv_heads)
-        return (attention + (3 if self.llama else 2) * m.hidden_size * m.ffn_hidden_size) // self.tp
+        return sum(inputs * outputs for inputs, outputs in linear_sizes(self.cfg.model).values()) // self.tp
 
     def parameters(self, stage: int) -> int:
         """Elements on a rank of this stage."""
@@ -161,11 +149,13 @@ class Memory:
             return h * ITEM * self.rows
         rows = 2 * (h * ITEM + (4 if self.llama else 8))
         whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
-        for layer in self.adapters if self.frozen else LAYERS:
-            if layer == "out":  # it reads the attention's output, which is kept: unless as it was before it was traded
+        for layer in self.adapters if self.frozen else linear_sizes(m):
+            if (
+                layer == "attention.out"
+            ):  # it reads the attention's output, which is kept: unless as it was before it was traded
                 whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0
             elif recompute == "none":
-                rows, whole = (rows, whole + f * item) if layer == "down" else (rows + h * item, whole)
+                rows, whole = (rows, whole + f * item) if layer == "mlp.down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
     @property
@@ -185,7 +175,7 @@ class Memory:
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
             block = max(h * ITEM * (2 * self.rows) + gathered, block - self.logits)
-        return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
+        return block + WORKSPACE_BYTES + (FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
         """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""

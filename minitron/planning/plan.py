@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from minitron.config import flops
 from minitron.config.schema import Config
+from minitron.config.sizes import BUCKET_BYTES
 from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Backward, Schedule, make
 from minitron.planning.machine import Machine
@@ -26,7 +27,6 @@ from minitron.planning.memory import ITEM, Memory
 from minitron.planning.simulate import Timeline, simulate
 from minitron.planning.work import Parts, Work, document_tokens, total
 
-BUCKET_BYTES = 256 << 20  # of gradients, as optim/buckets.py closes them
 STATE_BYTES = 34  # that the update reads and writes per element: gradient twice, master, moments, parameter
 
 

@@ -27,8 +27,9 @@ from collections import Counter
 from functools import lru_cache
 
 from minitron.config.schema import Config
+from minitron.config.sizes import ROUNDED_ONCE, fp8_layers, linear_sizes, stream_length
 from minitron.planning.machine import Machine
-from minitron.planning.memory import ITEM, LAYERS, adapters, fp8_layers
+from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
@@ -62,13 +63,14 @@ class Work:
         self.cfg, self.machine, self.model = cfg, machine, m
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
-        self.slice = self.tokens // p.tp if p.sequence_parallel else self.tokens  # rows between the products
+        self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.near = machine.inside(p.tp, 1)
         self.block = lru_cache(2)(self._block)
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
         """(forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
-        works = [self.block(layer in fp8_layers(self.cfg)) for layer in layers]
+        in_fp8 = fp8_layers(self.cfg.precision, self.model.num_layers)
+        works = [self.block(layer in in_fp8) for layer in layers]
         works += [self.embedding()] if first else []
         works += [self.head()] if last else []
         forward, backward = (sum(parts, Parts()) for parts in zip(*works))
@@ -81,11 +83,11 @@ class Work:
         h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
         w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
         forward, backward = Parts(), Parts()
-        # n, k and what is communicated beside the product
-        for n, k, beside in ((w, h, "gather"), (h, nd, "scatter"), (inner, h, "gather"), (h, f, "scatter")):
+        for layer, (k, n) in linear_sizes(m).items():
+            n, k, beside = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
             self._linear(n, k, beside, fp8, forward, backward)
         for layer, adapter in self.adapters.items():
-            x, y = (self.slice, self.tokens / p.tp) if layer in ("qkv", "up") else (self.tokens / p.tp, self.slice)
+            x, y = (self.slice, self.tokens / p.tp) if layer in COLUMN_PARALLEL else (self.tokens / p.tp, self.slice)
             x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
             forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
@@ -98,9 +100,10 @@ class Work:
             backward.update(forward)
         elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
             norm = 2 * self.slice * h
-            again = {"qkv": norm, "out": 0, "up": norm, "down": self.tokens * (inner + f)}
-            for layer in self.adapters if self.frozen else LAYERS:
-                backward["pointwise"] += self.machine.moved(again[layer] * ITEM, layer != "out")
+            again = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
+            for layer, size in again.items():
+                if not self.frozen or layer in self.adapters:
+                    backward["pointwise"] += self.machine.moved(size * ITEM)
         return forward, backward
 
     def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
@@ -161,7 +164,7 @@ class Work:
             backward["cp_exposed"] += moved
             return
         hops, hop = p.cp - 1, self.machine.message(self.tokens * kv * ITEM, p.cp, p.tp)
-        sums = hop * (2 if p.cp > 2 else 1)  # float32 beyond two terms
+        sums = hop * (2 if p.cp > ROUNDED_ONCE else 1)  # in float32
         for parts, kernels, step in ((forward, attend, hop), (backward, back, hop + sums)):
             hidden = min(step, kernels / p.cp)
             parts["cp_hidden"] += hops * hidden
