@@ -1,4 +1,4 @@
-"""Adapters and the weights that they belong to: one model again, or an adapter in PEFT's format.
+"""Adapters and the weights that they belong to: one model again.
 
 Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and means nothing beside other weights. The
 idea: it records which weights those were, by where they lay and by a fingerprint of their values; and `open_weights`
@@ -8,14 +8,6 @@ opens whatever holds a model, a Hugging Face folder, a checkpoint, or a LoRA che
 
 The fingerprint is a hash of the first row of every tensor: little to read, the same for a Hugging Face folder and the
 checkpoint that was imported from it, and another one after a step of training, which changes every row that it uses.
-
-PEFT (github.com/huggingface/peft) keeps an adapter as adapter_config.json and adapter_model.safetensors, with a pair of
-matrices for each module of the Hugging Face model. An adapter of the fused q, k, v becomes three with the same A.
-
-    blocks.0.attention.qkv.adapter.a  -> base_model.model.model.layers.0.self_attn.{q,k,v}_proj.lora_A.weight
-    blocks.0.attention.qkv.adapter.b.qkv, its rows of q, of k and of v -> ....{q,k,v}_proj.lora_B.weight
-
-Left out: starting from an adapter of PEFT's; have PEFT merge it.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +22,9 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint import hf
-from minitron.checkpoint.format import CheckpointError, Reader, disk_errors, newest
+from minitron.checkpoint.directory import newest
+from minitron.checkpoint.format import CheckpointError, disk_errors
+from minitron.checkpoint.reader import Reader
 from minitron.config import cli
 from minitron.config.schema import Config, ModelConfig
 from minitron.config.sizes import adapted
@@ -40,7 +33,7 @@ from minitron.config.sizes import adapted
 def open_weights(
     path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple, key: str = ""
 ) -> Weights:
-    """The model in a folder, with the read interface of `format.Reader`.
+    """The model in a folder, with the read interface of `reader.Reader`.
 
     base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
     vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
@@ -142,12 +135,12 @@ class Merged:
         return self.base.shape(name)
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        return torch.float32 if self._parts(name) else self.base.dtype(name, best_kind(self.base, name))
+        return torch.float32 if self.parts_of(name) else self.base.dtype(name, best_kind(self.base, name))
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Any box of a merged weight."""
         box = self.base.read(name, best_kind(self.base, name), start, shape).to(self.dtype(name, kind))
-        for part in self._parts(name):
+        for part in self.parts_of(name):
             first, last = max(start[0], part.start), min(start[0] + shape[0], part.start + part.size)
             if first < last:
                 a, b = self.factors(name, part, slice(first - part.start, last - part.start))
@@ -165,52 +158,8 @@ class Merged:
         if not isinstance(self.base, hf.Reader):
             self.base.verify()
 
-    def peft(self) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
-        """adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
-        pairs = list(self._modules())
-        lora, gpt = self.cfg.lora, self.cfg.model.family == "gpt"
-        settings = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self.base.path),
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
-            "lora_dropout": lora.dropout,
-            "bias": "none",
-            # GPT-2 has a c_proj in attention and another one in the MLP
-            "target_modules": sorted({".".join(module.split(".")[-2 if gpt else -1 :]) for module, *_ in pairs}),
-            "fan_in_fan_out": gpt,
-            "inference_mode": True,
-        }
-        tensors = (
-            (f"base_model.model.{module}.lora_{side}.weight", tensor.contiguous())
-            for module, name, part, rows in pairs
-            for side, tensor in zip("AB", self.factors(name, part, rows, scaled=False))
-        )
-        return settings, tensors
-
-    def _modules(self) -> Iterator[tuple[str, str, Part, slice]]:
-        """(Hugging Face module, minitron's weight, the target that covers it, its rows of that target's B)."""
-        for name, stack in hf.tensor_map(self.cfg.model).items():
-            row = 0
-            for module in stack:
-                end = row + module.shape[0]
-                for part in self._parts(name):
-                    if part.start <= row and end <= part.start + part.size:
-                        yield (
-                            module.name.removesuffix(".weight"),
-                            name,
-                            part,
-                            slice(row - part.start, end - part.start),
-                        )
-                    elif part.start < end and row < part.start + part.size:
-                        raise ValueError(
-                            f"{self.path} has an adapter of {part.b} alone, which is a part of "
-                            f"{module.name} in a Hugging Face model; export merged weights instead"
-                        )
-                row = end
-
-    def _parts(self, name: str) -> list[Part]:
+    def parts_of(self, name: str) -> list[Part]:
+        """Return the targets' products within a weight; none of one without an adapter."""
         match = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
         return self.parts.get(match[1], []) if match else []
 

@@ -14,7 +14,7 @@ The vocabulary is padded. No loss sees the padding rows, and export drops them. 
 model.vocab_size turns some into tokens. All logits of GPT-2 lie far below zero, so a row of zeros would take nearly the
 whole softmax; the logit of the mean row is the mean logit.
 
-`Reader` has the read interface of checkpoint/format.py and reads only the box that is asked for, so a model is
+`Reader` has the read interface of checkpoint/reader.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.
 
 Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout and the initial
@@ -24,7 +24,7 @@ standard deviation, which belong to a run and not to weights; tokenizers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -38,7 +38,6 @@ from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import cli, rules
 from minitron.config.files import read_json, size_of
 from minitron.config.schema import ModelConfig
-from minitron.kernels.gemm import DTYPES
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
@@ -157,31 +156,6 @@ def _take(settings: dict, keys: dict[str, str], origin: str) -> dict:
     return {field: settings[key] for field, key in keys.items()}
 
 
-def settings_of(m: ModelConfig, dtype: str) -> dict:
-    """The config.json of a model in a `dtype` of precision.DTYPES, in the form that transformers 4 and 5 both read.
-
-    Raises ValueError for a mixture of the families that transformers does not have.
-    """
-    kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
-    fmt, gpt = FORMATS[kind], kind == "gpt2"
-    for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
-        if getattr(m, key) != wanted:
-            raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
-    settings = {
-        "architectures": [fmt.architecture],
-        "model_type": kind,
-        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }  # a tokenizer's; the defaults are those of one model
-    settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
-    if not gpt:
-        s = m.rope_scaling
-        scaling = s and {"rope_type": "llama3"} | {key: getattr(s, field) for field, key in ROPE_SCALING.items()}
-        settings |= {"num_key_value_heads": m.kv_heads, "rope_theta": m.rope_theta, "rope_scaling": scaling}
-    return settings
-
-
 # ---- names and shapes -----------------------------------------------------------------------------------------------
 
 
@@ -256,26 +230,11 @@ def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | dict.fromkeys(vocabulary, (m.padded_vocab_size, m.hidden_size))
 
 
-def export(
-    m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of the whole model, one at a time, in the order of `tensor_map`.
-
-    read(global name, start, shape) -> that box.
-    """
-    for name, parts in tensor_map(m).items():
-        row = 0
-        for part in parts:
-            tensor = read(name, (row, 0)[: len(part.shape)], part.shape)
-            yield part.name, (tensor.t() if part.across else tensor).contiguous()
-            row += part.shape[0]
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """A Hugging Face folder with the read interface of `format.Reader`; every tensor has the one kind "param".
+    """A Hugging Face folder with the read interface of `reader.Reader`; every tensor has the one kind "param".
 
     Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.

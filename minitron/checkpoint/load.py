@@ -34,15 +34,9 @@ from minitron.checkpoint.adapter import (
     open_weights,
 )
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
-from minitron.checkpoint.format import (
-    STEP_NAME,
-    CheckpointError,
-    Reader,
-    checkpoints,
-    in_the_way,
-    make_writable,
-    newest,
-)
+from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, make_writable, newest
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config

@@ -40,7 +40,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.format import CheckpointError, TakenOver, begin, check_owner, claim, commit, write_shard
+from minitron.checkpoint.directory import TakenOver, begin, check_owner, claim, commit
+from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
