@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, all_gather_into, all_reduce_
+from minitron.comm.collectives import Done, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import BUCKET_BYTES
 from minitron.kernels.kernels import Kernels
@@ -325,20 +325,6 @@ class Gradients:
                     offset=first - span.start,
                     numel=last - first,
                 )
-
-    def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
-        """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
-        result = {}
-        for bucket, part in zip(self.buckets, slices, strict=True):
-            flat = part.new_empty(bucket.plan.size)
-            all_gather_into(flat, part, self.mesh.dp_cp)
-            for name, start, numel in bucket.plan.spans:
-                result[name] = flat[start : start + numel].view(bucket.params[name].shape)
-        return result
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
-        return self.assemble([bucket.grad_slice for bucket in self.buckets])
 
 
 def square_norms(tensors: list[Tensor]) -> Tensor:
