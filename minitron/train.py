@@ -38,7 +38,7 @@ from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import Forward, stage_layers
 from minitron.runtime.log import Log
-from minitron.runtime.meter import Meter, Samples
+from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
 from minitron.runtime.room import room_for
 from minitron.runtime.stop import Stop
@@ -191,13 +191,14 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
         scale = trainer.loss_scale()
         stats = trainer.step(batches, lr)
-        samples = Samples()
-        if cfg.data.separate_documents:
-            samples = Samples(
-                [bounds for b in batches for bounds in b.documents], [n for b in batches for n in b.padding]
-            )
+        packed = [sum(b.squared_lengths for b in batches), sum(b.padding for b in batches)]
         meter.step(
-            torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step, consumed_samples=consumed, lr=lr
+            torch.cat([stats.values, scale]),
+            packed if cfg.data.separate_documents else None,
+            trainer.shared_bytes,
+            step=step,
+            consumed_samples=consumed,
+            lr=lr,
         )
         replicas.step(step)
         trainer.near_end()
