@@ -278,13 +278,13 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
+    def counts(self, bucket: Bucket) -> bool:
+        """Tell whether this rank's slice is the first of its copies over tp and stages: norms and saves take that one."""
+        return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
+
     def square_sum(self) -> Tensor:
         """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
-        counted = [
-            bucket
-            for bucket in self.buckets
-            if (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
-        ]
+        counted = list(filter(self.counts, self.buckets))
         squares = [bucket.square for bucket in counted if bucket.square is not None]
         late = [bucket.grad_slice for bucket in counted if bucket.square is None]
         if late:
