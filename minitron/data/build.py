@@ -29,8 +29,7 @@ import numpy as np
 from minitron.config.schema import DataConfig
 from minitron.data.blend import BlendedDataset, normalize, part_samples
 from minitron.data.cache import build_once
-from minitron.data.corpus import build_corpus
-from minitron.data.docstrings import build_docstrings
+from minitron.data.corpus import build_corpus, build_docstrings
 from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset

@@ -14,7 +14,7 @@ from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
-from minitron.data.docstrings import build_docstrings, explained
+from minitron.data.corpus import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.sft import Documents, encode_chat
