@@ -33,7 +33,7 @@ from minitron.config.sizes import adapted
 def open_weights(
     path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple, key: str = ""
 ) -> Weights:
-    """The model in a folder, with the read interface of `reader.Reader`.
+    """Open the model in a folder, with the read interface of `reader.Reader`.
 
     base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
     vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
@@ -57,12 +57,12 @@ def open_weights(
 
 
 def base_of(cfg: Config) -> str | None:
-    """Where the weights lie that a run starts from."""
+    """Return the folder of the weights that a run starts from; None if it starts from none."""
     return cfg.checkpoint.load if cfg.finetune.base is None else cfg.finetune.base
 
 
 def config_of(reader: Reader) -> Config:
-    """What a checkpoint was saved with, as far as weights depend on it."""
+    """Return the configuration that a checkpoint was saved with, as far as weights depend on it."""
     sections = ("model", "precision", "finetune", "lora")
     tree = {name: reader.config[name] for name in sections if name in reader.config}
     tree |= {"checkpoint": {"load": reader.config.get("checkpoint", {}).get("load")}}
@@ -70,12 +70,12 @@ def config_of(reader: Reader) -> Config:
 
 
 def best_kind(reader: Weights, name: str) -> str | None:
-    """The most exact kind of a tensor; None of what is no weight."""
+    """Return the most exact kind that is stored of a tensor; None if it is no weight."""
     return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
 
 
 def fingerprint(reader: Weights) -> str:
-    """16 hex digits that identify the values of a model."""
+    """Hash the values of a model to 16 hex digits."""
     digest = hashlib.sha256()
     if isinstance(reader, Merged):  # not of sums, whose last bit differs from machine to machine
         digest.update(reader.mark.encode())
@@ -89,7 +89,7 @@ def fingerprint(reader: Weights) -> str:
 
 
 def check_base(adapter: Reader, base: Weights, mark: str) -> None:
-    """Raises CheckpointError unless these are the weights, with this fingerprint, that the adapter was trained with."""
+    """Raise CheckpointError unless the adapter was trained beside these weights. mark: their fingerprint."""
     if adapter.state.get("base") != mark:
         raise CheckpointError(
             f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
@@ -138,7 +138,7 @@ class Merged:
         return torch.float32 if self.parts_of(name) else self.base.dtype(name, best_kind(self.base, name))
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Any box of a merged weight."""
+        """Read any box of a merged weight."""
         box = self.base.read(name, best_kind(self.base, name), start, shape).to(self.dtype(name, kind))
         for part in self.parts_of(name):
             first, last = max(start[0], part.start), min(start[0] + shape[0], part.start + part.size)
@@ -148,18 +148,18 @@ class Merged:
         return box
 
     def factors(self, name: str, part: Part, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
-        """A [rank, k] and some rows of B [rows, rank] of a weight, float32; scaled: alpha/r is in B."""
+        """Read A [rank, k] and some rows of B [rows, rank] of a weight, float32; scaled: multiply B by alpha/r."""
         a, b = (whole(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
         return a[part.columns], b[outputs] * (self.cfg.lora.scale if scaled else 1.0)
 
     def verify(self) -> None:
-        """Checksums of all files that have one."""
+        """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
         if not isinstance(self.base, hf.Reader):
             self.base.verify()
 
     def parts_of(self, name: str) -> list[Part]:
-        """Return the targets' products within a weight; none of one without an adapter."""
+        """Return the targets' products within a weight; an empty list if it has no adapter."""
         match = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
         return self.parts.get(match[1], []) if match else []
 
@@ -168,5 +168,5 @@ Weights = Reader | hf.Reader | Merged
 
 
 def whole(reader: Reader, name: str) -> Tensor:
-    """All of a tensor in float32."""
+    """Read all of a tensor in float32."""
     return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()

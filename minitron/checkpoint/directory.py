@@ -58,26 +58,26 @@ class TakenOver(CheckpointError):
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
-    """The checkpoints in a directory by iteration, ascending; a folder in which no file is a save's is none."""
+    """Map iterations, ascending, to the checkpoints in a directory: folders in which at least one file is a save's."""
     return {step: path for step, path in _named(directory).items() if any(map(SAVED.fullmatch, _names(path)))}
 
 
 def in_the_way(directory: Path, after: int, until: int) -> Path | None:
-    """What has the name of a checkpoint of these steps, and no save wrote: it would keep that step from being saved."""
+    """Find what would keep one of these steps from being saved: a checkpoint by its name that no save wrote."""
     return next(
         (path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)), None
     )
 
 
 def _named(directory: Path) -> dict[int, Path]:
-    """All that has the name of a checkpoint, by iteration, ascending."""
+    """Map iterations, ascending, to all paths that have the name of a checkpoint."""
     return dict(
         sorted((int(match[1]), path) for path in directory.glob("step_*") if (match := STEP.fullmatch(path.name)))
     )
 
 
 def _names(folder: Path) -> list[str]:
-    """What lies in a folder; nothing in what is none."""
+    """List the names in a folder; none if it is no folder."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -85,7 +85,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a save wrote all that lies in a folder. Nobody knows who made an empty one."""
+    """Tell whether a save wrote all that lies in a folder. False for an empty one: anybody may have made it."""
     names = _names(folder)
     return (
         bool(names)
@@ -96,14 +96,14 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether it is a folder, no link, with nothing in it."""
+    """Tell whether the path is an empty folder, and no link to one."""
     with suppress(OSError):
         return not folder.is_symlink() and not os.listdir(folder)
     return False
 
 
 def _begins(path: Path, text: bytes) -> bool:
-    """Whether a regular file begins with text. One that is shorter may have been killed while it was written."""
+    """Tell whether a regular file begins with text, or is a part of it: a save may have been killed while it wrote."""
     with suppress(OSError):
         if stat.S_ISREG(os.lstat(path).st_mode):
             with open(path, "rb") as file:
@@ -112,7 +112,7 @@ def _begins(path: Path, text: bytes) -> bool:
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
+    """Return the checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
 
     Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
     """
@@ -132,7 +132,7 @@ def newest(directory: Path) -> Path | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Make the directory if it is not there, and try what a save does. Raises CheckpointError."""
+    """Make the directory if it does not exist, and try what a save does. Raises CheckpointError."""
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         _check_pointer(directory / "latest")
@@ -148,7 +148,7 @@ def make_writable(directory: Path) -> None:
 
 
 def _check_pointer(pointer: Path) -> None:
-    """Raises CheckpointError if `latest`, which a save would replace, is somebody else's."""
+    """Raise CheckpointError if `latest`, which a save would replace, was not written by a save."""
     if os.path.lexists(pointer):
         with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
             if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
@@ -159,7 +159,7 @@ def _check_pointer(pointer: Path) -> None:
 
 
 def claim(directory: Path) -> str:
-    """Take a directory over: its new owner, for `begin` and `commit`, as "7-5e0c91d2". Raises CheckpointError.
+    """Take a directory over. Returns its new owner, as "7-5e0c91d2", for `begin` and `commit`. Raises CheckpointError.
 
     Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
     The number says who came last. The rest tells apart who came at the same instant, or before somebody emptied the
@@ -178,7 +178,7 @@ def claim(directory: Path) -> str:
 
 
 def _owners(directory: Path) -> list[tuple[int, str]]:
-    """(number, owner), the one that counts last."""
+    """List (number, owner) of all owner files. The last one counts."""
     return sorted(
         (int(match[2]), match[1])
         for path in directory.glob("owner.*")
@@ -187,7 +187,7 @@ def _owners(directory: Path) -> list[tuple[int, str]]:
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
-    """Raises TakenOver if the directory has another owner. None: nobody's, as that of a tool."""
+    """Raise TakenOver if the directory has another owner. None, as a tool passes, is not checked."""
     owners = _owners(directory) if owner is not None else []
     if owners and owners[-1][1] != owner:
         with disk_errors(directory):
@@ -199,7 +199,7 @@ def check_owner(directory: Path, owner: str | None) -> None:
 
 
 def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None) -> Path:
-    """A fresh temporary folder for a save; what killed saves left goes. CheckpointError without room for num_bytes."""
+    """Make a temporary folder for a save; delete those of killed ones. CheckpointError without room for num_bytes."""
     make_writable(directory)
     with disk_errors(directory):
         check_owner(directory, owner)
@@ -266,7 +266,7 @@ def _hide(folder: Path) -> Path:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder reach the disk."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -81,7 +81,7 @@ def write_index(folder: Path, about: dict, shards: Iterable[tuple[dict, list]]) 
 
 
 def read_index(path: Path) -> dict:
-    """Read an index whose checksum, format and version are right. Raises CheckpointError, ValueError if it is no JSON."""
+    """Read an index and check its checksum, format and version. Raises CheckpointError; ValueError for bad JSON."""
     with disk_errors(path):
         first, _, body = read_bytes(path, INDEX_BYTES).partition(b"\n")
     if first.decode(errors="replace") != f'{{"checksum": "{checksum(body)}",':
@@ -118,7 +118,7 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
     """Return the beginning of a safetensors file of these (name, dtype, shape); their data follow in the same order.
 
-    By hand, since the library wants all tensors at once: eight bytes of length, then JSON, filled up so that data align.
+    By hand, since the library wants all tensors at once: eight bytes of length, then JSON, padded to align the data.
     """
     entries, end = {"__metadata__": metadata} if metadata else {}, 0
     for name, dtype, shape in tensors:

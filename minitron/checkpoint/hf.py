@@ -111,7 +111,7 @@ ROPE_SCALING = dict(
 
 
 def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.vocab_multiple) -> ModelConfig:
-    """The model of a config.json. Raises ValueError, in a line that begins with `origin`.
+    """Read the model out of a config.json. Raises ValueError, in a line that begins with `origin`.
 
     transformers 5 writes `rope_parameters`, older versions wrote `rope_theta` and `rope_scaling`.
     """
@@ -173,7 +173,7 @@ class Part(NamedTuple):
 
 
 def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
-    """Global tensor name -> its parts, first rows first, without the padding of the vocabulary."""
+    """Map global tensor names to their parts, first rows first, without the padding of the vocabulary."""
     h, f, kv, vocab = m.hidden_size, m.ffn_hidden_size, m.kv_heads * m.head_dim, (m.vocab_size, m.hidden_size)
     if m.family == "llama":
         layer, parts = (
@@ -222,7 +222,7 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
 
 
 def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Global tensor name -> its shape, the vocabulary padded."""
+    """Map global tensor names to their shapes, the vocabulary padded."""
     shapes = {
         name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) for name, parts in tensor_map(m).items()
     }
@@ -258,18 +258,18 @@ class Reader:
         self._check(fmt)
 
     def names(self) -> list[str]:
-        """Global names of all tensors."""
+        """List the global names of all tensors."""
         return list(self._map)
 
     def kinds(self, name: str) -> list[str]:
         return ["param"] if name in self._map else []
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor, the vocabulary padded."""
+        """Return the shape of the whole tensor, the vocabulary padded."""
         return self._shapes[name]
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        """The one that holds the values of all parts exactly."""
+        """Return the dtype that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
 
     @property
@@ -278,7 +278,7 @@ class Reader:
         return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """The box [start, start + shape) of a global tensor, in the format of the file."""
+        """Read the box [start, start + shape) of a global tensor, in the format of the file."""
         assert kind == "param" and len(start) == len(shape) == len(self.shape(name))
         begin, end = start[0], start[0] + shape[0]
         columns = [slice(s, s + n) for s, n in zip(start[1:], shape[1:])]
@@ -293,14 +293,14 @@ class Reader:
         return box
 
     def _slice(self, part: Part, *index: slice) -> Tensor:
-        """Opens the file each time: its pages count as memory of the process for as long as it is mapped."""
+        """Read a box of one part. Opens the file each time: while mapped, its pages count as memory of the process."""
         place = self._places[part.name]
         with safe_open(place.path, "pt") as file:
             tensor = file.get_slice(place.name)[index[::-1] if part.across else index]
         return tensor.t() if part.across else tensor
 
     def _mean(self, name: str) -> Tensor:
-        """The mean row of a vocabulary: [h]."""
+        """Compute the mean row of a vocabulary: [h]."""
         if name not in self._means:
             (part,) = self._map[name]
             sums = (self._slice(part, rows).sum(0, dtype=torch.float64) for rows in self._blocks())
@@ -308,12 +308,12 @@ class Reader:
         return self._means[name]
 
     def _blocks(self) -> Iterator[slice]:
-        """The rows of the vocabulary, some at a time."""
+        """Yield the rows of the vocabulary, some at a time."""
         for row in range(0, self.model.vocab_size, BLOCK_ROWS):
             yield slice(row, min(row + BLOCK_ROWS, self.model.vocab_size))
 
     def _check(self, fmt: Format) -> None:
-        """The tensors are the model's, no fewer, no more, and of its shapes."""
+        """Raise CheckpointError unless the tensors are the model's, no fewer, no more, and of its shapes."""
         parts = {part.name: part for stack in self._map.values() for part in stack}
         for name, part in parts.items():
             place = self._places.get(name)
@@ -339,7 +339,7 @@ class Reader:
                 )
 
     def _check_tied(self, words: Part) -> None:
-        """A head that was saved although it is tied is the embedding: transformers 5 does not tie it if it is not."""
+        """Raise CheckpointError if a saved, tied head differs from the embedding: transformers 5 would not tie it."""
         head = words._replace(name="lm_head.weight")
         if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
             raise CheckpointError(
@@ -358,7 +358,7 @@ class Place(NamedTuple):
 
 
 def _find_tensors(folder: Path) -> dict[str, Place]:
-    """Every tensor of a folder by its name in the files, which are one, or those that an index lists."""
+    """Find every tensor of a folder by its name in the files: there is one file, or an index lists them."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _headers(whole)

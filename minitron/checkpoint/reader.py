@@ -56,7 +56,7 @@ class Reader:
             raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
 
     def _check_head(self) -> None:
-        """All but the tensors. Raises ValueError and what wrong types do."""
+        """Check all but the tensors. Raises ValueError, and whatever wrong types raise."""
         folder = STEP.fullmatch(self.path.name)
         if folder and int(folder[1]) != self.iteration:
             raise CheckpointError(
@@ -79,7 +79,7 @@ class Reader:
                 raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
 
     def _check_tensors(self) -> None:
-        """Every box. Raises ValueError and what wrong types do."""
+        """Check every box. Raises ValueError, and whatever wrong types raise."""
         used: set[tuple[str, str]] = set()
         for name in self._tensors:
             for kind in self.kinds(name):
@@ -104,22 +104,22 @@ class Reader:
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(self._tensors[name]["shape"])
 
     def kinds(self, name: str) -> list[str]:
-        """What is stored of a tensor; nothing of an unknown one."""
+        """List the kinds that are stored of a tensor; none of an unknown one."""
         return list(self._tensors.get(name, {"kinds": ()})["kinds"])
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
         return DTYPES[self._tensors[name]["kinds"][kind]["dtype"]]
 
     def files_of(self, name: str, kind: str, box: Box) -> set[str]:
-        """The files that hold elements of a box."""
+        """Return the files that hold elements of a box."""
         return {file for file, _, stored in self._boxes(name, kind) if stored.meet(box)}
 
     def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Any box of a tensor, on the CPU and in the dtype it was saved in, put together from the boxes it meets.
+        """Read any box of a tensor, on the CPU and in the dtype it was saved in, from the boxes that it meets.
 
         It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read: its pages count
         as memory of this process.
@@ -146,7 +146,7 @@ class Reader:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def verify(self, files: Iterable[str] | None = None) -> None:
-        """Size and checksum of these files, by default of all. Raises CheckpointError naming the first bad one."""
+        """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
             path, expected = self.path / name, self.files[name]
             size, checksum, block = file_size(path), 0, memoryview(bytearray(BLOCK_BYTES))
@@ -166,7 +166,7 @@ class Reader:
 
 
 def _counts(*values: object) -> tuple[int, ...]:
-    """Raises ValueError for what is no count: JSON knows floats, truth values, and numbers of any size."""
+    """Raise ValueError for a value that is no count: JSON knows floats, truth values, and numbers of any size."""
     for value in values:
         if type(value) is not int or not 0 <= value < MAX_COUNT:
             raise ValueError(f"{str(value)[:40]} is no count")

@@ -12,7 +12,7 @@ from minitron.runtime.room import ADVICE, OutOfMemory
 
 
 def check_room(cfg: Config, world: int, device: torch.device) -> None:
-    """Raises OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
+    """Raise OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
 
     A machine without so much would not refuse an allocation: it would swap for hours, or kill the process.
     """

@@ -17,8 +17,9 @@ With LoRA only adapters have gradients and states, and a product whose weight is
 result, no activation, but where an adapter reads it, and then in bf16.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
-kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of buckets, fragments, and the start of a run, where one whole weight is there
-in float32: with LoRA on few tokens that can be the peak.
+kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
+buckets, fragments, and the start of a run, where one whole weight is there in float32: with LoRA on few tokens that can
+be the peak.
 """
 
 from __future__ import annotations
@@ -80,35 +81,35 @@ class Memory:
         self.rows = stream_length(cfg) * t.micro_batch_size  # between the products
 
     def peak(self) -> tuple[int, Counter]:
-        """The pipeline rank that needs most, and its bytes by part."""
+        """Return the pipeline rank that needs most, and its bytes by part."""
         ranks = [(rank, self.of(rank)) for rank in range(self.cfg.parallel.pp)]
         return max(ranks, key=lambda pair: pair[1].total())
 
     def of(self, rank: int) -> Counter:
-        """Bytes of a pipeline rank by part."""
+        """Count the bytes of a pipeline rank by part."""
         return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
 
     def lasting(self) -> int:
-        """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
+        """Count the bytes that no step frees, on the rank with most of them: a bound that is quick to compute."""
         return max(sum(self.lasting_parts(rank)) for rank in range(self.cfg.parallel.pp))
 
     # ---- what lasts
 
     def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
-        """Of parameters, gradients, optimizer and FP8 weights."""
+        """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
         count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
         return ITEM * count, 4 * trained, 12 * trained // self.shards, 2 * self.cast(rank)
 
     def stages(self, rank: int) -> range:
-        """Of a pipeline rank, by chunk."""
+        """Return the stages of a pipeline rank, by chunk."""
         return range(rank, len(self.layers), self.cfg.parallel.pp)
 
     def cast(self, rank: int) -> int:
-        """Elements of the rank's weights that are cast to FP8."""
+        """Count the elements of the rank's weights that are cast to FP8."""
         return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp])
 
     def trained(self, stage: int) -> int:
-        """Elements on a rank of this stage that have gradients: all, or those of adapters."""
+        """Count the elements on a rank of this stage that have gradients: all, or those of adapters."""
         if not self.frozen:
             return self.parameters(stage)
         return len(self.layers[stage]) * sum(adapter.elements(self.tp) for adapter in self.adapters.values())
@@ -119,7 +120,7 @@ class Memory:
         return sum(inputs * outputs for inputs, outputs in linear_sizes(self.cfg.model).values()) // self.tp
 
     def parameters(self, stage: int) -> int:
-        """Elements on a rank of this stage."""
+        """Count the parameters, in elements, on a rank of this stage."""
         m, h = self.cfg.model, self.cfg.model.hidden_size
         vectors = 2 * h
         if not self.llama:  # biases of norms, of rows, of columns
@@ -134,7 +135,7 @@ class Memory:
     # ---- what a microbatch leaves
 
     def saved(self, stage: int) -> int:
-        """Bytes that a forward of the stage leaves for its backward."""
+        """Count the bytes that a forward of the stage leaves for its backward."""
         fp8, recompute = self.fp8_blocks[stage], self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
         if stage == len(self.layers) - 1:  # the final norm's sum and result
@@ -163,7 +164,7 @@ class Memory:
         return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
 
     def _working(self, stage: int) -> int:
-        """The most that a backward of this stage needs beside what was saved."""
+        """Count the bytes that a backward of this stage needs at most beside what was saved."""
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
@@ -178,7 +179,7 @@ class Memory:
         return block + WORKSPACE_BYTES + (FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
-        """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
+        """Count the bytes of tensors between stages, and of buffers that the GPUs of a node read from each other."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
@@ -189,7 +190,7 @@ class Memory:
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:
-        """(what is saved, what is worked with) at the peak of the rank's operations."""
+        """Return the bytes (saved, worked with) at the peak of the rank's operations."""
         p = self.cfg.parallel
         working, saved = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self.saved))
         live, peak, some = 0, (0, 0), self.microbatches

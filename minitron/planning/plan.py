@@ -86,7 +86,7 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
 
 @lru_cache(32)
 def checked_schedule(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """The schedule that the run will have, proven once."""
+    """Make the schedule that the run will have, and prove it, once."""
     schedule = make(pp, vp, num_microbatches)
     check(schedule)
     return schedule
@@ -116,8 +116,8 @@ class Step:
         self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
 
     def at_least(self) -> float:
-        """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
-        update."""
+        """Bound the step's seconds from below, without the schedule: the slowest rank's work, the way to it and back,
+        and its update."""
         before = sum(self.forward[: self.slowest]) + sum(self.backward[: self.slowest])
         return self.busy + before + self.update_seconds(self.slowest)
 
@@ -127,13 +127,13 @@ class Step:
         return simulate(schedule, self.forward, self.backward, transfer_seconds)
 
     def update_seconds(self, rank: int) -> float:
-        """Norm, AdamW, and the FP8 casts of weights that are new."""
+        """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""
         memory = self.memory
         moved = STATE_BYTES * sum(map(memory.trained, memory.stages(rank))) / memory.shards
         return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
 
     def seconds(self, timeline: Timeline) -> Counter:
-        """Every part, of the rank that computes longest."""
+        """Return the seconds of every part, of the rank that computes longest."""
         pp, parts = self.cfg.parallel.pp, Parts()
         for pair in self.parts[self.slowest :: pp]:
             for part in pair:
@@ -146,7 +146,7 @@ class Step:
         return parts
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
-        """(exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
+        """Return (exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
         if self.memory.shards == 1:
             return 0.0, 0.0
         # chunk -> [start of its first forward, start and end of its last backward]

@@ -36,7 +36,7 @@ HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts:
 
 
 def document_tokens(cfg: Config) -> float:
-    """Length of the document that a token is in, on average over tokens: the sum of squared lengths in a sample over s.
+    """Average the length of a token's document over all tokens: the sum of squared lengths in a sample over s.
 
     Of random documents (data/mock.py): lengths uniform up to `data.document_length`, or geometric with a mean
     of a quarter sample, cut at the sample's end.
@@ -51,7 +51,7 @@ def document_tokens(cfg: Config) -> float:
 
 
 def total(parts: Parts) -> float:
-    """Seconds that pass: what is hidden is not counted."""
+    """Sum the seconds that pass: hidden ones are not counted."""
     return sum(seconds for part, seconds in parts.items() if part not in HIDDEN)
 
 
@@ -68,7 +68,7 @@ class Work:
         self.block = lru_cache(2)(self._block)
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
-        """(forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
+        """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
         in_fp8 = fp8_layers(self.cfg.precision, self.model.num_layers)
         works = [self.block(layer in in_fp8) for layer in layers]
         works += [self.embedding()] if first else []
@@ -107,7 +107,7 @@ class Work:
         return forward, backward
 
     def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
-        """Three products, of a frozen weight two, and the messages beside them."""
+        """Add three products, two of a frozen weight, and the messages beside them."""
         product, t, frozen = self.machine.product, self.tokens, self.frozen
         y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True)
@@ -128,7 +128,7 @@ class Work:
                 self._tp(backward, cast * width, dx, pieces=True)
 
     def _tp(self, parts: Parts, bytes_per_token: int, beside: float, *, pieces: bool = False) -> None:
-        """A message over tp next to a product of `beside` seconds, of which it needs pieces if it depends on it."""
+        """Add a message over tp beside a product of `beside` seconds. pieces: one needs the other, piece by piece."""
         p, exposed_share = self.cfg.parallel, self.machine.fabric.tp_exposed
         seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
         if not p.sequence_parallel:
@@ -173,7 +173,7 @@ class Work:
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
 
     def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[tuple[float, int], tuple[float, int]]:
-        """(bytes, kernels) of the forward and of the backward: see kernels/fused.py for what each kernel moves."""
+        """Count (bytes, kernels) of the forward and of the backward; kernels/fused.py says what each kernel moves."""
         m, p = self.model, self.cfg.parallel
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows
@@ -215,7 +215,7 @@ class Work:
         return forward, Parts() if self.frozen else backward
 
     def head(self) -> tuple[Parts, Parts]:
-        """The final norm, the product with the vocabulary and the loss; never in FP8."""
+        """Time the final norm, the product with the vocabulary and the loss; never in FP8."""
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
         self._linear(v, h, "gather", False, forward, backward)
