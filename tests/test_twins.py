@@ -120,7 +120,7 @@ def microbatches(vocab: int, number: int, b: int) -> list[Batch]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_every_gradient_equal_transformers(models, name):
     """Gradients as the optimizer gets them: of two microbatches, accumulated in main_grad. Padding is none of it."""
-    twin, reader = models(name).twin(), hf.Reader(models(name).folder, VOCAB_MULTIPLE.get(name, 1))
+    twin, reader = models(name).twin(), hf.FolderReader(models(name).folder, VOCAB_MULTIPLE.get(name, 1))
     settings = {"train": {"seq_len": SEQ_LEN, "micro_batch_size": 3}, "precision": {"dtype": "fp32"}}
     cfg = config({"model": reader.config["model"] | {"rope_scaling": reader.model.rope_scaling}}, settings)
     trainer = build(cfg, Mesh.offline(1))

@@ -125,7 +125,7 @@ class Writer(contextlib.AbstractContextManager):
 
 def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: int) -> None:
     """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
-    reader = hf.Reader(source, vocab_multiple)
+    reader = hf.FolderReader(source, vocab_multiple)
     shapes = {name: reader.shape(name) for name in reader.names()}
     dtype = dtype or reader.precision
     config, values = Config(model=reader.model, precision=PrecisionConfig(dtype)), sum(map(math.prod, shapes.values()))
@@ -146,7 +146,7 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
 def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, base: str | None) -> None:
     """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = open_weights(source, base)
-    if isinstance(reader, hf.Reader):
+    if isinstance(reader, hf.FolderReader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
     cfg = config_of(reader)
     dtype = dtype or cfg.precision.dtype

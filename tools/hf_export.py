@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from minitron.checkpoint.adapter import Merged, Part
+from minitron.checkpoint.adapter import LowRank, Merged
 from minitron.checkpoint.hf import FORMATS, ROPE_SCALING, tensor_map
 from minitron.config.schema import ModelConfig
 from minitron.kernels.gemm import DTYPES
@@ -85,7 +85,7 @@ def peft(adapter: Merged) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
     return settings, tensors
 
 
-def _modules(adapter: Merged) -> Iterator[tuple[str, str, Part, slice]]:
+def _modules(adapter: Merged) -> Iterator[tuple[str, str, LowRank, slice]]:
     """Yield (Hugging Face module, minitron's weight, the target that covers it, its rows of that target's B)."""
     for name, stack in tensor_map(adapter.cfg.model).items():
         row = 0

@@ -43,7 +43,7 @@ def open_weights(
         foreign, own = ((folder / name).exists() for name in ("config.json", "index.json"))
     if not foreign and not own and newest(folder) is None:
         raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
-    reader = hf.Reader(folder, vocab_multiple) if foreign else Reader(folder)
+    reader = hf.FolderReader(folder, vocab_multiple) if foreign else Reader(folder)
     if reader.config.get("finetune", {}).get("kind") != "lora":
         if base is not None:
             raise CheckpointError(f"base={base} is for adapters, and {folder} holds a whole model; leave it out")
@@ -97,7 +97,7 @@ def check_base(adapter: Reader, base: Weights, mark: str) -> None:
         )
 
 
-class Part(NamedTuple):
+class LowRank(NamedTuple):
     """One target's product within a weight: rows from `start` on are scale * b @ a[columns]."""
 
     start: int
@@ -118,7 +118,7 @@ class Merged:
         rank = cfg.lora.rank
         self.parts = {
             layer: [
-                Part(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
+                LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
                 for i, (target, span) in enumerate(spans.items())
             ]
             for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
@@ -147,7 +147,7 @@ class Merged:
                 box[first - start[0] : last - start[0]] += b @ a[:, start[1] : start[1] + shape[1]]
         return box
 
-    def factors(self, name: str, part: Part, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
+    def factors(self, name: str, part: LowRank, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
         """Read A [rank, k] and some rows of B [rows, rank] of a weight, float32; scaled: multiply B by alpha/r."""
         a, b = (whole(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
         return a[part.columns], b[outputs] * (self.cfg.lora.scale if scaled else 1.0)
@@ -155,16 +155,16 @@ class Merged:
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
-        if not isinstance(self.base, hf.Reader):
+        if not isinstance(self.base, hf.FolderReader):
             self.base.verify()
 
-    def parts_of(self, name: str) -> list[Part]:
+    def parts_of(self, name: str) -> list[LowRank]:
         """Return the targets' products within a weight; an empty list if it has no adapter."""
         match = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
         return self.parts.get(match[1], []) if match else []
 
 
-Weights = Reader | hf.Reader | Merged
+Weights = Reader | hf.FolderReader | Merged
 
 
 def whole(reader: Reader, name: str) -> Tensor:

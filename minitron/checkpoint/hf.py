@@ -14,7 +14,7 @@ The vocabulary is padded. No loss sees the padding rows, and export drops them. 
 model.vocab_size turns some into tokens. All logits of GPT-2 lie far below zero, so a row of zeros would take nearly the
 whole softmax; the logit of the mean row is the mean logit.
 
-`Reader` has the read interface of checkpoint/reader.py and reads only the box that is asked for, so a model is
+`FolderReader` has the read interface of checkpoint/reader.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.
 
 Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout and the initial
@@ -233,7 +233,7 @@ def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class Reader:
+class FolderReader:
     """A Hugging Face folder with the read interface of `reader.Reader`; every tensor has the one kind "param".
 
     Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.

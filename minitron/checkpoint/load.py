@@ -147,7 +147,7 @@ def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
     """Verify the files that hold the pieces, and this rank's share of the others; then read every piece."""
     if isinstance(reader, Merged):
         reader.verify()
-    elif not isinstance(reader, hf.Reader):  # whose files have no checksums
+    elif not isinstance(reader, hf.FolderReader):  # whose files have no checksums
         files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
         reader.verify(sorted(files.union(list(reader.files)[mesh.rank :: mesh.world.size])))
     for piece in wanted:

@@ -31,7 +31,7 @@ def fp8_layers(precision: PrecisionConfig, num_layers: int) -> range:
     return range(0) if precision.fp8 == "none" else range(kept, num_layers - kept)
 
 
-class Span(NamedTuple):
+class AdaptedRows(NamedTuple):
     """Rows of a weight that an adapter adds to: from `start` on, `chunks` that are split over tp one by one."""
 
     start: int
@@ -42,20 +42,20 @@ class Span(NamedTuple):
         return sum(self.chunks)
 
 
-def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Span]]:
+def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, AdaptedRows]]:
     """Map each linear layer of a block to target -> its rows, in the order in which A stacks them."""
     q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
     gated = m.family == "llama"
     layers = {
         "attention.qkv": {
-            "qkv": Span(0, (q, kv, kv)),
-            "q": Span(0, (q,)),
-            "k": Span(q, (kv,)),
-            "v": Span(q + kv, (kv,)),
+            "qkv": AdaptedRows(0, (q, kv, kv)),
+            "q": AdaptedRows(0, (q,)),
+            "k": AdaptedRows(q, (kv,)),
+            "v": AdaptedRows(q + kv, (kv,)),
         },
-        "attention.out": {"o": Span(0, (h,))},
-        "mlp.up": {"gate": Span(0, (f,)), "up": Span(f, (f,))} if gated else {"up": Span(0, (f,))},
-        "mlp.down": {"down": Span(0, (h,))},
+        "attention.out": {"o": AdaptedRows(0, (h,))},
+        "mlp.up": {"gate": AdaptedRows(0, (f,)), "up": AdaptedRows(f, (f,))} if gated else {"up": AdaptedRows(0, (f,))},
+        "mlp.down": {"down": AdaptedRows(0, (h,))},
     }
     return {layer: {t: span for t, span in spans.items() if t in targets} for layer, spans in layers.items()}
 

@@ -33,7 +33,7 @@ from minitron.data.corpus import build_corpus, build_docstrings
 from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset
-from minitron.data.sft import Documents, SFTDataset
+from minitron.data.sft import SFTDataset, TokenizedFiles
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
 
 SCAN_BYTES = 1 << 30  # of .bin: what is read in full before training
@@ -140,11 +140,11 @@ def _sft(
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
 
-    def read(paths: Sequence[str]) -> Documents:
+    def read(paths: Sequence[str]) -> TokenizedFiles:
         paths = [build_docstrings(cache_dir) if path == "docstrings" else path for path in paths]
-        return Documents(paths, tokenizer, cache_dir)
+        return TokenizedFiles(paths, tokenizer, cache_dir)
 
-    def part(documents: Documents, which: int, samples: int) -> SFTDataset:
+    def part(documents: TokenizedFiles, which: int, samples: int) -> SFTDataset:
         apart = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
         return SFTDataset(documents, apart, samples, seq_len, seed)
 
@@ -196,7 +196,7 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _sequences(file: IndexedDataset | Documents, split: str, which: int) -> range:
+def _sequences(file: IndexedDataset | TokenizedFiles, split: str, which: int) -> range:
     sequences = split_ranges(split, len(file))[which]
     if not len(sequences):
         purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")

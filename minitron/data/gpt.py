@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     padding: int = 0
 
 
-class Plan(NamedTuple):
+class EpochPlan(NamedTuple):
     """How many epochs the document index holds, and how many samples precede a last epoch that is shuffled apart
     (`first_samples == samples` when it is not)."""
 
@@ -159,14 +159,14 @@ def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size
     return largest
 
 
-def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> Plan:
+def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> EpochPlan:
     """Epochs needed for `num_samples` samples, and whether the last is shuffled apart (Megatron's rule)."""
     epochs = max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
     samples = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
     one_epoch = (tokens_per_epoch - 1) // seq_len
     apart = epochs > 1 and num_samples - before_last < int(0.80 * one_epoch)
-    return Plan(epochs, samples, before_last if apart else samples)
+    return EpochPlan(epochs, samples, before_last if apart else samples)
 
 
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:

@@ -41,7 +41,7 @@ FORMAT = 1  # of what this file makes of a line: another one must not find the o
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
-class Documents:
+class TokenizedFiles:
     """The tokenized lines of `paths`, in their order; `len()` counts them.
 
     fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
@@ -94,7 +94,7 @@ class Documents:
 class SFTDataset:
     """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples."""
 
-    def __init__(self, documents: Documents, part: range, num_samples: int, seq_len: int, seed: int):
+    def __init__(self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int):
         documents.check(part, seq_len)
         self.documents, self.part, self.num_samples, self.seq_len = documents, part, num_samples, seq_len
         whole, capacity = documents.lengths[part.start : part.stop], seq_len + 1

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config.schema import Config
-from minitron.config.sizes import Span, adapted
+from minitron.config.sizes import AdaptedRows, adapted
 from minitron.kernels.param import Shard
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
@@ -67,7 +67,7 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config, layout: Layout, place: tuple[int, int]
+        self, linear: ParallelLinear, spans: dict[str, AdaptedRows], cfg: Config, layout: Layout, place: tuple[int, int]
     ):
         super().__init__()
         axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.by_columns

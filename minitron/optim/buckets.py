@@ -279,7 +279,7 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
     def counts(self, bucket: Bucket) -> bool:
-        """Tell whether this rank's slice is the first of its copies over tp and stages: norms and saves take that one."""
+        """Tell whether this rank's slice is the first of its copies over tp and stages: norms and saves take one."""
         return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
 
     def square_sum(self) -> Tensor:

@@ -39,7 +39,7 @@ LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
 PARTS = (*LASTING, "activations", "working", "messages")
 
 
-class Adapter(NamedTuple):
+class AdapterSize(NamedTuple):
     """LoRA beside one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
 
     layer: str
@@ -54,13 +54,13 @@ class Adapter(NamedTuple):
         return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
 
 
-def adapters(cfg: Config) -> dict[str, Adapter]:
+def adapters(cfg: Config) -> dict[str, AdapterSize]:
     """Return the adapters of a block by layer; none without LoRA."""
     if cfg.finetune.kind != "lora":
         return {}
     inputs = {layer: size for layer, (size, _) in linear_sizes(cfg.model).items()}
     return {
-        layer: Adapter(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
+        layer: AdapterSize(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
         for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
         if spans
     }

@@ -189,7 +189,7 @@ def test_sixteen_bit_weights_stay_as_they_are_or_become_what_is_asked_for(name, 
 
 def test_export_of_a_training_checkpoint_rounds_the_masters(folders, tmp_path):
     """Masters in boxes that no tensor ends with, moments beside them, an FP8 history, and an older step."""
-    source = hf.Reader(folders("llama3.1"), vocab_multiple=16)
+    source = hf.FolderReader(folders("llama3.1"), vocab_multiple=16)
     cfg = Config(model=source.model)
     for step in (10, 20):
         with Writer(tmp_path / "run", step, dataclasses.asdict(cfg)) as writer:
@@ -220,7 +220,7 @@ def test_export_of_a_training_checkpoint_rounds_the_masters(folders, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2-untied"])
 def test_any_box_is_that_part_of_the_whole_tensor(name, folders):
     """The whole as plain concatenation gives it: fused projections, transposed matrices, a padded vocabulary."""
-    reader = hf.Reader(folders(name), vocab_multiple=16)
+    reader = hf.FolderReader(folders(name), vocab_multiple=16)
     state = model_of(name).state_dict()
     generator = torch.Generator().manual_seed(0)
     for tensor, parts in hf.tensor_map(reader.model).items():
@@ -292,7 +292,10 @@ def test_tensors_that_older_files_hold_besides(folders, tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     for name, change in (("gpt2", bare), ("llama-tied", buffers)):
-        expected, reader = hf.Reader(folders(name)), hf.Reader(single(folders(name), tmp_path / name, change))
+        expected, reader = (
+            hf.FolderReader(folders(name)),
+            hf.FolderReader(single(folders(name), tmp_path / name, change)),
+        )
         assert all(torch.equal(whole(reader, n), whole(expected, n)) for n in expected.names())
 
 
@@ -435,8 +438,8 @@ def checkpoint(folder, model, kind="param", names=None):
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_path):
-    model = hf.Reader(folders("llama")).model
-    gpt = hf.Reader(folders("gpt2")).model
+    model = hf.FolderReader(folders("llama")).model
+    gpt = hf.FolderReader(folders("gpt2")).model
 
     def refused(checkpoint_model, *options, **more):
         checkpoint(tmp_path / "run", checkpoint_model, **more)
