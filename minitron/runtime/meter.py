@@ -8,7 +8,6 @@ log it. A step's time is taken on the device, between the copies of two steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,20 +33,19 @@ class Meter:
         """What happened since the last step (an evaluation) does not count into the next one's time."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, packed: Sequence[float] | None, shared_bytes: int, **known) -> None:
+    def step(self, values: Tensor, shared_bytes: int, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. packed: squared
-        lengths and padding of this data rank's documents; None if each sample is one. shared_bytes: of GPU memory that
-        torch's allocator does not count. known: the other fields of `Iteration` that the host has.
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. shared_bytes: of
+        GPU memory that torch's allocator does not count. known: the other fields of `Iteration` that the host has;
+        squared_lengths and padding are those of this data rank, and left out where each sample is one document.
         """
         self.mesh.activity.begin("figures")
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
-        if packed is not None:
-            extra[0].fill_(packed[0])
-            extra[1].fill_(packed[1])
+        if "padding" in known:
+            extra[0].fill_(known["squared_lengths"])
+            extra[1].fill_(known["padding"])
             all_reduce_(extra[:2], self.mesh.dp)
-            known |= {"squared_lengths": 0.0, "padding": 0.0}
         if values.is_cuda:
             extra[2].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
             extra[3].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)

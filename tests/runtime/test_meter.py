@@ -22,10 +22,9 @@ def step_of_a_rank():
     """What each of 4 ranks, of which tp 2 read the same samples, logs of a step."""
     mesh, logged = Mesh.create(tp=2), []
     meter = Meter(SimpleNamespace(iteration=logged.append), mesh, SimpleNamespace(saw=lambda it: None))
-    packed = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
-    meter.step(
-        torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), packed, 0, step=5, consumed_samples=10, lr=0.25
-    )
+    squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
+    known = dict(step=5, consumed_samples=10, lr=0.25, squared_lengths=squares, padding=padding)
+    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), 0, **known)
     return logged
 
 
