@@ -17,8 +17,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from minitron.config.flops import Shape
-
 
 def key(default, meaning: str, within: str | None = None):
     """A configuration key: its default, the sentence that `--help` prints, and the interval that its numbers lie in."""
@@ -75,19 +73,6 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def shape(self) -> Shape:
-        """What FLOPs are counted from."""
-        return Shape(
-            self.num_layers,
-            self.hidden_size,
-            self.ffn_hidden_size,
-            self.num_heads,
-            self.kv_heads,
-            self.padded_vocab_size,
-            gated=self.family == "llama",
-        )
 
 
 @dataclass(frozen=True)

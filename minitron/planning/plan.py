@@ -59,7 +59,7 @@ class Plan:
         t, peak = self.cfg.train, flops.peak_tflops(self.machine.device.gpu, self.cfg.precision.fp8 != "none")
         share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
         squares = t.seq_len * document_tokens(self.cfg)
-        operations = share * flops.full(self.cfg.model.shape, t.seq_len, squares) * t.global_batch_size
+        operations = share * flops.full(self.cfg.model, t.seq_len, squares) * t.global_batch_size
         rate = flops.tflops_per_gpu(operations, self.step_seconds, self.world)
         return 100 * rate / peak if peak else None
 
