@@ -4,7 +4,7 @@ Problem: a data sheet's peak says little about a product of [2048, 9216] by [921
 device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
 
     product      operations / (rate * share of all waves that is full) + bytes / copy rate * `unhidden`; a weight
-                 gradient's rate is `weight_grad` of that: its operands lie across
+                 gradient's rate is `weight_grad` of that: its operands are transposed
     attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
                  between 64, 128 and 256 cost what the next of these does
     pointwise    bytes read and written / (copy rate * `pointwise`)

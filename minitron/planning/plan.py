@@ -1,6 +1,6 @@
 """A job on paper: what a rank's memory goes to, what a step's time goes to, before anything is queued.
 
-    forward and backward of every stage (work.py) -> the run's own schedule, simulated (pipeline/simulate.py)
+    forward and backward of every stage (work.py) -> the run's own schedule, simulated (simulate.py)
     -> reductions and gathers of the data ranks laid beside it -> the update -> seconds of a step
 
 A data rank's reduction of a chunk begins with the chunk's last backward and runs beside whatever follows; what is left

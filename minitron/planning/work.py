@@ -17,8 +17,8 @@ stand alone (parallel/overlap.py, ProcessGroupComm), without overlap all do. `fu
 inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need,
 and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
 
-How long documents are that are kept apart, only data know; here they are what random documents are. Left out: adapters'
-messages, r numbers a token.
+The lengths of documents that are kept apart are known from the data alone; here they are those of random documents.
+Left out: adapters' messages, r numbers a token.
 """
 
 from __future__ import annotations

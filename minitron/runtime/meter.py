@@ -36,7 +36,7 @@ class Meter:
     def step(self, values: Tensor, shared_bytes: int, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. shared_bytes: of
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. shared_bytes:
         GPU memory that torch's allocator does not count. known: the other fields of `Iteration` that the host has;
         squared_lengths and padding are those of this data rank, and left out where each sample is one document.
         """
