@@ -251,7 +251,9 @@ def test_a_node_shares_memory():
 @pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7)])
 def test_operations_are_the_actions_of_the_schedule_without_messages(sizes):
     for rank, actions in enumerate(make(*sizes).ranks):
-        assert operations(*sizes, rank) == [action for action in actions if type(action) is not Exchange]
+        computed = [action for action in actions if type(action) is not Exchange]
+        # repr leaves out what the schedule adds: an action's messages
+        assert list(map(repr, operations(*sizes, rank))) == list(map(repr, computed))
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
