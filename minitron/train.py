@@ -20,6 +20,7 @@ from minitron.checkpoint.save import Checkpointer, State
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
+from minitron.config.sizes import stream_length
 from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
@@ -157,10 +158,8 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads)
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
-    rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
-    executor = Executor(
-        chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device, gradients.begin_backward
-    )
+    shape = stream_length(cfg), cfg.train.micro_batch_size, m.hidden_size
+    executor = Executor(chunks, pp, shape, dtype, mesh.device, gradients.begin_backward)
     executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)

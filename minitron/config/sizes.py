@@ -16,6 +16,7 @@ BUCKET_BYTES = 256 << 20
 # Of one rank's slice of gradients between GPUs that read each other's memory: a stage has room for one of each other.
 PIECE_BYTES = 64 << 20
 FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
+MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
 ROUNDED_ONCE = 2  # attention blocks: a sum of more terms is kept in float32, as each addition would round it again
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minitron.config.schema import DataConfig
+from minitron.config.sizes import MOCK_DOCUMENT
 from minitron.data.blend import BlendedDataset, normalize, part_samples
 from minitron.data.cache import build_once
 from minitron.data.corpus import build_corpus, build_docstrings
@@ -123,7 +124,7 @@ def _mock(
     longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
     """Training and validation differ in the seed; documents of a quarter sample give separate_documents work."""
-    mean = max(1, seq_len / 4) if longest is None else None
+    mean = max(1, MOCK_DOCUMENT * seq_len) if longest is None else None
     train, valid = (
         MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
         for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1))

@@ -27,7 +27,7 @@ from collections import Counter
 from functools import lru_cache
 
 from minitron.config.schema import Config
-from minitron.config.sizes import ROUNDED_ONCE, fp8_layers, linear_sizes, stream_length
+from minitron.config.sizes import MOCK_DOCUMENT, ROUNDED_ONCE, fp8_layers, linear_sizes, stream_length
 from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
@@ -45,7 +45,7 @@ def document_tokens(cfg: Config) -> float:
     if not cfg.data.separate_documents:
         return s
     if longest is None:
-        return 3 / 8 * s
+        return 2 * MOCK_DOCUMENT * (1 - MOCK_DOCUMENT) * s
     x = s / longest  # the renewal equation's solution: the tail for many documents, a series for few
     return longest * (2 / 3 - 1 / (9 * x)) if x > 1 else s * (1 - x / 3 - x**2 / 12 - x**3 / 60)
 
