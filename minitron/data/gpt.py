@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitron.data.cache import build_once, reading
+from minitron.data.cache import build_once, load_arrays, save_arrays
 from minitron.data.indexed import DataError, IndexedDataset
 
 BLOCK_TOKENS = 1 << 20  # of a scan: a block is read twice, for its least and its largest id
@@ -98,11 +98,7 @@ class GPTDataset:
         arrays = build_once(
             Path(cache_dir) / f"gpt-{self.fingerprint}", lambda folder: _save_index(folder, key, indexed, sequences)
         )
-        with reading(arrays):
-            self._documents, self._cuts, self._shuffle = (
-                np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                for name in ("document", "sample", "shuffle")
-            )
+        self._documents, self._cuts, self._shuffle = load_arrays(arrays, "document", "sample", "shuffle")
 
     def __len__(self) -> int:
         return len(self._shuffle)
@@ -210,6 +206,5 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
             if len(part):
                 rng.shuffle(part)
     cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])
-    for name, array in ("document", documents), ("sample", cuts), ("shuffle", shuffle):
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    save_arrays(folder, document=documents, sample=cuts, shuffle=shuffle)
     (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")

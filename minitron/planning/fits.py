@@ -16,8 +16,7 @@ def check_room(cfg: Config, world: int, device: torch.device) -> None:
 
     A machine without so much would not refuse an allocation: it would swap for hours, or kill the process.
     """
-    memory = Memory(cfg, world, gpus_per_node=1)
-    parts = max(map(memory.lasting_parts, range(cfg.parallel.pp)), key=sum)
+    parts = Memory(cfg, world, gpus_per_node=1).lasting()
     has = (
         torch.cuda.get_device_properties(device).total_memory
         if device.type == "cuda"

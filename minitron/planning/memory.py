@@ -89,9 +89,9 @@ class Memory:
         """Count the bytes of a pipeline rank by part."""
         return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
 
-    def lasting(self) -> int:
-        """Count the bytes that no step frees, on the rank with most of them: a bound that is quick to compute."""
-        return max(sum(self.lasting_parts(rank)) for rank in range(self.cfg.parallel.pp))
+    def lasting(self) -> tuple[int, int, int, int]:
+        """Count the bytes of LASTING on the rank that has most of them: a bound that is quick to compute."""
+        return max(map(self.lasting_parts, range(self.cfg.parallel.pp)), key=sum)
 
     # ---- what lasts
 
