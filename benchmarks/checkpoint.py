@@ -37,8 +37,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import measure, record
-from minitron.checkpoint.format import CheckpointError, Reader
+from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.load import Start, find, restore
+from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules

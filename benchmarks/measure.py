@@ -119,10 +119,10 @@ def figures(cfg: Config, step_seconds: float, world: int, device: torch.device, 
     m, t, frozen = cfg.model, cfg.train, cfg.finetune.kind == "lora"
     name, share = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", flops.FROZEN if frozen else 1
     per_sample = {
-        "full": share * flops.full(m.shape, t.seq_len, squares),
-        "causal": share * flops.causal(m.shape, t.seq_len, squares),
-        "weights": share * flops.full(m.shape, t.seq_len, 0.0),
-        "hardware": flops.hardware(m.shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen),
+        "full": share * flops.full(m, t.seq_len, squares),
+        "causal": share * flops.causal(m, t.seq_len, squares),
+        "weights": share * flops.full(m, t.seq_len, 0.0),
+        "hardware": flops.hardware(m, t.seq_len, recompute=t.recompute != "none", frozen=frozen),
     }
     tflops = {k: flops.tflops_per_gpu(v * t.global_batch_size, step_seconds, world) for k, v in per_sample.items()}
     peak = flops.peak_tflops(name, fp8=cfg.precision.fp8 != "none")

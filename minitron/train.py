@@ -20,6 +20,7 @@ from minitron.checkpoint.save import Checkpointer, State
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
+from minitron.config.sizes import stream_length
 from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
@@ -38,7 +39,7 @@ from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor
 from minitron.pipeline.schedule import Forward, stage_layers
 from minitron.runtime.log import Log
-from minitron.runtime.meter import Meter, Samples
+from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
 from minitron.runtime.room import room_for
 from minitron.runtime.stop import Stop
@@ -165,10 +166,8 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads)
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
-    rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
-    executor = Executor(
-        chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device, gradients.begin_backward
-    )
+    shape = stream_length(cfg), cfg.train.micro_batch_size, m.hidden_size
+    executor = Executor(chunks, pp, shape, dtype, mesh.device, gradients.begin_backward)
     executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
@@ -194,14 +193,11 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         lr = learning_rate(cfg.optimizer, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
         scale = trainer.loss_scale()
         stats = trainer.step(batches, lr)
-        samples = Samples()
+        known = {"step": step, "consumed_samples": consumed, "lr": lr}
         if cfg.data.separate_documents:
-            samples = Samples(
-                [bounds for b in batches for bounds in b.documents], [n for b in batches for n in b.padding]
-            )
-        meter.step(
-            torch.cat([stats.values, scale]), samples, trainer.shared_bytes, step=step, consumed_samples=consumed, lr=lr
-        )
+            known["squared_lengths"] = sum(b.squared_lengths for b in batches)
+            known["padding"] = sum(b.padding for b in batches)
+        meter.step(torch.cat([stats.values, scale]), trainer.shared_bytes, **known)
         replicas.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:

@@ -39,7 +39,8 @@ import torch.distributed as dist
 
 from benchmarks import record
 from minitron import pretrain
-from minitron.checkpoint.format import Reader, checkpoints, newest
+from minitron.checkpoint.directory import checkpoints, newest
+from minitron.checkpoint.reader import Reader
 from minitron.config import cli, rules
 
 TORCHRUN_PATIENCE = 30.0  # seconds between its SIGTERM and its SIGKILL

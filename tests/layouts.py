@@ -8,13 +8,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from minitron.comm.collectives import gather_along, reduce_scatter_along
+from minitron.comm.collectives import all_gather_into, gather_along, reduce_scatter_along
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.kernels.param import Shard
 from minitron.model.lora import Adapter
+from minitron.optim.buckets import Gradients
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.train import Trainer, build
 
@@ -120,12 +121,28 @@ def first_gradients(trainer: Trainer) -> dict:
             gradients.update(
                 {
                     name: (grad / scale, _how(params[name].spec.shard))
-                    for name, grad in trainer.gradients.full_gradients().items()
+                    for name, grad in full_gradients(trainer.gradients).items()
                 }
             )
 
     trainer.gradients.finish = finish_and_look
     return gradients
+
+
+def assemble(gradients: Gradients, slices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
+    result = {}
+    for bucket, part in zip(gradients.buckets, slices, strict=True):
+        flat = part.new_empty(bucket.plan.size)
+        all_gather_into(flat, part, gradients.mesh.dp_cp)
+        for name, start, numel in bucket.plan.spans:
+            result[name] = flat[start : start + numel].view(bucket.params[name].shape)
+    return result
+
+
+def full_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
+    """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
+    return assemble(gradients, [bucket.grad_slice for bucket in gradients.buckets])
 
 
 def _how(shard: Shard | None):

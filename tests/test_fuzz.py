@@ -428,7 +428,7 @@ def checkpoint(folder: Path) -> tuple[Path, dict]:
 def indexed(text: str) -> bytes:
     """An index with the checksum of its text, which is right."""
     body = text[1:].encode()
-    return b'{"checksum": "%s",\n' % files._crc(body).encode() + body
+    return b'{"checksum": "%s",\n' % files.checksum(body).encode() + body
 
 
 # Places of an index at which every other value, or some that are said, must be refused.

@@ -14,7 +14,7 @@ import torch
 
 from layouts import GPT3, LLAMA, config, dataset_of
 from minitron import pretrain, train
-from minitron.checkpoint.format import Reader
+from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.data.loader import Loader

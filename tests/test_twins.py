@@ -28,7 +28,7 @@ from minitron.data.batch import Batch
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_data_gpt import plain_samples
-from tools import convert_hf
+from tools import convert_hf, hf_export
 
 # The twin is in float64 but for what transformers casts (RMSNorm, rotary angles, softmax); float32's rounding step is
 # 6e-8, and a gradient has passed three blocks and back.
@@ -120,7 +120,7 @@ def microbatches(vocab: int, number: int, b: int) -> list[Batch]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_every_gradient_equal_transformers(models, name):
     """Gradients as the optimizer gets them: of two microbatches, accumulated in main_grad. Padding is none of it."""
-    twin, reader = models(name).twin(), hf.Reader(models(name).folder, VOCAB_MULTIPLE.get(name, 1))
+    twin, reader = models(name).twin(), hf.FolderReader(models(name).folder, VOCAB_MULTIPLE.get(name, 1))
     settings = {"train": {"seq_len": SEQ_LEN, "micro_batch_size": 3}, "precision": {"dtype": "fp32"}}
     cfg = config({"model": reader.config["model"] | {"rope_scaling": reader.model.rope_scaling}}, settings)
     trainer = build(cfg, Mesh.offline(1))
@@ -151,7 +151,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(models, name):
     def read(name, start, shape):
         return gradients[name][0][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
-    ours = dict(hf.export(cfg.model, read))
+    ours = dict(hf_export.export(cfg.model, read))
     theirs = {weight: p.grad for weight, p in twin.named_parameters()}
     assert ours.keys() == theirs.keys() and len(gradients) == sum(1 for _ in trainer.chunks[0].parameters())
     for weight, grad in theirs.items():

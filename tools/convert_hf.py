@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,12 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, open_weights
-from minitron.checkpoint.boxes import Box
-from minitron.checkpoint.format import Writer, header
+from minitron.checkpoint.boxes import Box, Piece
+from minitron.checkpoint.directory import begin, commit
+from minitron.checkpoint.format import header, write_shard
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
+from tools import hf_export
 from tools.command import Parser, run
 
+SHARD_BYTES = 2 << 30  # at which a Writer begins another file
 BLOCK_VALUES = 1 << 26  # of a tensor, read at a time: 256 MB in float32
 
 
@@ -78,9 +81,51 @@ def main(argv: list[str]) -> None:
         export_folder(options.source, options.target, options.dtype, int(options.max_shard_gb * 1e9), options.base)
 
 
+class Writer(contextlib.AbstractContextManager):
+    """Writes a checkpoint from one process, in files of about 2 GB: for weights that come from elsewhere.
+
+        with Writer(directory, iteration=0, config=config_dict) as writer:
+            writer.add("head.weight", "param", (128, 32), (0, 0), tensor)
+
+    When the `with` is left, directory/step_00000000 is there, and `latest` names it; if by an exception, nothing is.
+    config: a whole Config as a dict. Raises CheckpointError.
+    """
+
+    def __init__(self, directory: str | os.PathLike, iteration: int, config: dict):
+        self.about = {
+            "iteration": iteration,
+            "consumed_samples": 0,
+            "config": config,
+            "state": {},
+            "layout": dict.fromkeys(("world", "tp", "pp", "vp", "cp", "dp"), 1),
+        }
+        self.temporary = begin(Path(os.path.expanduser(directory)), iteration, 0)
+        self.waiting: list[Piece] = []
+        self.shards: list[tuple] = []
+
+    def add(self, name: str, kind: str, whole: Sequence[int], start: Sequence[int], tensor: Tensor) -> None:
+        """Take the box of `name`, of shape `whole`, that begins at `start`. The tensor must not change afterwards."""
+        self.waiting.append(Piece(name, kind, tuple(whole), tuple(start), tensor))
+        if sum(piece.tensor.nbytes for piece in self.waiting) >= SHARD_BYTES:
+            self._flush()
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                commit(self.temporary, self.about, self.shards)
+        finally:
+            shutil.rmtree(self.temporary, ignore_errors=True)  # not there if it was committed
+
+    def _flush(self) -> None:
+        name = f"part_{len(self.shards):05d}.safetensors"
+        self.shards.append(write_shard(self.temporary / name, self.waiting))
+        self.waiting = []
+
+
 def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: int) -> None:
     """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
-    reader = hf.Reader(source, vocab_multiple)
+    reader = hf.FolderReader(source, vocab_multiple)
     shapes = {name: reader.shape(name) for name in reader.names()}
     dtype = dtype or reader.precision
     config, values = Config(model=reader.model, precision=PrecisionConfig(dtype)), sum(map(math.prod, shapes.values()))
@@ -101,11 +146,11 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
 def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, base: str | None) -> None:
     """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = open_weights(source, base)
-    if isinstance(reader, hf.Reader):
+    if isinstance(reader, hf.FolderReader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
     cfg = config_of(reader)
     dtype = dtype or cfg.precision.dtype
-    settings, kinds = hf.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)
+    settings, kinds = hf_export.settings_of(cfg.model, dtype), check_tensors(reader, cfg.model)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
@@ -114,7 +159,7 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
         return tensor
 
     with new_folder(target) as folder:
-        write_model(folder, cfg.model, DTYPES[dtype], hf.export(cfg.model, read), max_bytes)
+        write_model(folder, cfg.model, DTYPES[dtype], hf_export.export(cfg.model, read), max_bytes)
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     print(
         f"iteration {reader.iteration} in {dtype}; to load it, copy the tokenizer's files there and call\n"
@@ -128,7 +173,7 @@ def export_adapter(source: str, target: str, dtype: str | None, base: str | None
     if not isinstance(reader, Merged):
         raise ValueError(f"{source} holds no adapter; leave --adapter out, or name a checkpoint of finetune.kind=lora")
     reader.adapter.verify()
-    (settings, tensors), dtype = reader.peft(), dtype or reader.cfg.precision.dtype
+    (settings, tensors), dtype = hf_export.peft(reader), dtype or reader.cfg.precision.dtype
     with new_folder(target) as folder:
         tensors = {name: tensor.to(DTYPES[dtype]).clone() for name, tensor in tensors}
         whole = save(tensors, metadata={"format": "pt"})  # save_file would let nobody else read it

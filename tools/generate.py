@@ -188,7 +188,7 @@ def load_model(
     does not match.
     """
     reader, folder, data = open_weights(path, base), Path(os.path.expanduser(path)), {}
-    if isinstance(reader, hf.Reader):
+    if isinstance(reader, hf.FolderReader):
         cfg = Config(model=reader.model, precision=PrecisionConfig(reader.precision))
     else:
         reader.verify()

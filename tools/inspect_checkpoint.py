@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.checkpoint.format import Reader, checkpoints
+from minitron.checkpoint.directory import checkpoints
+from minitron.checkpoint.reader import Reader
 from tools.command import Parser, run
 
 

@@ -88,7 +88,7 @@ def _that_fits(layout: Config, world: int, machine: Machine) -> Config | str:
     for recompute in RECOMPUTE:
         layout = replace(layout, train=replace(layout.train, recompute=recompute))
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
-        if memory.lasting() > room:
+        if sum(memory.lasting()) > room:
             return "too large: parameters, gradients and optimizer alone"
         if memory.peak()[1].total() <= room:
             return layout
@@ -147,7 +147,7 @@ def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
         except ValueError:
             continue
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
-        if memory.lasting() <= room and memory.peak()[1].total() <= room:
+        if sum(memory.lasting()) <= room and memory.peak()[1].total() <= room:
             fitting.append((Step(layout, world, machine).at_least(), len(fitting), layout))
             distance = len(changes(cfg, layout))
     return min(fitting)[2] if fitting else None

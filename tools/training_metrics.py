@@ -230,7 +230,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o.countings = {}
     if o.config is not None:
         cfg = cli.load([str(o.config)])
-        shape, recompute = cfg.model.shape, cfg.train.recompute != "none"
+        shape, recompute = cfg.model, cfg.train.recompute != "none"
         o.seq_len = o.seq_len or cfg.train.seq_len
         o.countings = {
             "full": flops.full(shape, o.seq_len),

@@ -1,4 +1,4 @@
-"""Adapters and the weights that they belong to: one model again, or an adapter in PEFT's format.
+"""Adapters and the weights that they belong to: one model again.
 
 Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and means nothing beside other weights. The
 idea: it records which weights those were, by where they lay and by a fingerprint of their values; and `open_weights`
@@ -8,14 +8,6 @@ opens whatever holds a model, a Hugging Face folder, a checkpoint, or a LoRA che
 
 The fingerprint is a hash of the first row of every tensor: little to read, the same for a Hugging Face folder and the
 checkpoint that was imported from it, and another one after a step of training, which changes every row that it uses.
-
-PEFT (github.com/huggingface/peft) keeps an adapter as adapter_config.json and adapter_model.safetensors, with a pair of
-matrices for each module of the Hugging Face model. An adapter of the fused q, k, v becomes three with the same A.
-
-    blocks.0.attention.qkv.adapter.a  -> base_model.model.model.layers.0.self_attn.{q,k,v}_proj.lora_A.weight
-    blocks.0.attention.qkv.adapter.b.qkv, its rows of q, of k and of v -> ....{q,k,v}_proj.lora_B.weight
-
-Left out: starting from an adapter of PEFT's; have PEFT merge it.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,16 +22,18 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint import hf
-from minitron.checkpoint.format import CheckpointError, Reader, disk_errors, newest
+from minitron.checkpoint.directory import newest
+from minitron.checkpoint.format import CheckpointError, disk_errors
+from minitron.checkpoint.reader import Reader
 from minitron.config import cli
 from minitron.config.schema import Config, ModelConfig
-from minitron.model.lora import adapted
+from minitron.config.sizes import adapted
 
 
 def open_weights(
     path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple, key: str = ""
 ) -> Weights:
-    """The model in a folder, with the read interface of `format.Reader`.
+    """Open the model in a folder, with the read interface of `reader.Reader`.
 
     base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
     vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
@@ -50,7 +43,7 @@ def open_weights(
         foreign, own = ((folder / name).exists() for name in ("config.json", "index.json"))
     if not foreign and not own and newest(folder) is None:
         raise CheckpointError(f"{key}{folder} holds no weights; name a Hugging Face folder or a minitron checkpoint")
-    reader = hf.Reader(folder, vocab_multiple) if foreign else Reader(folder)
+    reader = hf.FolderReader(folder, vocab_multiple) if foreign else Reader(folder)
     if reader.config.get("finetune", {}).get("kind") != "lora":
         if base is not None:
             raise CheckpointError(f"base={base} is for adapters, and {folder} holds a whole model; leave it out")
@@ -64,12 +57,12 @@ def open_weights(
 
 
 def base_of(cfg: Config) -> str | None:
-    """Where the weights lie that a run starts from."""
+    """Return the folder of the weights that a run starts from; None if it starts from none."""
     return cfg.checkpoint.load if cfg.finetune.base is None else cfg.finetune.base
 
 
 def config_of(reader: Reader) -> Config:
-    """What a checkpoint was saved with, as far as weights depend on it."""
+    """Return the configuration that a checkpoint was saved with, as far as weights depend on it."""
     sections = ("model", "precision", "finetune", "lora")
     tree = {name: reader.config[name] for name in sections if name in reader.config}
     tree |= {"checkpoint": {"load": reader.config.get("checkpoint", {}).get("load")}}
@@ -77,12 +70,12 @@ def config_of(reader: Reader) -> Config:
 
 
 def best_kind(reader: Weights, name: str) -> str | None:
-    """The most exact kind of a tensor; None of what is no weight."""
+    """Return the most exact kind that is stored of a tensor; None if it is no weight."""
     return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
 
 
 def fingerprint(reader: Weights) -> str:
-    """16 hex digits that identify the values of a model."""
+    """Hash the values of a model to 16 hex digits."""
     digest = hashlib.sha256()
     if isinstance(reader, Merged):  # not of sums, whose last bit differs from machine to machine
         digest.update(reader.mark.encode())
@@ -96,7 +89,7 @@ def fingerprint(reader: Weights) -> str:
 
 
 def check_base(adapter: Reader, base: Weights, mark: str) -> None:
-    """Raises CheckpointError unless these are the weights, with this fingerprint, that the adapter was trained with."""
+    """Raise CheckpointError unless the adapter was trained beside these weights. mark: their fingerprint."""
     if adapter.state.get("base") != mark:
         raise CheckpointError(
             f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
@@ -104,7 +97,7 @@ def check_base(adapter: Reader, base: Weights, mark: str) -> None:
         )
 
 
-class Part(NamedTuple):
+class LowRank(NamedTuple):
     """One target's product within a weight: rows from `start` on are scale * b @ a[columns]."""
 
     start: int
@@ -125,7 +118,7 @@ class Merged:
         rank = cfg.lora.rank
         self.parts = {
             layer: [
-                Part(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
+                LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
                 for i, (target, span) in enumerate(spans.items())
             ]
             for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
@@ -142,82 +135,38 @@ class Merged:
         return self.base.shape(name)
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        return torch.float32 if self._parts(name) else self.base.dtype(name, best_kind(self.base, name))
+        return torch.float32 if self.parts_of(name) else self.base.dtype(name, best_kind(self.base, name))
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Any box of a merged weight."""
+        """Read any box of a merged weight."""
         box = self.base.read(name, best_kind(self.base, name), start, shape).to(self.dtype(name, kind))
-        for part in self._parts(name):
+        for part in self.parts_of(name):
             first, last = max(start[0], part.start), min(start[0] + shape[0], part.start + part.size)
             if first < last:
                 a, b = self.factors(name, part, slice(first - part.start, last - part.start))
                 box[first - start[0] : last - start[0]] += b @ a[:, start[1] : start[1] + shape[1]]
         return box
 
-    def factors(self, name: str, part: Part, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
-        """A [rank, k] and some rows of B [rows, rank] of a weight, float32; scaled: alpha/r is in B."""
+    def factors(self, name: str, part: LowRank, outputs: slice, scaled: bool = True) -> tuple[Tensor, Tensor]:
+        """Read A [rank, k] and some rows of B [rows, rank] of a weight, float32; scaled: multiply B by alpha/r."""
         a, b = (whole(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
         return a[part.columns], b[outputs] * (self.cfg.lora.scale if scaled else 1.0)
 
     def verify(self) -> None:
-        """Checksums of all files that have one."""
+        """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
-        if not isinstance(self.base, hf.Reader):
+        if not isinstance(self.base, hf.FolderReader):
             self.base.verify()
 
-    def peft(self) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
-        """adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
-        pairs = list(self._modules())
-        lora, gpt = self.cfg.lora, self.cfg.model.family == "gpt"
-        settings = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self.base.path),
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
-            "lora_dropout": lora.dropout,
-            "bias": "none",
-            # GPT-2 has a c_proj in attention and another one in the MLP
-            "target_modules": sorted({".".join(module.split(".")[-2 if gpt else -1 :]) for module, *_ in pairs}),
-            "fan_in_fan_out": gpt,
-            "inference_mode": True,
-        }
-        tensors = (
-            (f"base_model.model.{module}.lora_{side}.weight", tensor.contiguous())
-            for module, name, part, rows in pairs
-            for side, tensor in zip("AB", self.factors(name, part, rows, scaled=False))
-        )
-        return settings, tensors
-
-    def _modules(self) -> Iterator[tuple[str, str, Part, slice]]:
-        """(Hugging Face module, minitron's weight, the target that covers it, its rows of that target's B)."""
-        for name, stack in hf.tensor_map(self.cfg.model).items():
-            row = 0
-            for module in stack:
-                end = row + module.shape[0]
-                for part in self._parts(name):
-                    if part.start <= row and end <= part.start + part.size:
-                        yield (
-                            module.name.removesuffix(".weight"),
-                            name,
-                            part,
-                            slice(row - part.start, end - part.start),
-                        )
-                    elif part.start < end and row < part.start + part.size:
-                        raise ValueError(
-                            f"{self.path} has an adapter of {part.b} alone, which is a part of "
-                            f"{module.name} in a Hugging Face model; export merged weights instead"
-                        )
-                row = end
-
-    def _parts(self, name: str) -> list[Part]:
+    def parts_of(self, name: str) -> list[LowRank]:
+        """Return the targets' products within a weight; an empty list if it has no adapter."""
         match = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
         return self.parts.get(match[1], []) if match else []
 
 
-Weights = Reader | hf.Reader | Merged
+Weights = Reader | hf.FolderReader | Merged
 
 
 def whole(reader: Reader, name: str) -> Tensor:
-    """All of a tensor in float32."""
+    """Read all of a tensor in float32."""
     return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()

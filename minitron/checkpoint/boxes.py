@@ -31,13 +31,13 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def meet(self, other: Box) -> Box | None:
-        """What both hold, None if nothing."""
+        """Return the box of the elements that both hold; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         shape = tuple(min(a + m, b + n) - s for a, m, b, n, s in zip(*self, *other, start, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The index of this box in a tensor that holds `outer`."""
+        """Return the index of this box in a tensor that holds `outer`."""
         return tuple(slice(s - o, s - o + n) for s, o, n in zip(self.start, outer.start, self.shape, strict=True))
 
 
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
-    """Elements [first, last) of a flattened tensor as boxes, in memory order: at most 2 * dims - 1 of them."""
+    """Cut elements [first, last) of a flattened tensor into boxes, in memory order: at most 2 * dims - 1 of them."""
     if first >= last:
         return []
     if len(shape) == 1:
@@ -74,7 +74,7 @@ def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
 
 
 def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """A box of a rank's slice, cut where the slice's chunks end: (each part, its start in the whole parameter)."""
+    """Cut a box of a rank's slice where the slice's chunks end: yield (each part, its start in the whole parameter)."""
     if shard is None:
         yield local, local.start
         return
@@ -86,12 +86,12 @@ def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int,
 
 
 def whole_shape(local: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
-    """The shape of the parameter of which a rank holds a slice."""
+    """Return the shape of the parameter of which a rank holds a slice."""
     return tuple(local) if shard is None else (*local[: shard.dim], sum(shard.chunks), *local[shard.dim + 1 :])
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes hold every element of a tensor of this shape exactly once.
+    """Tell whether the boxes hold every element of a tensor of this shape exactly once.
 
     How often each element is held follows from corners alone: +1 from a box's first corner on, -1 from the next one
     along each dim, and so on. The corners of all boxes must leave those of the whole; no pair of boxes is looked at.

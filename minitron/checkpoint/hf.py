@@ -14,7 +14,7 @@ The vocabulary is padded. No loss sees the padding rows, and export drops them. 
 model.vocab_size turns some into tokens. All logits of GPT-2 lie far below zero, so a row of zeros would take nearly the
 whole softmax; the logit of the mean row is the mean logit.
 
-`Reader` has the read interface of checkpoint/format.py and reads only the box that is asked for, so a model is
+`FolderReader` has the read interface of checkpoint/reader.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.
 
 Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout and the initial
@@ -24,7 +24,7 @@ standard deviation, which belong to a run and not to weights; tokenizers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -38,7 +38,6 @@ from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import cli, rules
 from minitron.config.files import read_json, size_of
 from minitron.config.schema import ModelConfig
-from minitron.kernels.gemm import DTYPES
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
@@ -112,7 +111,7 @@ ROPE_SCALING = dict(
 
 
 def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.vocab_multiple) -> ModelConfig:
-    """The model of a config.json. Raises ValueError, in a line that begins with `origin`.
+    """Read the model out of a config.json. Raises ValueError, in a line that begins with `origin`.
 
     transformers 5 writes `rope_parameters`, older versions wrote `rope_theta` and `rope_scaling`.
     """
@@ -157,31 +156,6 @@ def _take(settings: dict, keys: dict[str, str], origin: str) -> dict:
     return {field: settings[key] for field, key in keys.items()}
 
 
-def settings_of(m: ModelConfig, dtype: str) -> dict:
-    """The config.json of a model in a `dtype` of precision.DTYPES, in the form that transformers 4 and 5 both read.
-
-    Raises ValueError for a mixture of the families that transformers does not have.
-    """
-    kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
-    fmt, gpt = FORMATS[kind], kind == "gpt2"
-    for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
-        if getattr(m, key) != wanted:
-            raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
-    settings = {
-        "architectures": [fmt.architecture],
-        "model_type": kind,
-        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }  # a tokenizer's; the defaults are those of one model
-    settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
-    if not gpt:
-        s = m.rope_scaling
-        scaling = s and {"rope_type": "llama3"} | {key: getattr(s, field) for field, key in ROPE_SCALING.items()}
-        settings |= {"num_key_value_heads": m.kv_heads, "rope_theta": m.rope_theta, "rope_scaling": scaling}
-    return settings
-
-
 # ---- names and shapes -----------------------------------------------------------------------------------------------
 
 
@@ -199,7 +173,7 @@ class Part(NamedTuple):
 
 
 def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
-    """Global tensor name -> its parts, first rows first, without the padding of the vocabulary."""
+    """Map global tensor names to their parts, first rows first, without the padding of the vocabulary."""
     h, f, kv, vocab = m.hidden_size, m.ffn_hidden_size, m.kv_heads * m.head_dim, (m.vocab_size, m.hidden_size)
     if m.family == "llama":
         layer, parts = (
@@ -248,7 +222,7 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
 
 
 def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Global tensor name -> its shape, the vocabulary padded."""
+    """Map global tensor names to their shapes, the vocabulary padded."""
     shapes = {
         name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) for name, parts in tensor_map(m).items()
     }
@@ -256,26 +230,11 @@ def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | dict.fromkeys(vocabulary, (m.padded_vocab_size, m.hidden_size))
 
 
-def export(
-    m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of the whole model, one at a time, in the order of `tensor_map`.
-
-    read(global name, start, shape) -> that box.
-    """
-    for name, parts in tensor_map(m).items():
-        row = 0
-        for part in parts:
-            tensor = read(name, (row, 0)[: len(part.shape)], part.shape)
-            yield part.name, (tensor.t() if part.across else tensor).contiguous()
-            row += part.shape[0]
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """A Hugging Face folder with the read interface of `format.Reader`; every tensor has the one kind "param".
+class FolderReader:
+    """A Hugging Face folder with the read interface of `reader.Reader`; every tensor has the one kind "param".
 
     Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
@@ -299,18 +258,18 @@ class Reader:
         self._check(fmt)
 
     def names(self) -> list[str]:
-        """Global names of all tensors."""
+        """List the global names of all tensors."""
         return list(self._map)
 
     def kinds(self, name: str) -> list[str]:
         return ["param"] if name in self._map else []
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor, the vocabulary padded."""
+        """Return the shape of the whole tensor, the vocabulary padded."""
         return self._shapes[name]
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        """The one that holds the values of all parts exactly."""
+        """Return the dtype that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
 
     @property
@@ -319,7 +278,7 @@ class Reader:
         return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """The box [start, start + shape) of a global tensor, in the format of the file."""
+        """Read the box [start, start + shape) of a global tensor, in the format of the file."""
         assert kind == "param" and len(start) == len(shape) == len(self.shape(name))
         begin, end = start[0], start[0] + shape[0]
         columns = [slice(s, s + n) for s, n in zip(start[1:], shape[1:])]
@@ -334,14 +293,14 @@ class Reader:
         return box
 
     def _slice(self, part: Part, *index: slice) -> Tensor:
-        """Opens the file each time: its pages count as memory of the process for as long as it is mapped."""
+        """Read a box of one part. Opens the file each time: while mapped, its pages count as memory of the process."""
         place = self._places[part.name]
         with safe_open(place.path, "pt") as file:
             tensor = file.get_slice(place.name)[index[::-1] if part.across else index]
         return tensor.t() if part.across else tensor
 
     def _mean(self, name: str) -> Tensor:
-        """The mean row of a vocabulary: [h]."""
+        """Compute the mean row of a vocabulary: [h]."""
         if name not in self._means:
             (part,) = self._map[name]
             sums = (self._slice(part, rows).sum(0, dtype=torch.float64) for rows in self._blocks())
@@ -349,12 +308,12 @@ class Reader:
         return self._means[name]
 
     def _blocks(self) -> Iterator[slice]:
-        """The rows of the vocabulary, some at a time."""
+        """Yield the rows of the vocabulary, some at a time."""
         for row in range(0, self.model.vocab_size, BLOCK_ROWS):
             yield slice(row, min(row + BLOCK_ROWS, self.model.vocab_size))
 
     def _check(self, fmt: Format) -> None:
-        """The tensors are the model's, no fewer, no more, and of its shapes."""
+        """Raise CheckpointError unless the tensors are the model's, no fewer, no more, and of its shapes."""
         parts = {part.name: part for stack in self._map.values() for part in stack}
         for name, part in parts.items():
             place = self._places.get(name)
@@ -380,7 +339,7 @@ class Reader:
                 )
 
     def _check_tied(self, words: Part) -> None:
-        """A head that was saved although it is tied is the embedding: transformers 5 does not tie it if it is not."""
+        """Raise CheckpointError if a saved, tied head differs from the embedding: transformers 5 would not tie it."""
         head = words._replace(name="lm_head.weight")
         if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
             raise CheckpointError(
@@ -399,7 +358,7 @@ class Place(NamedTuple):
 
 
 def _find_tensors(folder: Path) -> dict[str, Place]:
-    """Every tensor of a folder by its name in the files, which are one, or those that an index lists."""
+    """Find every tensor of a folder by its name in the files: there is one file, or an index lists them."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _headers(whole)

@@ -34,15 +34,9 @@ from minitron.checkpoint.adapter import (
     open_weights,
 )
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
-from minitron.checkpoint.format import (
-    STEP_NAME,
-    CheckpointError,
-    Reader,
-    checkpoints,
-    in_the_way,
-    make_writable,
-    newest,
-)
+from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, make_writable, newest
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -69,7 +63,7 @@ class Start(NamedTuple):
 
 
 def find(cfg: Config) -> Start:
-    """Where a run of this configuration starts; the index of that checkpoint is checked. Needs no process group.
+    """Find where a run of this configuration starts, and check the index of that checkpoint. Needs no process group.
 
     Raises CheckpointError, also if checkpoint.dir cannot be written.
     """
@@ -114,7 +108,7 @@ def find(cfg: Config) -> Start:
 
 
 def check_data(start: Start, info: dict) -> None:
-    """Raises CheckpointError unless the samples and their order are the saved run's. info: `Datasets.info` of now."""
+    """Raise CheckpointError unless samples and their order are the saved run's. info: this run's `Datasets.info`."""
     for name, saved in start.data.items():
         if name not in ("valid", "valid_samples") and saved != info.get(name):
             path = start.reader.path
@@ -157,10 +151,10 @@ def restore(start: Start, state: State) -> None:
 
 
 def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
-    """Read every piece, after the files that hold it, and this rank's share of the others, have been checked."""
+    """Verify the files that hold the pieces, and this rank's share of the others; then read every piece."""
     if isinstance(reader, Merged):
         reader.verify()
-    elif not isinstance(reader, hf.Reader):  # whose files have no checksums
+    elif not isinstance(reader, hf.FolderReader):  # whose files have no checksums
         files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
         reader.verify(sorted(files.union(list(reader.files)[mesh.rank :: mesh.world.size])))
     for piece in wanted:
@@ -168,7 +162,7 @@ def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
 
 
 def _wanted(start: Start, state: State) -> Iterator[Piece]:
-    """Where this rank's state lies, as boxes under the kind that they are stored as. Raises CheckpointError."""
+    """Yield this rank's state as boxes to fill, under the kind that they are stored as. Raises CheckpointError."""
     reader, slices = start.reader, state.slices()
     for piece in pieces(state.optimizer.gradients, slices if start.resume else {"master": slices["master"]}):
         _check_shape(reader, piece.name, piece.whole)
@@ -180,7 +174,7 @@ def _wanted(start: Start, state: State) -> Iterator[Piece]:
 
 
 def _frozen(reader: Weights, state: State) -> Iterator[Piece]:
-    """The parameters of this rank that nothing trains, as boxes. Raises CheckpointError."""
+    """Yield the frozen parameters of this rank as boxes to fill. Raises CheckpointError."""
     for param in (p for chunk in state.chunks for p in chunk.parameters() if not p.requires_grad):
         spec = param.spec
         name, shape = spec.name, whole_shape(param.shape, spec.shard)
@@ -199,7 +193,7 @@ def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _open_base(cfg: Config) -> Weights:
-    """The weights that a run starts from, of a model like this one. Raises CheckpointError."""
+    """Open the weights that a run starts from. Raises CheckpointError if they are of another model."""
     path = base_of(cfg)
     if path is None:
         raise CheckpointError(
@@ -219,7 +213,7 @@ def _open_base(cfg: Config) -> Weights:
 
 
 def _back(directory: Path, step: int) -> Path:
-    """The newest checkpoint if it descends from that of `step`, else that one.
+    """Return the newest checkpoint if it descends from that of `step`, else the one of `step`.
 
     A damaged newest one may be why the user goes back. Once others descend from `step`, it is an error: to begin there
     again would lose what followed.
@@ -239,7 +233,7 @@ def _back(directory: Path, step: int) -> Path:
 
 
 def _sound(directory: Path) -> Iterator[Reader]:
-    """The checkpoints whose index is good."""
+    """Open the checkpoints whose index is good."""
     for folder in checkpoints(directory).values():
         with suppress(CheckpointError):
             yield Reader(folder)
@@ -247,7 +241,7 @@ def _sound(directory: Path) -> Iterator[Reader]:
 
 @contextmanager
 def _or_another(directory: Path, bad: Reader | None = None) -> Iterator[None]:
-    """Adds to an error where to go back to: the newest before the bad one, else after it, that has a good index."""
+    """Add to an error where to go back to: the newest good checkpoint before the bad one, else the newest after it."""
     try:
         yield
     except CheckpointError as error:
@@ -262,7 +256,7 @@ def _or_another(directory: Path, bad: Reader | None = None) -> Iterator[None]:
 
 
 def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other: str) -> None:
-    """Raises CheckpointError unless all of our keys were the same in the saved configuration."""
+    """Raise CheckpointError unless all of our keys were the same in the saved configuration."""
     for key, now in ours.items():
         if saved.get(key) != now:
             raise CheckpointError(
@@ -272,7 +266,7 @@ def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other
 
 
 def _trained(config: Mapping) -> dict:
-    """The keys that say which parameters are trained. Runs before fine-tuning existed have none of them."""
+    """Return the keys that say which parameters are trained. Runs from before fine-tuning existed have none of them."""
     kind, lora = config.get("finetune", {}).get("kind"), config.get("lora")
     if kind != "lora":
         return {"finetune.kind": kind}
@@ -285,7 +279,7 @@ def _trained(config: Mapping) -> dict:
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
-    """Raises CheckpointError unless the saved configuration of the model agrees in these keys."""
+    """Raise CheckpointError unless the saved configuration of the model agrees in these keys."""
     saved, ours = (
         {**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
         for m in (asdict(config_of(reader).model), asdict(cfg.model))

@@ -1,9 +1,9 @@
-"""What of a run goes into a checkpoint, and how it gets there while training goes on.
+"""Save a run while it trains: what goes into a checkpoint, and how it gets there.
 
 Problem: to write the state of a large model takes longer than many steps. The idea: copy it to the host beside the next
 step, and let a thread write the copy. The state is the optimizer's (float32 masters and moments, of which every rank
-holds slices), fp16's loss scale and the FP8 histories, and no more: parameters are rounded masters, dropout hashes
-counters, and the order of the data follows from the samples consumed and what the data are.
+holds slices), fp16's loss scale and the FP8 histories. No more is needed: parameters are rounded masters, dropout
+hashes counters, and the order of the data follows from the data and the samples consumed.
 
     step 20 | step 21: forward, backward | update | step 22 ...     only an update overwrites the optimizer's state, so
             |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one: a save
@@ -31,6 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.format import CheckpointError, TakenOver, begin, check_owner, claim, commit, write_shard
+from minitron.checkpoint.directory import TakenOver, begin, check_owner, claim, commit
+from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
@@ -67,19 +69,19 @@ class State(NamedTuple):
         return self.optimizer.gradients.mesh
 
     def slices(self) -> dict[str, list[Tensor]]:
-        """Kind -> one flat slice per bucket."""
+        """Map each kind to one flat slice per bucket."""
         o = self.optimizer
         return {"master": o.masters, "exp_avg": o.exp_avg, "exp_avg_sq": o.exp_avg_sq}
 
     def scalars(self) -> dict[str, Tensor]:
-        """0-d tensors, the same on every rank, by their names in the index."""
+        """Map names in the index to 0-d tensors, the same on every rank."""
         s = self.scaler
         scaler = {} if s is None else {"loss_scale": s.scale, "clean_steps": s.clean, "loss_tolerance": s.tolerance}
         return {"optimizer_steps": self.optimizer.steps, **scaler}
 
     @staticmethod
     def histories(chunk: GPT) -> Iterator[Piece]:
-        """The chunk's FP8 magnitudes by layer: views, the same on every rank of tp and dp_cp."""
+        """Yield the chunk's FP8 magnitudes by layer: views, the same on every rank of tp and dp_cp."""
         for name, module in chunk.named_modules():
             gemm = module.linear.gemm if isinstance(module, ParallelLinear) else None
             if isinstance(gemm, Fp8Gemm) and gemm.history is not None:
@@ -87,7 +89,7 @@ class State(NamedTuple):
 
 
 def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) -> Iterator[Piece]:
-    """This rank's slices as boxes of global tensors: views, to copy from or into.
+    """Yield this rank's slices as boxes of global tensors: views, to copy from or into.
 
     slices: kind -> one flat tensor per bucket, laid out as the optimizer's; None leaves the bucket out.
     """
@@ -114,28 +116,29 @@ class Checkpointer:
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
         self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
         self.mesh = mesh = state.mesh
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
+        self.decide = partial(decide, mesh=mesh, group=group)
         on_gpu = mesh.device.type == "cuda"
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
         self.running: Future | None = None
-        keys = [bucket.key for bucket in state.optimizer.gradients.buckets]
-        ours = [(mesh.tp.rank == 0 or not k.replicated) and (mesh.pp.rank == 0 or not k.tied) for k in keys]
+        gradients = state.optimizer.gradients
+        ours = [gradients.counts(bucket) for bucket in gradients.buckets]
         sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
         self.directory = Path(cfg.checkpoint.dir).expanduser()
 
         def take_memory() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
-        self.owner = decide(take_memory, lambda _: claim(self.directory), mesh, self.group)
+        self.owner = self.decide(take_memory, lambda _: claim(self.directory))
         self.host = {
             kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
             for kind, row in zip(state.slices(), self.memory)
         }
-        self.pieces = list(pieces(state.optimizer.gradients, self.host))
+        self.pieces = list(pieces(gradients, self.host))
 
     def due(self, step: int) -> bool:
-        """Whether the configuration asks for a save after this step."""
+        """Tell whether the configuration asks for a save after this step."""
         every = self.cfg.checkpoint.every
         return every is not None and (step == self.cfg.train.steps or (every > 0 and step % every == 0))
 
@@ -147,31 +150,21 @@ class Checkpointer:
         self.wait()
         if step == self.saved:
             return
-        optimizer, mine = self.state.optimizer, self.pieces
+        mine = self.pieces
         if self.mesh.tp.rank == self.mesh.dp_cp.rank == 0:
-            mine = mine + [
-                p._replace(tensor=_to_host(p.tensor))
-                for chunk in self.state.chunks
-                for p in self.state.histories(chunk)
-            ]
+            histories = (piece for chunk in self.state.chunks for piece in self.state.histories(chunk))
+            mine = mine + [piece._replace(tensor=_to_host(piece.tensor)) for piece in histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
-        copied = copy_beside(
-            self.stream,
-            (
-                (host, device)
-                for kind, flat in self.state.slices().items()
-                for host, device in zip(self.host[kind], flat)
-                if host is not None
-            ),
-        )
+        pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
+        copied = copy_beside(self.stream, ((host, device) for host, device in pairs if host is not None))
         if copied is not None:
-            optimizer.snapshot_done = copied
+            self.state.optimizer.snapshot_done = copied
         self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()
 
     def wait(self) -> None:
-        """Until no save is running."""
+        """Wait until no save is running."""
         running, self.running = self.running, None
         if running is not None:
             running.result()
@@ -184,18 +177,18 @@ class Checkpointer:
         scalars: dict[str, Tensor],
         copied: torch.cuda.Event | None,
     ) -> None:
-        """In the thread: from the copy to a checkpoint, together with the other ranks' threads."""
+        """Make a checkpoint of the copy, together with the other ranks' threads. Runs in the thread."""
         if copied is not None:
             copied.synchronize()
-        mesh, started = self.mesh, time.perf_counter()
-        layout = {axis: getattr(mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
+        started = time.perf_counter()
+        layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
+        state = {name: value.item() for name, value in scalars.items()}
         about = {
             "iteration": step,
             "consumed_samples": consumed_samples,
             "config": asdict(self.cfg),
             "layout": layout | {"vp": len(self.state.chunks)},
-            "state": {name: value.item() for name, value in scalars.items()}
-            | {"data": self.data, "base": self.state.base},
+            "state": state | {"data": self.data, "base": self.state.base},
         }
         size = sum(piece.tensor.nbytes for piece in mine)
         try:
@@ -215,34 +208,29 @@ class Checkpointer:
         )
 
     def _to_disk(self, about: dict, mine: list[Piece], size: int) -> None:
-        """Raises CheckpointError and TakenOver, on all ranks alike."""
-        mesh, keep, owner, temporary = self.mesh, self.cfg.checkpoint.keep, self.owner, None
+        """Write and commit the checkpoint. Raises CheckpointError and TakenOver, on all ranks alike."""
+        rank, keep, owner, temporary = self.mesh.rank, self.cfg.checkpoint.keep, self.owner, None
         try:
-            temporary = decide(
-                lambda: size,
-                lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner),
-                mesh,
-                self.group,
+            temporary = self.decide(
+                lambda: size, lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner)
             )
-            decide(
-                lambda: write_shard(temporary / f"rank_{mesh.rank:05d}.safetensors", mine),
+            self.decide(
+                lambda: write_shard(temporary / f"rank_{rank:05d}.safetensors", mine),
                 lambda shards: commit(temporary, about, shards, keep, self.saved, owner),
-                mesh,
-                self.group,
             )
         except CheckpointError:
-            if temporary is not None and mesh.rank == 0:
+            if temporary is not None and rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             # Whoever took the directory over may have cleared this save away, in the midst of a file.
-            decide(lambda: None, lambda _: check_owner(self.directory, owner), mesh, self.group)
+            self.decide(lambda: None, lambda _: check_owner(self.directory, owner))
             raise
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
-    """[rows, numel] float32 of the host, filled: no page is missing later. Raises CheckpointError if it is too much.
+    """Take [rows, numel] float32 of the host, written once so that each page is there. Raises CheckpointError.
 
-    pinned: page-locked, to which a GPU copies by itself. Registered with CUDA, for torch's own pinned memory comes in
-    powers of two, up to twice of what is needed.
+    pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch's
+    own pinned memory comes in powers of two, up to twice of what is needed.
     """
     size = 4 * rows * numel
     lacking = CheckpointError(
@@ -278,7 +266,7 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
 def decide(
     own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """rule([own() of every rank]) as rank 0 finds it, on every rank.
+    """Return rule([own() of every rank]), computed on rank 0, on every rank.
 
     A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
     collective. What travels between these ranks is pickled in memory; no file is ever unpickled.
@@ -304,5 +292,5 @@ def decide(
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy that is complete when the current stream gets there."""
+    """Copy x to the host; the copy is complete when the current stream has come to it."""
     return x.to("cpu", non_blocking=True, copy=True)

@@ -22,7 +22,9 @@ counts a pass less. Padding of packed sequences is no work, so callers leave it 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from minitron.config.schema import ModelConfig
+from minitron.config.sizes import linear_sizes
 
 # Dense TFLOP/s of the data sheets: (16 bit, FP8).
 _PEAKS = {"H100": (989.0, 1979.0), "H200": (989.0, 1979.0), "A100": (312.0, None), "B200": (2250.0, 4500.0)}
@@ -31,38 +33,25 @@ _PEAKS = {"H100": (989.0, 1979.0), "H200": (989.0, 1979.0), "A100": (312.0, None
 FROZEN = 2 / 3  # of the operations are left where weights have no gradient
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that operations are counted from. `gated`: the MLP has three matrices (SwiGLU), not two."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    kv_heads: int
-    padded_vocab_size: int
-    gated: bool
-
-
-def full(shape: Shape, tokens: float, squared_lengths: float | None = None) -> float:
+def full(m: ModelConfig, tokens: float, squared_lengths: float | None = None) -> float:
     """Operations, forward and backward, of one sequence of `tokens`, all attention scores counted.
 
     Sequences packed of documents: `tokens` in all, and the sum of the documents' squared lengths.
     Source: the formulas of NVIDIA's DGXC benchmarking recipes. Per token, Llama: 12 L h² (1 + g/a + s/h) + 18 L f h
     + 6 V h; GPT-3, where g = a, f = 4 h and the MLP's 18 is 12: 24 L h² + 12 L h s + 48 L h² + 6 V h.
     """
-    return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths)
+    return _weights(m) * tokens + _scores(m, tokens, squared_lengths)
 
 
-def causal(shape: Shape, tokens: float, squared_lengths: float | None = None) -> float:
+def causal(m: ModelConfig, tokens: float, squared_lengths: float | None = None) -> float:
     """As `full`, with the half of the scores that a causal mask leaves.
 
     Source: `num_floating_point_operations` of Megatron-LM today, printed as `throughput per GPU (TFLOP/s/GPU)`.
     """
-    return _weights(shape) * tokens + _scores(shape, tokens, squared_lengths) / 2
+    return _weights(m) * tokens + _scores(m, tokens, squared_lengths) / 2
 
 
-def hardware(shape: Shape, seq_len: int, *, recompute: bool, frozen: bool = False) -> float:
+def hardware(m: ModelConfig, seq_len: int, *, recompute: bool, frozen: bool = False) -> float:
     """Operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
 
     c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3, one less where weights are frozen;
@@ -70,9 +59,9 @@ def hardware(shape: Shape, seq_len: int, *, recompute: bool, frozen: bool = Fals
     counts as a whole forward pass.
     Source: Narayanan et al. 2021, equation 3; with f and c as BigScience's Megatron-DeepSpeed logs it.
     """
-    h, layers = shape.hidden_size, shape.num_layers
-    passes, width = 3 + recompute - frozen, 32 if shape.gated else 24
-    other = seq_len / (6 * h) + shape.padded_vocab_size / (16 * layers * h)
+    h, layers = m.hidden_size, m.num_layers
+    passes, width = 3 + recompute - frozen, 32 if m.family == "llama" else 24
+    other = seq_len / (6 * h) + m.padded_vocab_size / (16 * layers * h)
     return width * passes * seq_len * layers * h**2 * (1 + other)
 
 
@@ -93,15 +82,13 @@ def peak_tflops(device_name: str, fp8: bool) -> float | None:
     return _PEAKS[name[0]][fp8]
 
 
-def _weights(shape: Shape) -> float:
-    """6 operations per token and weight: attention projections, MLP, head."""
-    h = shape.hidden_size
-    attention = 2 * h**2 * (1 + shape.kv_heads / shape.num_heads)
-    mlp = (3 if shape.gated else 2) * h * shape.ffn_hidden_size
-    return 6 * (shape.num_layers * (attention + mlp) + shape.padded_vocab_size * h)
+def _weights(m: ModelConfig) -> float:
+    """Count 6 operations per token and weight: attention projections, MLP, head."""
+    block = sum(inputs * outputs for inputs, outputs in linear_sizes(m).values())
+    return 6 * (m.num_layers * block + m.padded_vocab_size * m.hidden_size)
 
 
-def _scores(shape: Shape, tokens: float, squared_lengths: float | None) -> float:
+def _scores(m: ModelConfig, tokens: float, squared_lengths: float | None) -> float:
     """q k^T and probabilities times v: 12 h operations per layer and pair of positions."""
     pairs = tokens**2 if squared_lengths is None else squared_lengths
-    return 12 * shape.num_layers * shape.hidden_size * pairs
+    return 12 * m.num_layers * m.hidden_size * pairs

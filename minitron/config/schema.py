@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from minitron.config.flops import Shape
-
 
 def key(default, meaning: str, within: str | None = None):
     """Declare a key: its default, the sentence that `--help` and `--schema` print, the interval of its numbers."""
@@ -79,19 +77,6 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def shape(self) -> Shape:
-        """What FLOPs are counted from."""
-        return Shape(
-            self.num_layers,
-            self.hidden_size,
-            self.ffn_hidden_size,
-            self.num_heads,
-            self.kv_heads,
-            self.padded_vocab_size,
-            gated=self.family == "llama",
-        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class Batch:
     count: float  # sum of mask, known to the host
     step: Tensor | int = 0  # 0-d int64, for dropout
     documents: Documents | None = None
-    padding: tuple[int, ...] = ()  # of each sample: the last positions, which fill it and are no work
+    squared_lengths: float = 0.0  # summed over documents, where they are kept apart, without padding
+    padding: int = 0  # positions at the ends of samples that only fill them and are no work
     packed: Tensor | None = None  # bytes
 
     def to(self, device: torch.device) -> Batch:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitron.data.cache import build_once, reading
+from minitron.data.cache import build_once, load_arrays, save_arrays
 from minitron.data.gpt import GPTDataset, Sample
 
 SURPLUS = 1.005  # Megatron asks every part for this much more than its share
@@ -45,10 +45,7 @@ class BlendedDataset:
         folder = build_once(
             Path(cache_dir) / f"blend-{_hash(key)}", lambda folder: _save_blend(folder, shares, num_samples)
         )
-        with reading(folder):
-            self._part, self._sample = (
-                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("part", "sample")
-            )
+        self._part, self._sample = load_arrays(folder, "part", "sample")
 
     def __len__(self) -> int:
         return len(self._part)
@@ -127,5 +124,4 @@ def _hash(text: str) -> str:
 
 def _save_blend(folder: Path, shares: np.ndarray, num_samples: int) -> None:
     part, sample = greedy_order(shares, num_samples)
-    np.save(folder / "part.npy", part, allow_pickle=False)
-    np.save(folder / "sample.npy", sample, allow_pickle=False)
+    save_arrays(folder, part=part, sample=sample)

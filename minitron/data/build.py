@@ -27,14 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from minitron.config.schema import DataConfig
+from minitron.config.sizes import MOCK_DOCUMENT
 from minitron.data.blend import BlendedDataset, normalize, part_samples
 from minitron.data.cache import build_once
-from minitron.data.corpus import build_corpus
-from minitron.data.docstrings import build_docstrings
+from minitron.data.corpus import build_corpus, build_docstrings
 from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset
-from minitron.data.sft import Documents, SFTDataset
+from minitron.data.sft import SFTDataset, TokenizedFiles
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
 
 SCAN_BYTES = 1 << 30  # of .bin: what is read in full before training
@@ -124,7 +124,7 @@ def _mock(
     longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
     """Training and validation differ in the seed; documents of a quarter sample give separate_documents work."""
-    mean = max(1, seq_len / 4) if longest is None else None
+    mean = max(1, MOCK_DOCUMENT * seq_len) if longest is None else None
     train, valid = (
         MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
         for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1))
@@ -141,11 +141,11 @@ def _sft(
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
 
-    def read(paths: Sequence[str]) -> Documents:
+    def read(paths: Sequence[str]) -> TokenizedFiles:
         paths = [build_docstrings(cache_dir) if path == "docstrings" else path for path in paths]
-        return Documents(paths, tokenizer, cache_dir)
+        return TokenizedFiles(paths, tokenizer, cache_dir)
 
-    def part(documents: Documents, which: int, samples: int) -> SFTDataset:
+    def part(documents: TokenizedFiles, which: int, samples: int) -> SFTDataset:
         apart = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
         return SFTDataset(documents, apart, samples, seq_len, seed)
 
@@ -197,7 +197,7 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _sequences(file: IndexedDataset | Documents, split: str, which: int) -> range:
+def _sequences(file: IndexedDataset | TokenizedFiles, split: str, which: int) -> range:
     sequences = split_ranges(split, len(file))[which]
     if not len(sequences):
         purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")

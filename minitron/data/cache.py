@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 
 
@@ -53,6 +54,18 @@ def reading(directory: Path) -> Iterator[None]:
         raise ValueError(
             f"{directory}: this folder of data.cache_dir is damaged ({error}); delete it, the next run builds it again"
         ) from error
+
+
+def save_arrays(folder: Path, **arrays: np.ndarray) -> None:
+    """Write arrays under their names into a folder that is being built."""
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+
+
+def load_arrays(folder: Path, *names: str) -> list[np.ndarray]:
+    """Map arrays of a finished folder, read-only. Raises ValueError, as `reading` does."""
+    with reading(folder):
+        return [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names]
 
 
 def _build(final: Path, build: Callable[[Path], None]) -> None:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitron.data.cache import build_once, reading
+from minitron.data.cache import build_once, load_arrays, save_arrays
 from minitron.data.indexed import DataError, IndexedDataset
 
 BLOCK_TOKENS = 1 << 20  # of a scan: a block is read twice, for its least and its largest id
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     padding: int = 0
 
 
-class Plan(NamedTuple):
+class EpochPlan(NamedTuple):
     """How many epochs the document index holds, and how many samples precede a last epoch that is shuffled apart
     (`first_samples == samples` when it is not)."""
 
@@ -98,11 +98,7 @@ class GPTDataset:
         arrays = build_once(
             Path(cache_dir) / f"gpt-{self.fingerprint}", lambda folder: _save_index(folder, key, indexed, sequences)
         )
-        with reading(arrays):
-            self._documents, self._cuts, self._shuffle = (
-                np.load(arrays / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                for name in ("document", "sample", "shuffle")
-            )
+        self._documents, self._cuts, self._shuffle = load_arrays(arrays, "document", "sample", "shuffle")
 
     def __len__(self) -> int:
         return len(self._shuffle)
@@ -159,14 +155,14 @@ def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size
     return largest
 
 
-def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> Plan:
+def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> EpochPlan:
     """Epochs needed for `num_samples` samples, and whether the last is shuffled apart (Megatron's rule)."""
     epochs = max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
     samples = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
     one_epoch = (tokens_per_epoch - 1) // seq_len
     apart = epochs > 1 and num_samples - before_last < int(0.80 * one_epoch)
-    return Plan(epochs, samples, before_last if apart else samples)
+    return EpochPlan(epochs, samples, before_last if apart else samples)
 
 
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
@@ -210,6 +206,5 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
             if len(part):
                 rng.shuffle(part)
     cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])
-    for name, array in ("document", documents), ("sample", cuts), ("shuffle", shuffle):
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    save_arrays(folder, document=documents, sample=cuts, shuffle=shuffle)
     (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")

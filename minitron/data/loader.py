@@ -75,12 +75,18 @@ class Loader:
             **pack(arrays, pinned=self.mesh.device.type == "cuda"),
             count=float(mask.sum(dtype=np.float64)),
             documents=as_documents(b for _, _, b in views) if self.separate else None,
-            padding=tuple(sample.padding for sample in drawn),
+            squared_lengths=sum(squared_lengths(b, sample.padding) for (_, _, b), sample in zip(views, drawn)),
+            padding=sum(sample.padding for sample in drawn),
         )
 
     def _to_device(self, batch: Batch, step: int) -> Batch:
         batch.step.fill_(step)
         return batch.to(self.mesh.device)
+
+
+def squared_lengths(bounds: np.ndarray | None, padding: int) -> float:
+    """Sum the squares of a sample's document lengths; 0 without bounds. The last document may be padding."""
+    return 0.0 if bounds is None else float(np.square(np.diff(bounds)).sum()) - float(padding) ** 2
 
 
 def _view(sample: Sample, separate: bool) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from minitron.config.files import parse_json, size_of
-from minitron.data.cache import build_once, reading
+from minitron.data.cache import build_once, load_arrays, reading, save_arrays
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
@@ -41,7 +41,7 @@ FORMAT = 1  # of what this file makes of a line: another one must not find the o
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
-class Documents:
+class TokenizedFiles:
     """The tokenized lines of `paths`, in their order; `len()` counts them.
 
     fingerprint: 16 hex digits, the same wherever the files lie.  lengths: int64 [documents], in tokens.
@@ -65,7 +65,7 @@ class Documents:
         )
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
-            self._lines = np.load(folder / "lines.npy", mmap_mode="r", allow_pickle=False)
+        (self._lines,) = load_arrays(folder, "lines")
         self._parts = self._file.document_indices
         self.lengths = np.add.reduceat(self._file.lengths, self._parts[:-1], dtype=np.int64)
 
@@ -94,7 +94,7 @@ class Documents:
 class SFTDataset:
     """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples."""
 
-    def __init__(self, documents: Documents, part: range, num_samples: int, seq_len: int, seed: int):
+    def __init__(self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int):
         documents.check(part, seq_len)
         self.documents, self.part, self.num_samples, self.seq_len = documents, part, num_samples, seq_len
         whole, capacity = documents.lengths[part.start : part.stop], seq_len + 1
@@ -209,7 +209,7 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
                 lines.append((number, line))
     if not lines:
         raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
-    np.save(folder / "lines.npy", np.array(lines), allow_pickle=False)
+    save_arrays(folder, lines=np.array(lines))
 
 
 def _rows(path: str) -> Iterator[tuple[int, object]]:

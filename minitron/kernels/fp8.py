@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
+from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_torch import KINDS, Operand, limit
 from minitron.kernels.gemm import ALONE, DTYPES, Gemm, Payload
@@ -261,8 +262,8 @@ class Formats:
         backend: fp8_torch.TensorScaling | None,
         ordinary: Gemm,
     ):
-        self.dtype, kept, self.ordinary = DTYPES[precision.dtype], precision.fp8_bf16_layers, ordinary
-        self.layers = [] if precision.fp8 == "none" else [i for i in layers if kept <= i < num_layers - kept]
+        self.dtype, self.ordinary = DTYPES[precision.dtype], ordinary
+        self.layers = [i for i in layers if i in fp8_layers(precision, num_layers)]
         self.gemms: list[Fp8Gemm] = []
         self.backend, self.fp8_gemm = backend, BlockGemm if precision.fp8 == "block" else Fp8Gemm
         self.scaling = None

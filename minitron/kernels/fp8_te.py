@@ -24,11 +24,11 @@ from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage i
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 from minitron.comm.mesh import Axis
+from minitron.config.sizes import FP8_WORKSPACE_BYTES
 from minitron.kernels import fp8_torch
 from minitron.kernels.fp8_torch import KINDS, Operand, limit
 from minitron.kernels.gemm import Payload
 
-WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
 CODES = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
 
@@ -98,7 +98,7 @@ class TensorScaling(fp8_torch.TensorScaling):
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
         """Of cuBLAS, one per stream: the library's `general_gemm` has one that products side by side share."""
         if stream not in self.workspaces:
-            self.workspaces[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
+            self.workspaces[stream] = torch.empty(FP8_WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
         return self.workspaces[stream]
 
     def _wrap(self, x: Operand) -> Float8TensorStorage:

@@ -28,13 +28,13 @@ Left out: adapters of the embedding and the head, dropping the bf16 copy of weig
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
-from minitron.config.schema import Config, ModelConfig
+from minitron.config.schema import Config
+from minitron.config.sizes import AdaptedRows, adapted
 from minitron.kernels.param import Shard
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
@@ -43,35 +43,6 @@ from minitron.parallel.linear import ParallelLinear, RecomputeInput, column_back
 from minitron.parallel.overlap import LinearComm
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
-
-
-class Span(NamedTuple):
-    """Rows of a weight that an adapter adds to: from `start` on, `chunks` that are split over tp one by one."""
-
-    start: int
-    chunks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(self.chunks)
-
-
-def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Span]]:
-    """Map each linear layer of a block to its targets, and these to their rows, in the order in which A stacks them."""
-    q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
-    gated = m.family == "llama"
-    layers = {
-        "attention.qkv": {
-            "qkv": Span(0, (q, kv, kv)),
-            "q": Span(0, (q,)),
-            "k": Span(q, (kv,)),
-            "v": Span(q + kv, (kv,)),
-        },
-        "attention.out": {"o": Span(0, (h,))},
-        "mlp.up": {"gate": Span(0, (f,)), "up": Span(f, (f,))} if gated else {"up": Span(0, (f,))},
-        "mlp.down": {"down": Span(0, (h,))},
-    }
-    return {layer: {t: span for t, span in spans.items() if t in targets} for layer, spans in layers.items()}
 
 
 def attach(model: GPT, cfg: Config) -> None:
@@ -96,7 +67,7 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, linear: ParallelLinear, spans: dict[str, Span], cfg: Config, layout: Layout, place: tuple[int, int]
+        self, linear: ParallelLinear, spans: dict[str, AdaptedRows], cfg: Config, layout: Layout, place: tuple[int, int]
     ):
         super().__init__()
         axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.by_columns

@@ -36,17 +36,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, all_gather_into, all_reduce_
+from minitron.comm.collectives import Done, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
+from minitron.config.sizes import BUCKET_BYTES
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot
 from minitron.optim.slices import ProcessGroupSlices, choose_slices
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
-# Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the
-# one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
-BUCKET_BYTES = 256 << 20
 
 
 # ---- where parameters lie: pure data --------------------------------------------------------------------------------
@@ -281,13 +279,13 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
+    def counts(self, bucket: Bucket) -> bool:
+        """Tell whether this rank's slice is the first of its copies over tp and stages: norms and saves take one."""
+        return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
+
     def square_sum(self) -> Tensor:
         """Return this rank's share of the squared global norm, 0-d float64: the world's sum counts each element once."""
-        counted = [
-            bucket
-            for bucket in self.buckets
-            if (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
-        ]
+        counted = list(filter(self.counts, self.buckets))
         squares = [bucket.square for bucket in counted if bucket.norm_stream is not None]
         late = [bucket.grad_slice for bucket in counted if bucket.norm_stream is None]
         if late:
@@ -328,20 +326,6 @@ class Gradients:
                     offset=first - span.start,
                     numel=last - first,
                 )
-
-    def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gather one flat slice per bucket (gradients, moments): {name: whole local tensor}. Collective over dp_cp."""
-        result = {}
-        for bucket, part in zip(self.buckets, slices, strict=True):
-            flat = part.new_empty(bucket.plan.size)
-            all_gather_into(flat, part, self.mesh.dp_cp)
-            for name, start, numel in bucket.plan.spans:
-                result[name] = flat[start : start + numel].view(bucket.params[name].shape)
-        return result
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Return {name: float32 gradient}, between finish() and the next backward. Collective over dp_cp."""
-        return self.assemble([bucket.grad_slice for bucket in self.buckets])
 
 
 def square_norms(tensors: list[Tensor]) -> Tensor:

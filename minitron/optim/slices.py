@@ -28,8 +28,7 @@ from torch import Tensor
 from minitron.comm.collectives import Done, Pending, all_gather_into, reduce_scatter_into
 from minitron.comm.mesh import Axis
 from minitron.comm.shared_memory import SharedBuffer, see_each_other
-
-PIECE_BYTES = 64 << 20  # of one rank's slice: a stage has room for one from each of the others
+from minitron.config.sizes import PIECE_BYTES
 
 
 class ProcessGroupSlices:

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from minitron.comm.collectives import all_to_all, exchange, gather_start, reduce_scatter_start
 from minitron.comm.mesh import Axis
+from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
 from minitron.kernels.attention import Backend
 from minitron.parallel.packed import Documents, packed_attention
@@ -233,8 +234,8 @@ def _run(x: Tensor, block: Block, positions: slice) -> Tensor:
 
 
 def _dtype_of_sum(like: Tensor, terms: int) -> torch.dtype:
-    """Of a sum over blocks: float32, or like's own if there are one or two terms, which are rounded once either way."""
-    return like.dtype if terms <= 2 else torch.promote_types(like.dtype, torch.float32)
+    """Choose the dtype of a sum over key blocks: float32; like's own for up to two terms, rounded once either way."""
+    return like.dtype if terms <= ROUNDED_ONCE else torch.promote_types(like.dtype, torch.float32)
 
 
 def _sum_of(parts: list[Tensor], blocks: list[Block], of: str, like: Tensor, terms: int) -> Tensor:

@@ -114,15 +114,9 @@ def column_backward(
 # ---- row-parallel ----------------------------------------------------------------------------------------------------
 
 
-def row_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
-    """y = g(x W^T).  x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; without sequence parallelism y is whole.
-
-    recompute_input: as of `column_linear`.
-    """
-    return _RowLinear.apply(x, linear.weight, linear, recompute_input, torch.is_grad_enabled())
-
-
 class _RowLinear(torch.autograd.Function):
+    """y = g(x W^T).  x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; without sequence parallelism y is whole."""
+
     @staticmethod
     def forward(ctx, x, weight, linear, recompute_input, training):
         gemm = linear.gemm

@@ -38,10 +38,11 @@ from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
+from minitron.planning.memory import LASTING
 from minitron.planning.memory_walk import MemoryWalk
 from minitron.train import Trainer, build
 
-PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "other")
+PARTS = (*LASTING, "activations", "other")
 
 
 class Record(NamedTuple):
@@ -95,7 +96,7 @@ class Recorder(Activity):
 
 
 def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
-    """One step of `rank`. Starts and ends a default process group of its own. Raises whatever the run would raise."""
+    """Run one step of `rank` in a default process group of its own. Raises whatever the run would raise."""
     rules.check(cfg, world)
     with fake_world(world, rank):
         return walk_step(cfg, make_mesh(cfg, world))
@@ -103,7 +104,7 @@ def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
 
 @contextmanager
 def fake_world(world: int, rank: int) -> Iterator[None]:
-    """The default process group is one of `world` ranks, of which only this one exists."""
+    """Make the default process group one of `world` ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests': no run should need them
 
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
@@ -142,13 +143,13 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
 
 
 def make_mesh(cfg: Config, world: int) -> Mesh:
-    """The rank's mesh on the meta device: of the default process group, or of one process alone."""
+    """Make the rank's mesh on the meta device: of the default process group, or of one process alone."""
     p = cfg.parallel
     return Mesh.offline(device="meta") if world == 1 else Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
 
 
 def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
-    """The same mesh, all of whose axes report to `recorder`."""
+    """Return the same mesh with axes that report to `recorder`."""
     axes = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
     return replace(
         mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items() if isinstance(axis, Axis)}
@@ -156,7 +157,7 @@ def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
 
 
 def prepare(cfg: Config, mesh: Mesh) -> Trainer:
-    """A trainer as it is in the middle of a run. Collective over the world."""
+    """Build a trainer as it is in the middle of a run. Collective over the world."""
     trainer = build(cfg, mesh)
     for chunk in trainer.chunks:
         if chunk.formats.scaling is not None:
@@ -165,7 +166,7 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
 
 
 def run_step(trainer: Trainer) -> None:
-    """One step on random tokens. Collective over the world."""
+    """Run one step on random tokens. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
     data = build_datasets(
         replace(cfg.data, source="mock"),
@@ -181,7 +182,7 @@ def run_step(trainer: Trainer) -> None:
 
 
 def label(walk: MemoryWalk, trainer: Trainer) -> None:
-    """Whose is what there is before the step."""
+    """Label what is allocated before the step: parameters, gradients, optimizer, other."""
     buckets, optimizer = trainer.gradients.buckets, trainer.optimizer
     walk.label("parameters", (p for chunk in trainer.chunks for p in chunk.parameters()))
     walk.label("gradients", (bucket.grad for bucket in buckets))
@@ -190,7 +191,7 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
 
 
 def replaced(trainer: Trainer) -> list[str]:
-    """A GPU's kernels that had twins here: "what: its twin"."""
+    """List the kernels of a GPU that others stood in for: "what: its stand-in"."""
     cfg, found = trainer.cfg, ["Triton: minitron.kernels.plain"]
     if (name := trainer.kernels.attention.name) != "reference":
         found.append(f"attention by {name}: its formulas")
@@ -212,7 +213,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
-    """The options of a dry run, None if none is asked for, and all other arguments. Raises ValueError."""
+    """Split off the options of a dry run: (options or None, all other arguments). Raises ValueError."""
     if "--dry-run" not in argv:
         return None, argv
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -224,7 +225,7 @@ def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
 
 
 def command(cfg: Config, options: argparse.Namespace) -> None:
-    """Prints the reports that `split` found asked for. Raises ValueError."""
+    """Print the reports that the options of `split` ask for. Raises ValueError."""
     world = options.world
     rules.check(cfg, world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
@@ -236,7 +237,7 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
 
 
 def choose_ranks(names: str, pp: int, world: int) -> list[int]:
-    """Ranks from numbers and "first", "middle", "last" (of the pipeline's), with commas. Raises ValueError."""
+    """Parse ranks: numbers and "first", "middle", "last" (of the pipeline), with commas. Raises ValueError."""
     places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
@@ -248,7 +249,7 @@ def choose_ranks(names: str, pp: int, world: int) -> list[int]:
 
 
 def traffic(report: Report) -> dict[str, list[int]]:
-    """The step's collectives: "axis kind" -> [how many, bytes in all]. Those of the build are left out."""
+    """Count the step's collectives: "axis kind" -> [how many, bytes in all]. Those of the build are left out."""
     totals: dict[str, list[int]] = {}
     for record in report.collectives:
         if record.action != "start":
@@ -258,7 +259,7 @@ def traffic(report: Report) -> dict[str, list[int]]:
 
 
 def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
-    """The reports side by side, a column each."""
+    """Yield the lines of a table of the reports, a column each."""
     p, dp = cfg.parallel, cfg.dp(world)
     yield (
         f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
@@ -286,5 +287,5 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
 
 
 def as_json(reports: list[Report]) -> str:
-    """A list of the reports' fields and `traffic`; actions and dtypes as text."""
+    """Write the reports' fields and `traffic` as a JSON list; actions and dtypes as text."""
     return json.dumps([vars(r) | {"peak_bytes": r.peak_bytes, "traffic": traffic(r)} for r in reports], default=str)

@@ -7,24 +7,23 @@ import os
 import torch
 
 from minitron.config.schema import Config
-from minitron.planning.memory import PARTS, Memory
+from minitron.planning.memory import LASTING, Memory
 from minitron.runtime.room import ADVICE, OutOfMemory
 
 
 def check_room(cfg: Config, world: int, device: torch.device) -> None:
-    """Raises OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
+    """Raise OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
 
     A machine without so much would not refuse an allocation: it would swap for hours, or kill the process.
     """
-    memory = Memory(cfg, world, gpus_per_node=1)
-    parts = max(map(memory.lasting_parts, range(cfg.parallel.pp)), key=sum)
+    parts = Memory(cfg, world, gpus_per_node=1).lasting()
     has = (
         torch.cuda.get_device_properties(device).total_memory
         if device.type == "cuda"
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
     if sum(parts) > has:
-        sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(PARTS, parts) if size)
+        sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(LASTING, parts) if size)
         raise OutOfMemory(
             f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes}), and this "
             f"{device.type} has {has / 2**30:.1f}; {ADVICE}"

@@ -4,7 +4,7 @@ Problem: a data sheet's peak says little about a product of [2048, 9216] by [921
 device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
 
     product      operations / (rate * share of all waves that is full) + bytes / copy rate * `unhidden`; a weight
-                 gradient's rate is `weight_grad` of that: its operands lie across
+                 gradient's rate is `weight_grad` of that: its operands are transposed
     attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
                  between 64, 128 and 256 cost what the next of these does
     pointwise    bytes read and written / (copy rate * `pointwise`)
@@ -75,7 +75,7 @@ MAY_BE_ZERO = (
 
 
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
-    """Devices and fabrics by name. Raises ValueError if the file has other keys than these, or what is no number."""
+    """Read devices and fabrics by name. Raises ValueError for a missing or unknown key, and for a bad number."""
     try:
         content = read_json(path)
         devices, fabrics = (
@@ -94,7 +94,7 @@ def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
 
 
 def _check_numbers(one: Device | Fabric) -> None:
-    """Raises ValueError, KeyError or TypeError for a value that the formulas cannot take."""
+    """Raise ValueError, KeyError or TypeError for a value that the formulas cannot take."""
     for f in fields(one):
         value = getattr(one, f.name)
         numbers = [value[kind] for kind in ("bf16", *one.gemm_tflops)] if f.type.startswith("dict") else [value]
@@ -112,7 +112,7 @@ class Machine:
     TILE = (256, 128)  # of the output, that one multiprocessor makes at a time
 
     def product(self, m: int, n: int, k: int, *, fp8: bool, weight_grad: bool = False) -> float:
-        """y [m, n] = x [m, k] W [k, n], or the float32 gradient [n, k] += dy [n, m] x [m, k] of its weight."""
+        """Time y [m, n] = x [m, k] W [k, n], or the float32 gradient [n, k] += dy [n, m] x [m, k] of its weight."""
         rows, columns = (n, k) if weight_grad else (m, n)
         d, item = self.device, 1 if fp8 else 2
         tiles = min((ceil(rows / a) * ceil(columns / b) for a, b in (self.TILE, self.TILE[::-1])))
@@ -124,7 +124,7 @@ class Machine:
         return (arithmetic + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step + d.gap_seconds
 
     def attention(self, operations: float, keys: float, head_dim: int) -> float:
-        """`operations` of a kernel's call over `keys` positions, under the mask."""
+        """Time a kernel's call of `operations` under the mask, over `keys` positions."""
         d = self.device
         rate = (
             d.attention_tflops
@@ -137,20 +137,20 @@ class Machine:
         return operations / rate / d.in_step + d.gap_seconds
 
     def moved(self, num_bytes: float, kernels: int = 1) -> float:
-        """Pointwise kernels that read and write so many bytes together."""
+        """Time pointwise kernels that read and write num_bytes together."""
         d = self.device
         return num_bytes / (d.copy_tb_s * 1e12 * d.pointwise) + kernels * d.gap_seconds
 
     def copied(self, num_bytes: float) -> float:
-        """One long pass over memory, such as the optimizer's."""
+        """Time one long pass over memory, such as the optimizer's."""
         return num_bytes / (self.device.copy_tb_s * 1e12)
 
     def inside(self, ranks: int, stride: int) -> bool:
-        """Whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
+        """Tell whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
         return ranks * stride <= self.fabric.gpus_per_node
 
     def collective(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """All-gather or reduce-scatter of `num_bytes`, counted whole."""
+        """Time an all-gather or reduce-scatter of a whole buffer of `num_bytes`."""
         f = self.fabric
         if ranks == 1:
             return 0.0
@@ -161,7 +161,7 @@ class Machine:
         return num_bytes * (ranks - 1) / ranks / (bus * 1e9) + latency
 
     def message(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """From a rank to the next one of the axis."""
+        """Time a message from a rank to the next one of the axis."""
         f, near = self.fabric, self.inside(ranks, stride)
         rate, latency = (f.nvlink_gb_s, f.nvlink_seconds) if near else (f.network_gb_s, f.network_seconds)
         return num_bytes / (rate * 1e9) + latency if ranks > 1 else 0.0

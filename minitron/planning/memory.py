@@ -16,9 +16,10 @@ needs beside what was saved: gradients inside of a block, gathered inputs.
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
 
-The formulas repeat what precision.py, gated.py, fused.py, context.py and grads.py do; tests hold them against what the
-trainer allocates. Left out: the padding of buckets, fragments, and the start of a run, where one whole weight is there
-in float32: with LoRA on few tokens that can be the peak.
+Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
+kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
+buckets, fragments, and the start of a run, where one whole weight is there in float32: with LoRA on few tokens that can
+be the peak.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from collections import Counter
 from typing import NamedTuple
 
 from minitron.config.schema import Config
+from minitron.config.sizes import FP8_WORKSPACE_BYTES, PIECE_BYTES, adapted, fp8_layers, linear_sizes, stream_length
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
-WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper
-PIECE_BYTES = 64 << 20  # at most, of gradients that travel (optim/slices.py)
-LAYERS = ("qkv", "out", "up", "down")  # a block's products
+WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
+COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
-PARTS = ("parameters", "gradients", "optimizer", "fp8 weights", "activations", "working", "messages")
+LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
+PARTS = (*LASTING, "activations", "working", "messages")
 
 
-class Adapter(NamedTuple):
-    """LoRA beside one of LAYERS: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
+class AdapterSize(NamedTuple):
+    """LoRA beside one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
 
     layer: str
     rank: int
@@ -47,32 +49,21 @@ class Adapter(NamedTuple):
     outputs: int
 
     def elements(self, tp: int) -> int:
-        """Of A and B on a rank; the side that the layer itself splits is split."""
-        split = (1, tp) if self.layer in ("qkv", "up") else (tp, 1)
+        """Count the elements of A and B on a rank; the side that the layer itself splits is split."""
+        split = (1, tp) if self.layer in COLUMN_PARALLEL else (tp, 1)
         return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
 
 
-def adapters(cfg: Config) -> dict[str, Adapter]:
-    """Of every block, by the layer; none without LoRA."""
-    m, lora = cfg.model, cfg.lora
-    h, f, nd, kv = m.hidden_size, m.ffn_hidden_size, m.num_heads * m.head_dim, m.kv_heads * m.head_dim
-    widths = (
-        (h, {"qkv": nd + 2 * kv, "q": nd, "k": kv, "v": kv}),
-        (nd, {"o": h}),
-        (h, {"gate": f, "up": f}),
-        (f, {"down": h}),
-    )
-    found = {}
-    for layer, (inputs, outputs) in zip(LAYERS, widths) if cfg.finetune.kind == "lora" else ():
-        if sizes := [outputs[target] for target in lora.targets if target in outputs]:
-            found[layer] = Adapter(layer, lora.rank, len(sizes), inputs, sum(sizes))
-    return found
-
-
-def fp8_layers(cfg: Config) -> range:
-    """The blocks whose products are in FP8."""
-    kept = cfg.precision.fp8_bf16_layers
-    return range(0) if cfg.precision.fp8 == "none" else range(kept, cfg.model.num_layers - kept)
+def adapters(cfg: Config) -> dict[str, AdapterSize]:
+    """Return the adapters of a block by layer; none without LoRA."""
+    if cfg.finetune.kind != "lora":
+        return {}
+    inputs = {layer: size for layer, (size, _) in linear_sizes(cfg.model).items()}
+    return {
+        layer: AdapterSize(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
+        for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
+        if spans
+    }
 
 
 class Memory:
@@ -85,40 +76,40 @@ class Memory:
         self.llama, self.tp = m.family == "llama", p.tp
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
-        self.fp8_blocks = [sum(i in fp8_layers(cfg) for i in layers) for layers in self.layers]
+        self.fp8_blocks = [sum(i in fp8_layers(cfg.precision, m.num_layers) for i in layers) for layers in self.layers]
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
-        self.rows = self.tokens // p.tp if p.sequence_parallel else self.tokens  # between the products
+        self.rows = stream_length(cfg) * t.micro_batch_size  # between the products
 
     def peak(self) -> tuple[int, Counter]:
-        """The pipeline rank that needs most, and its bytes by part."""
+        """Return the pipeline rank that needs most, and its bytes by part."""
         ranks = [(rank, self.of(rank)) for rank in range(self.cfg.parallel.pp)]
         return max(ranks, key=lambda pair: pair[1].total())
 
     def of(self, rank: int) -> Counter:
-        """Bytes of a pipeline rank by part."""
+        """Count the bytes of a pipeline rank by part."""
         return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
 
-    def lasting(self) -> int:
-        """Bytes of what no step frees, on the rank that has most of it: little to compute, and a bound."""
-        return max(sum(self.lasting_parts(rank)) for rank in range(self.cfg.parallel.pp))
+    def lasting(self) -> tuple[int, int, int, int]:
+        """Count the bytes of LASTING on the rank that has most of them: a bound that is quick to compute."""
+        return max(map(self.lasting_parts, range(self.cfg.parallel.pp)), key=sum)
 
     # ---- what lasts
 
     def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
-        """Of parameters, gradients, optimizer and FP8 weights."""
+        """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
         count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
         return ITEM * count, 4 * trained, 12 * trained // self.shards, 2 * self.cast(rank)
 
     def stages(self, rank: int) -> range:
-        """Of a pipeline rank, by chunk."""
+        """Return the stages of a pipeline rank, by chunk."""
         return range(rank, len(self.layers), self.cfg.parallel.pp)
 
     def cast(self, rank: int) -> int:
-        """Elements of the rank's weights that are cast to FP8."""
+        """Count the elements of the rank's weights that are cast to FP8."""
         return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp])
 
     def trained(self, stage: int) -> int:
-        """Elements on a rank of this stage that have gradients: all, or those of adapters."""
+        """Count the elements on a rank of this stage that have gradients: all, or those of adapters."""
         if not self.frozen:
             return self.parameters(stage)
         return len(self.layers[stage]) * sum(adapter.elements(self.tp) for adapter in self.adapters.values())
@@ -126,12 +117,10 @@ class Memory:
     @property
     def block_matrices(self) -> int:
         """Elements of a block's four matrices on this rank."""
-        m = self.cfg.model
-        attention = m.hidden_size * m.head_dim * 2 * (m.num_heads + m.kv_heads)
-        return (attention + (3 if self.llama else 2) * m.hidden_size * m.ffn_hidden_size) // self.tp
+        return sum(inputs * outputs for inputs, outputs in linear_sizes(self.cfg.model).values()) // self.tp
 
     def parameters(self, stage: int) -> int:
-        """Elements on a rank of this stage."""
+        """Count the parameters, in elements, on a rank of this stage."""
         m, h = self.cfg.model, self.cfg.model.hidden_size
         vectors = 2 * h
         if not self.llama:  # biases of norms, of rows, of columns
@@ -146,7 +135,7 @@ class Memory:
     # ---- what a microbatch leaves
 
     def saved(self, stage: int) -> int:
-        """Bytes that a forward of the stage leaves for its backward."""
+        """Count the bytes that a forward of the stage leaves for its backward."""
         fp8, recompute = self.fp8_blocks[stage], self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
         if stage == len(self.layers) - 1:  # the final norm's sum and result
@@ -161,11 +150,11 @@ class Memory:
             return h * ITEM * self.rows
         rows = 2 * (h * ITEM + (4 if self.llama else 8))
         whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
-        for layer in self.adapters if self.frozen else LAYERS:
-            if layer == "out":  # it reads the attention's output, which is kept: unless as it was before it was traded
+        for layer in self.adapters if self.frozen else linear_sizes(m):
+            if layer == "attention.out":  # its input is kept anyway, but not in FP8, and not as Ulysses exchanged it
                 whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0
             elif recompute == "none":
-                rows, whole = (rows, whole + f * item) if layer == "down" else (rows + h * item, whole)
+                rows, whole = (rows, whole + f * item) if layer == "mlp.down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
     @property
@@ -173,7 +162,7 @@ class Memory:
         return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
 
     def _working(self, stage: int) -> int:
-        """The most that a backward of this stage needs beside what was saved."""
+        """Count the bytes that a backward of this stage needs at most beside what was saved."""
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0
@@ -185,10 +174,10 @@ class Memory:
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
             block = max(h * ITEM * (2 * self.rows) + gathered, block - self.logits)
-        return block + WORKSPACE_BYTES * (2 if self.cfg.precision.fp8 != "none" else 1)
+        return block + WORKSPACE_BYTES + (FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
-        """Tensors between stages; what ranks of a node read from each other, beside products and of gradients."""
+        """Count the bytes of tensors between stages, and of buffers that the GPUs of a node read from each other."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
         if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
@@ -199,7 +188,7 @@ class Memory:
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:
-        """(what is saved, what is worked with) at the peak of the rank's operations."""
+        """Return the bytes (saved, worked with) at the peak of the rank's operations."""
         p = self.cfg.parallel
         working, saved = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self.saved))
         live, peak, some = 0, (0, 0), self.microbatches

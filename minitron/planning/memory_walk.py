@@ -51,11 +51,11 @@ class MemoryWalk(TorchDispatchMode):
         return result
 
     def begin(self, action: object) -> None:
-        """From here on this is what the run is doing."""
+        """Note that the run does this from here on."""
         self.actions.append((action, len(self.log)))
 
     def label(self, part: str, tensors: Iterable[Tensor] | None = None) -> None:
-        """These belong to a part of the account, unless they have one already; None: all that are alive."""
+        """Assign these tensors to a part of the account, unless they have one; None: all that are alive."""
         addresses = self.alive if tensors is None else (x.untyped_storage()._cdata for x in tensors)
         for address in addresses:
             number, _ = self.alive[address]
@@ -63,7 +63,7 @@ class MemoryWalk(TorchDispatchMode):
                 self.parts[number] = part
 
     def peak(self) -> tuple[dict[str, int], object]:
-        """Bytes by part when there were most, and the action in which that was first so."""
+        """Return the bytes by part at the peak, and the action that first reached it."""
         total = highest = end = 0
         for i, (_, size) in enumerate(self.log, 1):
             total += size
@@ -75,7 +75,7 @@ class MemoryWalk(TorchDispatchMode):
         return memory, [action for action, begin in self.actions if begin < end][-1]
 
     def timeline(self) -> list[tuple[object, int]]:
-        """(action, most bytes allocated in it), in order."""
+        """List (action, most bytes allocated in it), in order."""
         ends = [begin for _, begin in self.actions[1:]] + [len(self.log)]
         line, total = [], 0
         for (action, begin), end in zip(self.actions, ends):

@@ -1,6 +1,6 @@
 """A job on paper: what a rank's memory goes to, what a step's time goes to, before anything is queued.
 
-    forward and backward of every stage (work.py) -> the run's own schedule, simulated (pipeline/simulate.py)
+    forward and backward of every stage (work.py) -> the run's own schedule, simulated (simulate.py)
     -> reductions and gathers of the data ranks laid beside it -> the update -> seconds of a step
 
 A data rank's reduction of a chunk begins with the chunk's last backward and runs beside whatever follows; what is left
@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from minitron.config import flops
 from minitron.config.schema import Config
+from minitron.config.sizes import BUCKET_BYTES
 from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Backward, Schedule, make
 from minitron.planning.machine import Machine
@@ -26,7 +27,6 @@ from minitron.planning.memory import ITEM, Memory
 from minitron.planning.simulate import Timeline, simulate
 from minitron.planning.work import Parts, Work, document_tokens, total
 
-BUCKET_BYTES = 256 << 20  # of gradients, as optim/buckets.py closes them
 STATE_BYTES = 34  # that the update reads and writes per element: gradient twice, master, moments, parameter
 
 
@@ -59,7 +59,7 @@ class Plan:
         t, peak = self.cfg.train, flops.peak_tflops(self.machine.device.gpu, self.cfg.precision.fp8 != "none")
         share = flops.FROZEN if self.cfg.finetune.kind == "lora" else 1
         squares = t.seq_len * document_tokens(self.cfg)
-        operations = share * flops.full(self.cfg.model.shape, t.seq_len, squares) * t.global_batch_size
+        operations = share * flops.full(self.cfg.model, t.seq_len, squares) * t.global_batch_size
         rate = flops.tflops_per_gpu(operations, self.step_seconds, self.world)
         return 100 * rate / peak if peak else None
 
@@ -86,7 +86,7 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
 
 @lru_cache(32)
 def checked_schedule(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """The schedule that the run will have, proven once."""
+    """Make the schedule that the run will have, and prove it, once."""
     schedule = make(pp, vp, num_microbatches)
     check(schedule)
     return schedule
@@ -116,8 +116,8 @@ class Step:
         self.busy = self.microbatches * computing[self.slowest]  # seconds of a step
 
     def at_least(self) -> float:
-        """A bound on the step from below, without the schedule: the slowest rank's work, the way there and back, its
-        update."""
+        """Bound the step's seconds from below, without the schedule: the slowest rank's work, the way to it and back,
+        and its update."""
         before = sum(self.forward[: self.slowest]) + sum(self.backward[: self.slowest])
         return self.busy + before + self.update_seconds(self.slowest)
 
@@ -127,13 +127,13 @@ class Step:
         return simulate(schedule, self.forward, self.backward, transfer_seconds)
 
     def update_seconds(self, rank: int) -> float:
-        """Norm, AdamW, and the FP8 casts of weights that are new."""
+        """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""
         memory = self.memory
         moved = STATE_BYTES * sum(map(memory.trained, memory.stages(rank))) / memory.shards
         return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
 
     def seconds(self, timeline: Timeline) -> Counter:
-        """Every part, of the rank that computes longest."""
+        """Return the seconds of every part, of the rank that computes longest."""
         pp, parts = self.cfg.parallel.pp, Parts()
         for pair in self.parts[self.slowest :: pp]:
             for part in pair:
@@ -146,7 +146,7 @@ class Step:
         return parts
 
     def data_parallel(self, timeline: Timeline) -> tuple[float, float]:
-        """(exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
+        """Return (exposed, hidden) seconds of gradients and parameters, of the rank that waits longest for them."""
         if self.memory.shards == 1:
             return 0.0, 0.0
         # chunk -> [start of its first forward, start and end of its last backward]

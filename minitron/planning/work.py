@@ -17,8 +17,8 @@ stand alone (parallel/overlap.py, ProcessGroupComm), without overlap all do. `fu
 inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need,
 and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
 
-How long documents are that are kept apart, only data know; here they are what random documents are. Left out: adapters'
-messages, r numbers a token.
+The lengths of documents that are kept apart are known from the data alone; here they are those of random documents.
+Left out: adapters' messages, r numbers a token.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from collections import Counter
 from functools import lru_cache
 
 from minitron.config.schema import Config
+from minitron.config.sizes import MOCK_DOCUMENT, ROUNDED_ONCE, fp8_layers, linear_sizes, stream_length
 from minitron.planning.machine import Machine
-from minitron.planning.memory import ITEM, LAYERS, adapters, fp8_layers
+from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
 
 
 def document_tokens(cfg: Config) -> float:
-    """Length of the document that a token is in, on average over tokens: the sum of squared lengths in a sample over s.
+    """Average the length of a token's document over all tokens: the sum of squared lengths in a sample over s.
 
     Of random documents (data/mock.py): lengths uniform up to `data.document_length`, or geometric with a mean
     of a quarter sample, cut at the sample's end.
@@ -44,13 +45,13 @@ def document_tokens(cfg: Config) -> float:
     if not cfg.data.separate_documents:
         return s
     if longest is None:
-        return 3 / 8 * s
+        return 2 * MOCK_DOCUMENT * (1 - MOCK_DOCUMENT) * s
     x = s / longest  # the renewal equation's solution: the tail for many documents, a series for few
     return longest * (2 / 3 - 1 / (9 * x)) if x > 1 else s * (1 - x / 3 - x**2 / 12 - x**3 / 60)
 
 
 def total(parts: Parts) -> float:
-    """Seconds that pass: what is hidden is not counted."""
+    """Sum the seconds that pass: hidden ones are not counted."""
     return sum(seconds for part, seconds in parts.items() if part not in HIDDEN)
 
 
@@ -62,13 +63,14 @@ class Work:
         self.cfg, self.machine, self.model = cfg, machine, m
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
-        self.slice = self.tokens // p.tp if p.sequence_parallel else self.tokens  # rows between the products
+        self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.near = machine.inside(p.tp, 1)
         self.block = lru_cache(2)(self._block)
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
-        """(forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
-        works = [self.block(layer in fp8_layers(self.cfg)) for layer in layers]
+        """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
+        in_fp8 = fp8_layers(self.cfg.precision, self.model.num_layers)
+        works = [self.block(layer in in_fp8) for layer in layers]
         works += [self.embedding()] if first else []
         works += [self.head()] if last else []
         forward, backward = (sum(parts, Parts()) for parts in zip(*works))
@@ -81,11 +83,11 @@ class Work:
         h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
         w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
         forward, backward = Parts(), Parts()
-        # n, k and what is communicated beside the product
-        for n, k, beside in ((w, h, "gather"), (h, nd, "scatter"), (inner, h, "gather"), (h, f, "scatter")):
+        for layer, (k, n) in linear_sizes(m).items():
+            n, k, beside = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
             self._linear(n, k, beside, fp8, forward, backward)
         for layer, adapter in self.adapters.items():
-            x, y = (self.slice, self.tokens / p.tp) if layer in ("qkv", "up") else (self.tokens / p.tp, self.slice)
+            x, y = (self.slice, self.tokens / p.tp) if layer in COLUMN_PARALLEL else (self.tokens / p.tp, self.slice)
             x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
             forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
@@ -98,13 +100,14 @@ class Work:
             backward.update(forward)
         elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
             norm = 2 * self.slice * h
-            again = {"qkv": norm, "out": 0, "up": norm, "down": self.tokens * (inner + f)}
-            for layer in self.adapters if self.frozen else LAYERS:
-                backward["pointwise"] += self.machine.moved(again[layer] * ITEM, layer != "out")
+            again = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
+            for layer, size in again.items():
+                if not self.frozen or layer in self.adapters:
+                    backward["pointwise"] += self.machine.moved(size * ITEM)
         return forward, backward
 
     def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
-        """Three products, of a frozen weight two, and the messages beside them."""
+        """Add three products, two of a frozen weight, and the messages beside them."""
         product, t, frozen = self.machine.product, self.tokens, self.frozen
         y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True)
@@ -125,7 +128,7 @@ class Work:
                 self._tp(backward, cast * width, dx, pieces=True)
 
     def _tp(self, parts: Parts, bytes_per_token: int, beside: float, *, pieces: bool = False) -> None:
-        """A message over tp next to a product of `beside` seconds, of which it needs pieces if it depends on it."""
+        """Add a message over tp beside a product of `beside` seconds. pieces: one needs the other, piece by piece."""
         p, exposed_share = self.cfg.parallel, self.machine.fabric.tp_exposed
         seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
         if not p.sequence_parallel:
@@ -161,7 +164,7 @@ class Work:
             backward["cp_exposed"] += moved
             return
         hops, hop = p.cp - 1, self.machine.message(self.tokens * kv * ITEM, p.cp, p.tp)
-        sums = hop * (2 if p.cp > 2 else 1)  # float32 beyond two terms
+        sums = hop * (2 if p.cp > ROUNDED_ONCE else 1)  # in float32
         for parts, kernels, step in ((forward, attend, hop), (backward, back, hop + sums)):
             hidden = min(step, kernels / p.cp)
             parts["cp_hidden"] += hops * hidden
@@ -170,7 +173,7 @@ class Work:
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
 
     def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[tuple[float, int], tuple[float, int]]:
-        """(bytes, kernels) of the forward and of the backward: see kernels/fused.py for what each kernel moves."""
+        """Count (bytes, kernels) of the forward and of the backward; kernels/fused.py says what each kernel moves."""
         m, p = self.model, self.cfg.parallel
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows
@@ -212,7 +215,7 @@ class Work:
         return forward, Parts() if self.frozen else backward
 
     def head(self) -> tuple[Parts, Parts]:
-        """The final norm, the product with the vocabulary and the loss; never in FP8."""
+        """Time the final norm, the product with the vocabulary and the loss; never in FP8."""
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
         self._linear(v, h, "gather", False, forward, backward)

@@ -160,17 +160,17 @@ class Log:
 
     def _rates(self, its: Sequence[Iteration]) -> dict[str, float]:
         """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
-        t, shape, frozen = self.cfg.train, self.cfg.model.shape, self.cfg.finetune.kind == "lora"
+        t, m, frozen = self.cfg.train, self.cfg.model, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
         sizes = [
             (tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
             for it in its
         ]
-        sequence = flops.hardware(shape, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
+        sequence = flops.hardware(m, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
         share = flops.FROZEN if frozen else 1.0
         operations = {
-            "full": share * sum(flops.full(shape, *size) for size in sizes),
-            "causal": share * sum(flops.causal(shape, *size) for size in sizes),
+            "full": share * sum(flops.full(m, *size) for size in sizes),
+            "causal": share * sum(flops.causal(m, *size) for size in sizes),
             "hardware": len(its) * t.global_batch_size * sequence,
         }
         seconds = sum(it.seconds for it in its)

@@ -8,10 +8,7 @@ log it. A step's time is taken on the device, between the copies of two steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,19 +19,6 @@ from minitron.runtime.log import Iteration, Log
 from minitron.runtime.stop import Stop
 
 GIB = 2**30
-
-
-class Samples(NamedTuple):
-    """What the samples of a step consist of: boundaries of documents [0, ..., s], None where each is one, and how many
-    of the last positions of each are padding, a document of its own that is no work."""
-
-    documents: list[tuple[int, ...]] | None = None
-    padding: Sequence[int] = ()
-
-    def squared_lengths(self) -> float:
-        """Sum over the documents."""
-        whole = sum(float(np.square(np.diff(bounds)).sum()) for bounds in self.documents)
-        return whole - sum(float(n) ** 2 for n in self.padding)
 
 
 class Meter:
@@ -49,20 +33,19 @@ class Meter:
         """What happened since the last step (an evaluation) does not count into the next one's time."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, samples: Samples, shared_bytes: int, **known) -> None:
+    def step(self, values: Tensor, shared_bytes: int, **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. samples: of
-        this data rank. shared_bytes: of GPU memory that torch's allocator does not count. known: the other fields of
-        `log.Iteration` that the host has.
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. shared_bytes:
+        GPU memory that torch's allocator does not count. known: the other fields of `Iteration` that the host has;
+        squared_lengths and padding are those of this data rank, and left out where each sample is one document.
         """
         self.mesh.activity.begin("figures")
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
-        if samples.documents is not None:
-            extra[0].fill_(samples.squared_lengths())
-            extra[1].fill_(sum(samples.padding))
+        if "padding" in known:
+            extra[0].fill_(known["squared_lengths"])
+            extra[1].fill_(known["padding"])
             all_reduce_(extra[:2], self.mesh.dp)
-            known |= {"squared_lengths": 0.0, "padding": 0.0}
         if values.is_cuda:
             extra[2].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
             extra[3].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)

@@ -78,7 +78,7 @@ def test_the_floor_of_all_ranks_has_the_operations_of_the_step(world, layout):
     products = sum(p.operations * count for part, _ in work for p, count in part.items())
     # `flops` counts four products of the backward; a kernel that keeps no scores computes them again, a fifth.
     scores = sum(c.operations * count for _, part in work for c, count in part.items()) * 12 / 14
-    shape, t = cfg.model.shape, cfg.train
+    shape, t = cfg.model, cfg.train
     assert scores == pytest.approx(
         t.global_batch_size * (flops.full(shape, t.seq_len) - flops.causal(shape, t.seq_len))
     )
@@ -143,7 +143,7 @@ def test_the_profile_table_has_times_per_step():
 def test_a_measured_step_reports_consistent_figures(capsys):
     result = step.main([*TINY, "--steps", "6"])
     cfg = cli.load(TINY)
-    operations = flops.full(cfg.model.shape, 64) * 8
+    operations = flops.full(cfg.model, 64) * 8
     assert result["tflops"] * 1e12 * result["step_seconds"] == pytest.approx(operations)
     assert result["tokens_per_second_per_gpu"] * result["step_seconds"] == pytest.approx(8 * 64)
     alone = result["floor_gemm_seconds"] + result["floor_attention_seconds"]
@@ -517,7 +517,7 @@ def test_fine_tuning_and_its_peer_really_run(case, world, argv):
         for program in (compare.OURS, "benchmarks/peers/huggingface.py")
     ]
     cfg = cli.load(argv[:-2])
-    shape, data = cfg.model.shape, build_data(cfg).train
+    shape, data = cfg.model, build_data(cfg).train
     squares = measure.squared_lengths(cfg, data)
     counted = flops.full(shape, 64, squares) * (2 / 3 if case == "lora" else 1)
     assert counted <= flops.full(shape, 64)

@@ -50,7 +50,7 @@ def bases(tmp_path_factory):
 
 def tuning(base: Path, kind: str = "lora", start: Path | None = None, **keys) -> Config:
     """A run of the model in a Hugging Face folder, from its weights or those of `start`; keys: of lora."""
-    model = dataclasses.asdict(hf.Reader(base).model)
+    model = dataclasses.asdict(hf.FolderReader(base).model)
     lora = {"lora": {"rank": 4, "alpha": 8.0, "targets": ("qkv",)} | keys} if kind == "lora" else {}
     cfg = config(RUN, {"model": model, "finetune": {"kind": kind, "base": str(start or base)}} | lora)
     scaling = cfg.model.rope_scaling
@@ -135,13 +135,13 @@ def test_all_weights_from_hugging_face_and_back(ranks, bases, tmp_path):
 def test_the_fingerprint_is_of_values(bases, tmp_path):
     folder = bases("llama")
     convert("import", folder, tmp_path / "imported")
-    mark = fingerprint(hf.Reader(folder))
+    mark = fingerprint(hf.FolderReader(folder))
     assert mark == fingerprint(open_weights(str(tmp_path / "imported")))
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 7] += 1e-3
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    assert fingerprint(hf.Reader(tmp_path)) != mark
+    assert fingerprint(hf.FolderReader(tmp_path)) != mark
 
 
 def test_the_fingerprint_of_merged_weights_is_of_both_parts(bases, tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_the_fingerprint_of_merged_weights_is_of_both_parts(bases, tmp_path, mon
         marks.append(fingerprint(open_weights(str(tmp_path / "run"))))
     monkeypatch.setattr(Merged, "read", lambda *_: pytest.fail("a sum was read"))
     assert fingerprint(open_weights(str(tmp_path / "run"))) == marks[1]
-    assert len({*marks, fingerprint(hf.Reader(bases("llama")))}) == 3
+    assert len({*marks, fingerprint(hf.FolderReader(bases("llama")))}) == 3
 
 
 # ---- going on -------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_rules(change, error):
 
 def test_the_program(bases, tmp_path, capsys):
     """Its lines are NeMo's, its last one the mean of the last 20 steps; it and pretrain send each other's runs away."""
-    model = dataclasses.asdict(hf.Reader(bases("llama")).model)
+    model = dataclasses.asdict(hf.FolderReader(bases("llama")).model)
     keys = [f"model.{key}={'null' if value is None else str(value).lower()}" for key, value in model.items()]
     keys += [
         "train.seq_len=32",

@@ -19,8 +19,10 @@ import torch
 
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
-from minitron.checkpoint.format import CheckpointError, Reader, TakenOver, Writer, begin, claim, write_shard
+from minitron.checkpoint.directory import TakenOver, begin, claim
+from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.checkpoint.load import Start, find, restore
+from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
 from minitron.config import rules
 from minitron.config.schema import Config, RopeScaling
@@ -30,6 +32,7 @@ from minitron.pretrain import build_data
 from minitron.runtime.log import Log
 from minitron.train import Trainer, build
 from tools import inspect_checkpoint
+from tools.convert_hf import Writer
 
 # Steps of which a test runs some: they set what the data hold. Five blocks make every pipeline uneven.
 LONG = {"train": {"steps": 30, "global_batch_size": 4}, "model": {"num_layers": 5}}

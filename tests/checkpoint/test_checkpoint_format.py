@@ -1,17 +1,13 @@
 """Boxes, files and their checksums, without a model or a process group: what is written is read, what is damaged is
-refused, and what is killed in between leaves the checkpoint before it."""
+refused."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import itertools
 import json
-import os
 import shutil
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -21,21 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.checkpoint import format as files
-from minitron.checkpoint.boxes import Box, Piece, boxes_of_range, covers, to_global
-from minitron.checkpoint.format import (
-    CheckpointError,
-    Reader,
-    TakenOver,
-    Writer,
-    begin,
-    claim,
-    commit,
-    make_writable,
-    newest,
-    write_shard,
-)
+from minitron.checkpoint.boxes import Box, boxes_of_range, covers, to_global
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Axis
 from minitron.kernels.param import Shard
+from tools import convert_hf
+from tools.convert_hf import Writer
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
@@ -126,7 +114,7 @@ def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TE
 def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, data):
     directory = tmp_path_factory.mktemp("checkpoints")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "SHARD_BYTES", shard_bytes)
+        patch.setattr(convert_hf, "SHARD_BYTES", shard_bytes)
         write(directory, cuts=cuts)
     reader = Reader(directory)
     reader.verify()
@@ -183,7 +171,7 @@ def sound(tmp_path_factory):
     """A directory with checkpoints of steps 2 and 3, of two files each."""
     directory = tmp_path_factory.mktemp("sound")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "SHARD_BYTES", 200)
+        patch.setattr(convert_hf, "SHARD_BYTES", 200)
         write(directory, 2)
         write(directory, 3, tensors={name: tensor + 1 for name, tensor in TENSORS.items()})
     Reader(directory).verify()
@@ -228,7 +216,7 @@ def reindex(directory: Path, **changes) -> Path:
     index = json.loads(path.read_text())
     del index["checksum"]
     body = json.dumps(index | changes)[1:].encode()
-    path.write_bytes(b'{"checksum": "%s",\n' % files._crc(body).encode() + body)
+    path.write_bytes(b'{"checksum": "%s",\n' % files.checksum(body).encode() + body)
     return path
 
 
@@ -312,354 +300,3 @@ def test_a_box_that_is_not_what_the_index_says(tmp_path):
 def test_no_checkpoint_there(tmp_path, path, why):
     with pytest.raises(CheckpointError, match=f"(index.json|latest): {why}"):
         Reader(tmp_path / path)
-
-
-# ---- whatever is killed -------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """A process that has died does nothing more, so every later call raises it again."""
-
-
-ABOUT = {"consumed_samples": 24, "config": {}, "layout": {}, "state": {}}
-
-
-def piece(step: int) -> Piece:
-    return Piece("a", "param", (2,), (0,), torch.full((2,), float(step)))
-
-
-def save_until(directory: Path, moment: int) -> list[int]:
-    """Save steps 1, 2, 2 again (a run that had gone back) and 3, keeping one; die at the moment-th change of the disk.
-
-    Returns the steps whose save had ended.
-    """
-    calls, done = itertools.count(1), []
-
-    def deadly(real):
-        def call(*args, **kwargs):
-            if next(calls) >= moment:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in "fsync", "rename", "replace", "mkdir", "rmdir", "unlink":
-            patch.setattr(os, name, deadly(getattr(os, name)))
-        try:
-            for step in 1, 2, 2, 3:
-                shard = write_shard((folder := begin(directory, step, 8)) / "rank_00000.safetensors", [piece(step)])
-                commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1)
-                done.append(step)
-        except Killed:
-            pass
-    return done
-
-
-def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
-    """Nothing that was saved is lost, nothing that was not is seen, and the next save clears up."""
-    replaced = []
-    for moment in itertools.count(1):
-        directory = tmp_path / str(moment)
-        directory.mkdir()
-        done = save_until(directory, moment)
-        try:
-            folder = newest(directory)
-        except CheckpointError as error:  # between the two renames that put a checkpoint in the place of another
-            assert "step_00000002 is missing" in str(error) and done == [1, 2]
-            replaced.append(moment)
-        else:
-            assert folder is not None or not done
-            if folder is not None:
-                reader = Reader(folder)
-                reader.verify()
-                assert max(done, default=0) <= reader.iteration <= max(done, default=0) + 1
-                assert (reader.read("a", "param", (0,), (2,)) == reader.iteration).all()
-        write(directory, 4)
-        assert not list(directory.glob("*.tmp*"))
-        if len(done) == 4:
-            break
-    assert moment > 40 and len(replaced) <= 4
-
-
-def test_names_appear_by_renaming_what_the_disk_has(tmp_path, monkeypatch):
-    """After a power cut a name must not stand for contents that never left the host's memory.
-
-    Each file and its folder are synced before the rename that shows them, and the directory after it. Nothing is ever
-    written under a final name, where a reader could find the first half of it.
-    """
-    events, fsync = [], os.fsync
-
-    def synced(descriptor):
-        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
-        fsync(descriptor)
-
-    def recorded(rename):
-        def record(source, target):
-            files = [path for path in Path(source).rglob("*")] if Path(source).is_dir() else []
-            events.append(("rename", Path(source), Path(target), files))
-            rename(source, target)
-
-        return record
-
-    monkeypatch.setattr(os, "fsync", synced)
-    for name in "rename", "replace":
-        monkeypatch.setattr(os, name, recorded(getattr(os, name)))
-    monkeypatch.setattr(files, "SHARD_BYTES", 200)
-    write(tmp_path)
-    step, latest = (tmp_path / "step_00000003", tmp_path / "latest")
-    shown = [(i, *event[1:]) for i, event in enumerate(events) if event[0] == "rename" and event[2] in (step, latest)]
-    assert [target for _, _, target, _ in shown] == [step, latest] and len(shown[0][3]) > 2
-    assert {path.name for path in shown[0][3]} == {path.name for path in step.iterdir()} | {"latest"}  # which moves on
-    temporary = shown[0][1]
-    for i, source, target, contents in shown:
-        for path in (source, *contents):
-            if path.parent == step:  # by the name that it had when it was written
-                path = temporary / path.name
-            assert ("sync", path) in events[:i], f"{path.name} shown as {target.name} before the disk has it"
-        assert ("sync", tmp_path) in events[i:], f"{target.name} is not on the disk"
-    assert ("sync", tmp_path) in events[shown[0][0] : shown[1][0]], "latest may reach the disk before what it names"
-    written = [path for kind, path, *_ in events if kind == "sync"]
-    assert not [path for path in written if path == latest or step in path.parents]
-
-
-def test_old_ones_are_removed_and_later_ones_left(tmp_path):
-    for step in 1, 2, 9:
-        write(tmp_path, step)
-
-    def save(step: int, after: int, keep: int) -> list[int]:
-        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep, after)
-        return list(files.checkpoints(tmp_path))
-
-    assert save(3, 2, keep=2) == [2, 3, 9]
-    assert save(8, 3, keep=2) == [3, 8, 9]
-    assert save(10, 8, keep=0) == [3, 8, 9, 10]
-    # of the run before it went back to 3: neither counts, nor pushes 8 out
-    (tmp_path / "step_00000010").rename(tmp_path / "step_00000012")
-    assert save(11, 8, keep=2) == [8, 11, 12]
-    assert save(12, 11, keep=2) == [11, 12]
-    assert save(13, 12, keep=2) == [12, 13]
-
-
-def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
-    """Whoever came first keeps its hands off; a killed run's number stops nobody, and nobody's files are in the way."""
-    first, mine = claim(tmp_path), {"iteration": 1, **ABOUT}
-    under_way = begin(tmp_path, 1, 0, first)
-    second = claim(tmp_path)
-    for call in (lambda: begin(tmp_path, 1, 0, first), lambda: commit(under_way, mine, [], owner=first)):
-        with pytest.raises(TakenOver, match=f"was taken over by process {os.getpid()} on .*, started 20"):
-            call()
-    other = begin(tmp_path, 1, 0, second)
-    assert not under_way.exists() and other.exists()
-    commit(other, mine, [], owner=second)
-    (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
-    begin(tmp_path, 2, 0, second)
-    assert claim(tmp_path).startswith("1-")
-    with pytest.raises(TakenOver):  # the numbers begin again, and yet it is none of the two that were
-        begin(tmp_path, 2, 0, first)
-
-
-def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_path, monkeypatch):
-    both = threading.Barrier(2)
-
-    def together(directory, owners=files._owners):
-        found = owners(directory)
-        both.wait(10)
-        return found
-
-    with ThreadPoolExecutor(2) as threads:
-        monkeypatch.setattr(files, "_owners", together)
-        owners = list(threads.map(claim, [tmp_path] * 2))
-    monkeypatch.undo()
-    assert [owner[:2] for owner in owners] == ["1-", "1-"]
-    begin(tmp_path, 1, 0, max(owners))
-    with pytest.raises(TakenOver):
-        begin(tmp_path, 1, 0, min(owners))
-    begin(tmp_path, 1, 0, third := claim(tmp_path))
-    assert third.startswith("2-") and len(list(tmp_path.glob("owner.*"))) == 1
-
-
-def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
-    """Between a look at the owner and a rename another run may start, save, and clear up: then the rename fails."""
-    under_way, rmtree = begin(tmp_path, 1, 0), shutil.rmtree
-    (under_way / "rank_00000.safetensors").touch()
-
-    def deletes(path, **options):
-        if path.name.startswith("step_"):
-            with pytest.raises(CheckpointError, match="step_00000001.tmp-.*: no such file"):
-                commit(under_way, {"iteration": 1, **ABOUT}, [])
-            assert path.name.startswith("step_00000001.tmp-")
-        rmtree(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", deletes)
-    begin(tmp_path, 2, 0)
-    assert newest(tmp_path) is None and not under_way.exists()
-
-
-def test_a_mount_that_cannot_rename_folders_is_refused_at_the_start(tmp_path, monkeypatch):
-    """As gcsfuse does by default in a bucket without folders."""
-
-    def rename(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(CheckpointError, match=r"folders cannot be renamed \(Too many open files\).*; use a disk, or"):
-        make_writable(tmp_path)
-
-
-def test_latest(tmp_path):
-    assert newest(tmp_path) is None
-    write(tmp_path, 2)
-    write(tmp_path, 1)  # of a run that went back: what was saved last counts
-    assert newest(tmp_path).name == "step_00000001"
-    (tmp_path / "latest").unlink()
-    assert newest(tmp_path).name == "step_00000002"
-    write(tmp_path, 3)
-    shutil.rmtree(tmp_path / "step_00000003")
-    with pytest.raises(CheckpointError, match="step_00000003 is missing, and .*latest names it"):
-        newest(tmp_path)
-
-
-def test_a_disk_without_room_or_rights(tmp_path):
-    with pytest.raises(CheckpointError, match="MB free and a save needs 1000000000 MB; free some, or"):
-        begin(tmp_path, 1, 10**15)
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file: file exists"):
-        begin(tmp_path / "file", 1, 0)
-    with pytest.raises(CheckpointError, match="/proc/nothing: no such file or directory"):
-        begin(Path("/proc/nothing"), 1, 0)
-
-
-# ---- what others have put there -----------------------------------------------------------------------------------
-
-
-def everything_in(folder: Path) -> dict[str, object]:
-    """What a folder holds, at any depth: bytes of files, targets of links, None for folders."""
-    return {
-        str(path.relative_to(folder)): os.readlink(path)
-        if path.is_symlink()
-        else path.read_bytes()
-        if path.is_file()
-        else None
-        for path in folder.rglob("*")
-    }
-
-
-NAMES = st.one_of(
-    st.sampled_from(
-        [
-            "thesis.tmp-final",
-            "notes.tmp-1",
-            "latest.tmp",
-            "latest.txt",
-            "owner.txt",
-            "step_1",
-            "index.json",
-            "step_00000009",
-            "step_00000009.tmp-8d21f06b",
-            "probe.tmp-8d21f06b",
-            "owner.1-5e0c91d2",
-            "owner.99-5e0c91d2",
-            "rank_00000.safetensors",
-            "aside.1-5e0c91d2",
-        ]
-    ),
-    st.from_regex(
-        r"(step_\d{7,9}|probe|thesis|latest|owner)(\.\d\d?)?(-|\.tmp-)([0-9a-g]{7,9}|\w{3})(\.tmp-\w{8})?",
-        fullmatch=True,
-        alphabet=st.characters(codec="ascii"),
-    ),
-)
-CONTENTS = st.one_of(
-    st.binary(min_size=1, max_size=20),
-    st.sampled_from([b"latest", b"step_00000009 and more", b"the process owner", b'{"a": 1}']),
-)
-PARTS = st.sampled_from(["index.json", "notes.txt", "file", "rank_00000.safetensors.bak", "rank_00000.safetensors"])
-
-
-@st.composite
-def foreign(draw) -> object:
-    """What a name stands for that no save wrote: a file, a link, or a folder with something of somebody's in it."""
-    kind = draw(st.sampled_from(["file", "link", "folder"]))
-    if kind == "file":
-        return draw(CONTENTS)
-    if kind == "link":
-        return draw(st.sampled_from(["../elsewhere", "../elsewhere/thesis.txt", "nowhere", "."]))
-    names = draw(st.sets(PARTS, min_size=1)) | {draw(st.sampled_from(["notes.txt", "index.json"]))}
-    return {name: draw(CONTENTS) for name in names}
-
-
-def put(path: Path, what: object) -> None:
-    if isinstance(what, bytes):
-        path.write_bytes(what)
-    elif isinstance(what, str):
-        path.symlink_to(what)
-    else:
-        path.mkdir()
-        for name, content in what.items():
-            (path / name).write_bytes(content)
-
-
-@settings(max_examples=40)
-@given(st.dictionaries(NAMES, foreign(), max_size=6))
-def test_whatever_others_put_there_survives(tmp_path_factory, strangers):
-    """Start, save, a save killed, deletions by keep, and another run that takes over: of theirs not a byte changes."""
-    top = tmp_path_factory.mktemp("shared")
-    directory, elsewhere = top / "here", top / "elsewhere"
-    for folder in directory, elsewhere:
-        folder.mkdir()
-    (elsewhere / "thesis.txt").write_text("years of work")
-    for name, what in strangers.items():
-        put(directory / name, what)
-    before, beside = everything_in(directory), everything_in(elsewhere)
-
-    def save(step: int, owner: str) -> None:
-        shard = write_shard((folder := begin(directory, step, 8, owner)) / "rank_00000.safetensors", [piece(step)])
-        commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1, owner=owner)
-
-    make_writable(directory)
-    first = claim(directory)
-    for step in 1, 2:
-        save(step, first)
-    killed = begin(directory, 3, 0, first)
-    write_shard(killed / "rank_00000.safetensors", [piece(3)])
-    second = claim(directory)
-    with pytest.raises(TakenOver):
-        save(3, first)
-    save(3, second)
-    save(3, second)  # as a run that went back
-    assert not killed.exists() and newest(directory).name == "step_00000003"
-    Reader(directory).verify()
-    after = everything_in(directory)
-    assert everything_in(elsewhere) == beside
-    ours = {"latest", f"owner.{second}", *(name for name in after if name.startswith("step_00000003"))}
-    assert {name: content for name, content in after.items() if name not in ours} == before
-
-
-def test_a_checkpoint_with_a_file_of_somebody_s_stays(tmp_path):
-    """Deleted by keep, or replaced by a run that went back, it would take the file along."""
-    write(tmp_path, 1)
-    (tmp_path / "step_00000001" / "notes.txt").write_text("the best one")
-    before = everything_in(tmp_path / "step_00000001")
-    for step in 2, 3:
-        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep=1, after=step - 1)
-    assert list(files.checkpoints(tmp_path)) == [1, 3]
-    with pytest.raises(CheckpointError, match="step_00000001 is in the way: it holds what no save wrote; move it away"):
-        write(tmp_path, 1)
-    assert everything_in(tmp_path / "step_00000001") == before and newest(tmp_path).name == "step_00000003"
-    (tmp_path / "step_00000004").mkdir()  # a rename would replace an empty one
-    with pytest.raises(CheckpointError, match="step_00000004 is in the way"):
-        write(tmp_path, 4)
-    assert (tmp_path / "step_00000004").is_dir() and not list(tmp_path.glob("*.tmp-*"))
-
-
-@pytest.mark.parametrize("what", [b"the latest news\n", b"", "step_00000002", {"a": b"b"}, b"step_00000002 is best\n"])
-def test_a_latest_that_is_not_ours_is_not_replaced(tmp_path, what):
-    write(tmp_path, 2)
-    (tmp_path / "latest").unlink()
-    put(tmp_path / "latest", what)
-    before = everything_in(tmp_path)
-    for call in lambda: make_writable(tmp_path), lambda: claim(tmp_path), lambda: begin(tmp_path, 3, 0):
-        with pytest.raises(CheckpointError, match="latest is damaged, or not minitron's, and a save would replace it"):
-            call()
-    assert everything_in(tmp_path) == before

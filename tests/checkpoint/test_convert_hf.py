@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from minitron.checkpoint import hf
-from minitron.checkpoint.format import Reader, Writer
+from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
@@ -24,6 +24,8 @@ from minitron.data.batch import Batch
 from minitron.model.gpt import GPT, whole_model
 from minitron.testing import assert_close_rel
 from tools import convert_hf
+from tools.convert_hf import Writer
+from tools.hf_export import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,7 +189,7 @@ def test_sixteen_bit_weights_stay_as_they_are_or_become_what_is_asked_for(name, 
 
 def test_export_of_a_training_checkpoint_rounds_the_masters(folders, tmp_path):
     """Masters in boxes that no tensor ends with, moments beside them, an FP8 history, and an older step."""
-    source = hf.Reader(folders("llama3.1"), vocab_multiple=16)
+    source = hf.FolderReader(folders("llama3.1"), vocab_multiple=16)
     cfg = Config(model=source.model)
     for step in (10, 20):
         with Writer(tmp_path / "run", step, dataclasses.asdict(cfg)) as writer:
@@ -218,7 +220,7 @@ def test_export_of_a_training_checkpoint_rounds_the_masters(folders, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2-untied"])
 def test_any_box_is_that_part_of_the_whole_tensor(name, folders):
     """The whole as plain concatenation gives it: fused projections, transposed matrices, a padded vocabulary."""
-    reader = hf.Reader(folders(name), vocab_multiple=16)
+    reader = hf.FolderReader(folders(name), vocab_multiple=16)
     state = model_of(name).state_dict()
     generator = torch.Generator().manual_seed(0)
     for tensor, parts in hf.tensor_map(reader.model).items():
@@ -250,10 +252,10 @@ def test_every_version_of_config_json_says_the_same(folders):
     assert hf.model_config(old, "here") == model
     renamed = {("type" if key == "rope_type" else key): value for key, value in SCALED["rope_scaling"].items()}
     assert hf.model_config(old | {"rope_scaling": renamed}, "here") == model
-    assert hf.model_config(hf.settings_of(model, "bf16"), "here") == model
+    assert hf.model_config(settings_of(model, "bf16"), "here") == model
     plain = hf.model_config(old | {"rope_scaling": None, "num_key_value_heads": None}, "here")
     assert plain == dataclasses.replace(model, rope_scaling=None, num_kv_heads=None)
-    assert hf.model_config(hf.settings_of(plain, "bf16"), "here") == dataclasses.replace(plain, num_kv_heads=4)
+    assert hf.model_config(settings_of(plain, "bf16"), "here") == dataclasses.replace(plain, num_kv_heads=4)
     hub = settings_with(gpt, n_inner=..., tie_word_embeddings=..., scale_attn_weights=..., n_ctx=64)
     assert hf.model_config(hub, "here") == hf.model_config(settings_with(gpt), "here")
     assert hf.model_config(hub, "here").tie_embeddings and hf.model_config(hub, "here").ffn_hidden_size == 128
@@ -290,7 +292,10 @@ def test_tensors_that_older_files_hold_besides(folders, tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     for name, change in (("gpt2", bare), ("llama-tied", buffers)):
-        expected, reader = hf.Reader(folders(name)), hf.Reader(single(folders(name), tmp_path / name, change))
+        expected, reader = (
+            hf.FolderReader(folders(name)),
+            hf.FolderReader(single(folders(name), tmp_path / name, change)),
+        )
         assert all(torch.equal(whole(reader, n), whole(expected, n)) for n in expected.names())
 
 
@@ -433,8 +438,8 @@ def checkpoint(folder, model, kind="param", names=None):
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_path):
-    model = hf.Reader(folders("llama")).model
-    gpt = hf.Reader(folders("gpt2")).model
+    model = hf.FolderReader(folders("llama")).model
+    gpt = hf.FolderReader(folders("gpt2")).model
 
     def refused(checkpoint_model, *options, **more):
         checkpoint(tmp_path / "run", checkpoint_model, **more)
@@ -481,9 +486,8 @@ def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
 MEMORY = """
 import sys, threading
 import torch
-from minitron.checkpoint import format
 from tools import convert_hf as tool
-tool.BLOCK_VALUES, format.SHARD_BYTES = 1 << 20, 4 << 20
+tool.BLOCK_VALUES, tool.SHARD_BYTES = 1 << 20, 4 << 20
 
 def owned():
     with open("/proc/self/status") as status:
@@ -521,7 +525,7 @@ def test_memory_is_that_of_one_tensor(tmp_path):
     )
     (tmp_path / "hf").mkdir()
     convert_hf.write_model(tmp_path / "hf", model, torch.bfloat16, tensors, 40_000_000)
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(hf.settings_of(model, "bf16")))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(settings_of(model, "bf16")))
     (tmp_path / "measure.py").write_text(MEMORY)
     run = subprocess.run(
         [sys.executable, "measure.py"],

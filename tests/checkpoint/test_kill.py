@@ -7,7 +7,7 @@ import torch
 
 from fault_run import Run
 from kill_run import MODEL, campaign, losses, run
-from minitron.checkpoint.format import Reader
+from minitron.checkpoint.reader import Reader
 
 
 def test_a_killed_run_goes_on_in_another_layout(tmp_path):

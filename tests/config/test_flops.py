@@ -1,16 +1,17 @@
 """The three ways to count operations, against every published figure that was computed with one of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from minitron.config import flops
 from minitron.config.schema import ModelConfig
 
-GPT_13B = flops.Shape(40, 5120, 4 * 5120, 32, 32, 51200, gated=False)
-GPT_175B = flops.Shape(96, 12288, 4 * 12288, 96, 96, 51200, gated=False)
-LLAMA_8B = flops.Shape(32, 4096, 14336, 32, 8, 128256, gated=True)
-LLAMA_70B = flops.Shape(80, 8192, 28672, 64, 8, 128256, gated=True)
+GPT_13B = ModelConfig("gpt", 40, 5120, 4 * 5120, 32, 32, 51200)
+GPT_175B = ModelConfig("gpt", 96, 12288, 4 * 12288, 96, 96, 51200)
+LLAMA_8B = ModelConfig("llama", 32, 4096, 14336, 32, 8, 128256)
+LLAMA_70B = ModelConfig("llama", 80, 8192, 28672, 64, 8, 128256)
 
 # Published with five digits: half of the last one is 0.5e-4 of the leading.
 PER_SEQUENCE = [
@@ -64,7 +65,7 @@ def test_hardware_counts_passes_and_matrices():
     """Four passes with recomputation, three without; 32 for a gated MLP's three matrices, 24 for two."""
     with_recompute = flops.hardware(GPT_13B, 2048, recompute=True)
     assert flops.hardware(GPT_13B, 2048, recompute=False) == pytest.approx(3 / 4 * with_recompute)
-    gated = flops.Shape(40, 5120, 4 * 5120, 32, 32, 51200, gated=True)
+    gated = ModelConfig("llama", 40, 5120, 4 * 5120, 32, 32, 51200)
     assert flops.hardware(gated, 2048, recompute=True) == pytest.approx(32 / 24 * with_recompute)
     # BigScience's formula and `full` agree on a GPT without recomputation up to the head, counted as 4.5 instead of 6
     # operations per weight: c f V / 16 = 24 x 3 / 16.
@@ -117,22 +118,10 @@ def test_peaks(name, bf16, fp8):
     assert (flops.peak_tflops(name, fp8=False), flops.peak_tflops(name, fp8=True)) == (bf16, fp8)
 
 
-def test_shape_of_a_model():
-    gpt = ModelConfig(
-        family="gpt",
-        num_layers=96,
-        hidden_size=12288,
-        ffn_hidden_size=49152,
-        num_heads=96,
-        num_kv_heads=None,
-        vocab_size=50257,
-        vocab_multiple=1024,
-    )
-    assert gpt.shape == GPT_175B
-    llama = ModelConfig(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=128256
-    )
-    assert llama.shape == LLAMA_8B
+def test_padding_counts_and_no_number_of_kv_heads_means_all():
+    """As in the published figures: the head's product has the padded columns, too."""
+    gpt = replace(GPT_175B, num_kv_heads=None, vocab_size=50257, vocab_multiple=1024)
+    assert flops.full(gpt, 2048) == flops.full(GPT_175B, 2048)
 
 
 # NVIDIA's fine-tuning recipe of Llama 3 8B: (seconds, MFU in percent, FP8, LoRA), four sequences of 4096 per H100.

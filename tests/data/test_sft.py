@@ -14,10 +14,10 @@ from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
-from minitron.data.docstrings import build_docstrings, explained
+from minitron.data.corpus import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
-from minitron.data.sft import Documents, encode_chat
+from minitron.data.sft import TokenizedFiles, encode_chat
 from minitron.data.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
@@ -77,7 +77,7 @@ def unpacked(dataset, samples):
 
 def test_prompt_and_completion_are_told_apart_and_end_with_a_document(tmp_path):
     lines = [{"prompt": "Q: é?", "completion": " yes", "id": 7}, {"prompt": "", "completion": "no"}]
-    documents = Documents([write(tmp_path, [lines[0], "", lines[1]])], ByteTokenizer(), tmp_path)
+    documents = TokenizedFiles([write(tmp_path, [lines[0], "", lines[1]])], ByteTokenizer(), tmp_path)
     assert len(documents) == 2
     for i, line in enumerate(lines):
         tokens, answers = documents.get(i, 1000)
@@ -121,7 +121,7 @@ def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
             ids += plain.encode("<|eot_id|>", disallowed_special=()) + plain.encode(piece, allowed_special="all")
         expected += ids
         answers += [which % 2 == 1] * len(ids)
-    documents = Documents([write(tmp_path, [{"messages": CHAT}])], tokenizer, tmp_path)
+    documents = TokenizedFiles([write(tmp_path, [{"messages": CHAT}])], tokenizer, tmp_path)
     tokens, learned = documents.get(0, 1000)
     assert tokens.tolist() == expected and learned.tolist() == answers
     assert tokenizer.decode(tokens[learned].tolist()) == "Hello!\n\n1234<|eot_id|>it's\tthe<|eot_id|>"
@@ -129,16 +129,18 @@ def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
 
 def test_llamas_prompts_begin_with_their_token(tmp_path, llama3_file):  # noqa: F811
     tokenizer = load_tokenizer(f"llama3:{llama3_file}")
-    documents = Documents([write(tmp_path, [{"prompt": "the", "completion": " end"}])], tokenizer, tmp_path)
+    documents = TokenizedFiles([write(tmp_path, [{"prompt": "the", "completion": " end"}])], tokenizer, tmp_path)
     assert tokenizer.decode(documents.get(0, 99)[0].tolist()) == "<|begin_of_text|>the end<|end_of_text|>"
 
 
 def test_tokens_are_made_once_and_found_by_content(tmp_path):
     path = write(tmp_path, rows(5))
-    first = Documents([path], ByteTokenizer(), tmp_path / "cache")
-    moved = Documents([write(tmp_path, rows(5), "moved.jsonl")], ByteTokenizer(), tmp_path / "cache")
+    first = TokenizedFiles([path], ByteTokenizer(), tmp_path / "cache")
+    moved = TokenizedFiles([write(tmp_path, rows(5), "moved.jsonl")], ByteTokenizer(), tmp_path / "cache")
     assert moved.fingerprint == first.fingerprint
-    assert Documents([write(tmp_path, rows(6))], ByteTokenizer(), tmp_path / "cache").fingerprint != first.fingerprint
+    assert (
+        TokenizedFiles([write(tmp_path, rows(6))], ByteTokenizer(), tmp_path / "cache").fingerprint != first.fingerprint
+    )
     assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fault_run import Run
-from minitron.checkpoint.format import checkpoints
+from minitron.checkpoint.directory import checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

@@ -13,7 +13,6 @@ import transformers
 
 import test_invariance
 from layouts import GPT3, LLAMA, config, train_steps
-from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
@@ -26,6 +25,7 @@ from minitron.parallel.context import as_documents
 from minitron.parallel.layout import make_layout
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
+from tools import hf_export
 
 # Both compute in float32; sums run in another order through eight layers.
 TOLERANCE = 1e-5
@@ -52,7 +52,7 @@ def batch_of(cfg, b=3) -> Batch:
 
 def twin_of(cfg, model: GPT):
     """transformers' model of the same weights, by the map that exports them."""
-    settings = hf.settings_of(cfg.model, "fp32")
+    settings = hf_export.settings_of(cfg.model, "fp32")
     twin = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
     )
@@ -61,7 +61,7 @@ def twin_of(cfg, model: GPT):
     def read(name, start, shape):
         return params[name][tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))]
 
-    missing, unexpected = twin.load_state_dict(dict(hf.export(cfg.model, read)), strict=False)
+    missing, unexpected = twin.load_state_dict(dict(hf_export.export(cfg.model, read)), strict=False)
     assert not unexpected and missing == ["lm_head.weight"] * cfg.model.tie_embeddings
     return twin.eval()
 

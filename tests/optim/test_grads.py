@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from layouts import full_gradients
 from minitron.comm.collectives import Done, all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.kernels.kernels import PLAIN
@@ -263,7 +264,7 @@ def reduced_gradients(mesh_args, toy_args, overlap):
     toy.gradients.finish()
     square_sum = toy.gradients.square_sum()
     all_reduce_(square_sum, mesh.world)
-    return toy.gradients.full_gradients(), square_sum
+    return full_gradients(toy.gradients), square_sum
 
 
 @pytest.mark.parametrize("world, mesh_args, toy_args", LAYOUTS)

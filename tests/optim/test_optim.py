@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_grads import LAYOUTS, SAMPLES, SPECS, Toy, cut, twin_gradients
 
+from layouts import assemble
 from minitron.checkpoint.save import State
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import OptimizerConfig, PrecisionConfig
@@ -63,10 +64,10 @@ def train(mesh_args, toy_args, cfg=CFG, overlap=True, dtype=torch.float32, scale
             toy.gradients.wait_parameters()
             assert all(torch.equal(a, b) for a, b in zip(before, state(optimizer), strict=True))
     toy.gradients.wait_parameters()
-    masters = toy.gradients.assemble(optimizer.masters)
+    masters = assemble(toy.gradients, optimizer.masters)
     params = {p.spec.name: p.detach().clone() for chunk in toy.chunks for p in chunk.parameters()}
     assert all(torch.equal(params[name], masters[name].to(dtype)) for name in params)
-    moments = [toy.gradients.assemble(moment) for moment in (optimizer.exp_avg, optimizer.exp_avg_sq)]
+    moments = [assemble(toy.gradients, moment) for moment in (optimizer.exp_avg, optimizer.exp_avg_sq)]
     return stats, masters, moments, optimizer.steps
 
 
@@ -193,7 +194,7 @@ def state_parts():
     for tensors in state_slices(optimizer):
         for i, tensor in enumerate(tensors.values()):
             tensor.fill_(i + 1)
-    whole = [toy.gradients.assemble(s) for s in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq)]
+    whole = [assemble(toy.gradients, s) for s in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq)]
     return [sorted(tensors) for tensors in state_slices(optimizer)], whole
 
 

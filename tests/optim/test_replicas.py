@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fault_run import Run
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, mesh_of
-from minitron.checkpoint.format import checkpoints
+from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.load import Start, find, restore
 from minitron.comm.collectives import all_gather_into
 from minitron.data.build import Datasets

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
-from minitron.checkpoint.format import checkpoints
+from minitron.checkpoint.directory import checkpoints
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.optim.scaler import LossScaler

@@ -73,7 +73,7 @@ def test_megatron_line_feeds_jube():
 def test_megatron_core_line():
     cfg = [*GPT_175B, "log.format=megatron-core"]
     (line,) = lines(cfg, [STEP])
-    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(cfg).model.shape, 2048), 7.2310, 384)
+    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(cfg).model, 2048), 7.2310, 384)
     stamp, rest = line[:29], line[29:]
     assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]", stamp)
     assert rest == (
@@ -87,7 +87,7 @@ def test_megatron_core_line():
 
 def test_megatron_core_line_feeds_its_readers():
     (line,) = lines([*GPT_175B, "log.format=megatron-core"], [STEP])
-    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(GPT_175B).model.shape, 2048), 7.2310, 384)
+    causal = flops.tflops_per_gpu(96 * flops.causal(cli.load(GPT_175B).model, 2048), 7.2310, 384)
     for pattern, value in (
         (r"iteration\s+(\d+)/", 10),
         (r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d)", causal),
@@ -171,7 +171,7 @@ def test_line_covers_the_iterations_since_the_last():
 
 def test_mfu_and_memory_follow_the_line():
     it = replace(STEP, memory_gib=70.04)
-    shape = cli.load(GPT_175B).model.shape
+    shape = cli.load(GPT_175B).model
     for extra, peak in ([], 989.0), (["precision.fp8=current"], 1979.0):
         (line,) = lines(GPT_175B + extra, [it], device_name="NVIDIA H100 80GB HBM3")
         mfu = 100 * flops.tflops_per_gpu(96 * flops.full(shape, 2048), 7.2310, 384) / peak
@@ -192,7 +192,7 @@ def test_mfu_of_packed_lora():
             log.iteration(it)
         log.summary()
     *_, line, summary = out.getvalue().splitlines()
-    operations = 2 / 3 * 16 * 2 * flops.full(cfg.model.shape, 30)  # two documents of 30 tokens a sample of 64
+    operations = 2 / 3 * 16 * 2 * flops.full(cfg.model, 30)  # two documents of 30 tokens a sample of 64
     assert f"MFU (full): {100 * operations / its[-1].seconds / 989e12:.2f}%" in line
     mean = sum(it.seconds for it in its[-20:]) / 20
     assert summary == (
@@ -272,7 +272,7 @@ def test_files(tmp_path, capsys):
     assert run == {"kind": "run", "world": 2, "unigram_entropy": 6.5}
     assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5}
 
-    shape, tokens = cfg.model.shape, 16 * 64
+    shape, tokens = cfg.model, 16 * 64
     full, causal, hardware = (
         16 * count / 0.5 / 2 / 1e12
         for count in (flops.full(shape, 64), flops.causal(shape, 64), flops.hardware(shape, 64, recompute=False))

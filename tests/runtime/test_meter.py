@@ -5,24 +5,26 @@ from types import SimpleNamespace
 import torch
 
 from minitron.comm.mesh import Mesh
-from minitron.runtime.meter import Meter, Samples
+from minitron.data.loader import squared_lengths
+from minitron.runtime.meter import Meter
 
 
 def test_padding_is_no_document():
     """The last document of a sample is what fills it, where it has padding."""
     documents = [(0, 5, 12, 16), (0, 16), (0, 3, 16)]
-    assert Samples(documents, (4, 0, 0)).squared_lengths() == 5**2 + 7**2 + 16**2 + 3**2 + 13**2
-    assert Samples(documents).squared_lengths() == 5**2 + 7**2 + 4**2 + 16**2 + 3**2 + 13**2
+    squares = sum(map(squared_lengths, documents, (4, 0, 0)))
+    assert squares == 5**2 + 7**2 + 16**2 + 3**2 + 13**2
+    assert sum(map(squared_lengths, documents, (0, 0, 0))) == squares + 4**2
+    assert squared_lengths(None, 0) == 0
 
 
 def step_of_a_rank():
     """What each of 4 ranks, of which tp 2 read the same samples, logs of a step."""
     mesh, logged = Mesh.create(tp=2), []
     meter = Meter(SimpleNamespace(iteration=logged.append), mesh, SimpleNamespace(saw=lambda it: None))
-    samples = [Samples([(0, 4, 16)], [0]), Samples([(0, 7, 10, 16)], [6])][mesh.dp.rank]
-    meter.step(
-        torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), samples, 0, step=5, consumed_samples=10, lr=0.25
-    )
+    squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
+    known = dict(step=5, consumed_samples=10, lr=0.25, squared_lengths=squares, padding=padding)
+    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), 0, **known)
     return logged
 
 

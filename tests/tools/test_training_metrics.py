@@ -81,7 +81,7 @@ def test_the_documents_errors_are_explained_by_what_help_says():
     assert f"FP8 has no MFU: {' '.join(fp8)} %" in notes
     shape = ModelConfig(
         num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=128256
-    ).shape
+    )
     with_scores = flops.full(shape, 4096)
     says("2.108", with_scores / 1e14)
     assert reproduces("1.84", flops.full(shape, 4096, squared_lengths=0) / 1e14)

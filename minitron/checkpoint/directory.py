@@ -1,0 +1,276 @@
+"""A directory of checkpoints: a save is complete or invisible, and one run at a time saves there.
+
+Problem: training is killed at any moment, also inside a save; disks fill up; two runs may be started in one directory;
+and other things may lie there. The idea:
+
+    runs/a/latest                                   the name of the newest, and a checksum of that name
+    runs/a/owner.7-5e0c91d2                         the seventh run to save here: its process, host and start
+    runs/a/step_00000020/                           a checkpoint (format.py)
+    runs/a/step_00000030.tmp-8d21f06b/              a save under way, or what is left of one that was killed
+
+  1. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
+     and then `latest` is replaced. Killed before, it leaves everything as it was.
+  2. No lock, which a killed run could not give back: whoever starts takes the directory over, and the run before, if
+     it lives, finds that out before it deletes or renames anything.
+  3. Deleted, renamed and replaced is only what both its name and what lies in it show to be a save's. So a checkpoint
+     into which somebody has put a file of his own stays.
+
+1. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
+others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it; without a `latest`, in a
+first save, it is an error, for index or checksums find it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from minitron.checkpoint.format import (
+    INDEX,
+    INDEX_BEGIN,
+    CheckpointError,
+    checksum,
+    disk_errors,
+    file_size,
+    write_file,
+    write_index,
+)
+
+STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
+OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
+TEMPORARY = re.compile(r"(step_\d{8,}|probe)(\.tmp-[0-9a-f]{8})+")
+POINTER = re.compile(r"step_\d{8,} [0-9a-f]{8}\n")
+OWNER_BEGIN = b"process "
+# What lies in a folder that a save wrote; .nfs* are deleted files that somebody has open.
+SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+")
+
+
+class TakenOver(CheckpointError):
+    """Another run saves in this directory now."""
+
+
+def checkpoints(directory: Path) -> dict[int, Path]:
+    """Map iterations, ascending, to the checkpoints in a directory: folders in which at least one file is a save's."""
+    return {step: path for step, path in _named(directory).items() if any(map(SAVED.fullmatch, _names(path)))}
+
+
+def in_the_way(directory: Path, after: int, until: int) -> Path | None:
+    """Find what would keep one of these steps from being saved: a checkpoint by its name that no save wrote."""
+    return next(
+        (path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)), None
+    )
+
+
+def _named(directory: Path) -> dict[int, Path]:
+    """Map iterations, ascending, to all paths that have the name of a checkpoint."""
+    return dict(
+        sorted((int(match[1]), path) for path in directory.glob("step_*") if (match := STEP.fullmatch(path.name)))
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    """List the names in a folder; none if it is no folder."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _is_saved(folder: Path) -> bool:
+    """Tell whether a save wrote all that lies in a folder. False for an empty one: anybody may have made it."""
+    names = _names(folder)
+    return (
+        bool(names)
+        and not folder.is_symlink()
+        and all(SAVED.fullmatch(name) and _begins(folder / name, b"") for name in names)
+        and (INDEX not in names or _begins(folder / INDEX, INDEX_BEGIN))
+    )
+
+
+def _is_empty(folder: Path) -> bool:
+    """Tell whether the path is an empty folder, and no link to one."""
+    with suppress(OSError):
+        return not folder.is_symlink() and not os.listdir(folder)
+    return False
+
+
+def _begins(path: Path, text: bytes) -> bool:
+    """Tell whether a regular file begins with text, or is a part of it: a save may have been killed while it wrote."""
+    with suppress(OSError):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            with open(path, "rb") as file:
+                return text.startswith(file.read(len(text)))
+    return False
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
+
+    Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
+    """
+    pointer = directory / "latest"
+    with disk_errors(pointer):
+        if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
+            return next(reversed(checkpoints(directory).values()), None)
+        file_size(pointer)
+        with open(pointer, "rb") as file:
+            text = file.read(256).decode(errors="replace")
+    name = text.split(" ")[0]
+    if not STEP.fullmatch(name) or text != _pointer(name):
+        raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
+    if not (directory / name).is_dir():
+        raise CheckpointError(f"{directory / name} is missing, and {pointer} names it")
+    return directory / name
+
+
+def make_writable(directory: Path) -> None:
+    """Make the directory if it does not exist, and try what a save does. Raises CheckpointError."""
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_pointer(directory / "latest")
+        (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
+        (probe / INDEX).touch()
+        try:
+            _remove(probe)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
+                "save has to; use a disk, or a bucket with a hierarchical namespace"
+            ) from error
+
+
+def _check_pointer(pointer: Path) -> None:
+    """Raise CheckpointError if `latest`, which a save would replace, was not written by a save."""
+    if os.path.lexists(pointer):
+        with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
+            if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
+                raise CheckpointError(
+                    f"{pointer} is damaged, or not minitron's, and a save would replace it; move it "
+                    "away, or use another checkpoint.dir"
+                )
+
+
+def claim(directory: Path) -> str:
+    """Take a directory over. Returns its new owner, as "7-5e0c91d2", for `begin` and `commit`. Raises CheckpointError.
+
+    Each owner is a file of its own name: a mount may remember for long what was in a file, but lists folders anew.
+    The number says who came last. The rest tells apart who came at the same instant, or before somebody emptied the
+    directory, where numbers begin again.
+    """
+    make_writable(directory)
+    with disk_errors(directory):
+        before = _owners(directory)
+        owner = f"{max((number for number, _ in before), default=0) + 1}-{secrets.token_hex(4)}"
+        (directory / f"owner.{owner}").write_text(
+            f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
+        )
+        for _, name in before:
+            (directory / f"owner.{name}").unlink(missing_ok=True)
+    return owner
+
+
+def _owners(directory: Path) -> list[tuple[int, str]]:
+    """List (number, owner) of all owner files. The last one counts."""
+    return sorted(
+        (int(match[2]), match[1])
+        for path in directory.glob("owner.*")
+        if (match := OWNER.fullmatch(path.name)) and _begins(path, OWNER_BEGIN)
+    )
+
+
+def check_owner(directory: Path, owner: str | None) -> None:
+    """Raise TakenOver if the directory has another owner. None, as a tool passes, is not checked."""
+    owners = _owners(directory) if owner is not None else []
+    if owners and owners[-1][1] != owner:
+        with disk_errors(directory):
+            newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
+        raise TakenOver(
+            f"checkpoint.dir={directory} was taken over by {newest}; only one run at a time can save "
+            "there: end one of them, or give it another"
+        )
+
+
+def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None) -> Path:
+    """Make a temporary folder for a save; delete those of killed ones. CheckpointError without room for num_bytes."""
+    make_writable(directory)
+    with disk_errors(directory):
+        check_owner(directory, owner)
+        for stale in directory.glob("*.tmp-*"):
+            if TEMPORARY.fullmatch(stale.name) and (_is_saved(stale) or _is_empty(stale)):
+                _remove(stale)
+        free = shutil.disk_usage(directory).free
+        if free < num_bytes:
+            raise CheckpointError(
+                f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
+                "; free some, or lower checkpoint.keep"
+            )
+        temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
+        temporary.mkdir()
+    return temporary
+
+
+def commit(
+    temporary: Path,
+    about: dict,
+    shards: Iterable[tuple[dict, list]],
+    keep: int = 0,
+    after: int = 0,
+    owner: str | None = None,
+) -> None:
+    """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
+
+    about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
+    checkpoints stay, 0: all. after: the iteration of its save before this one, or that it went on from. What lies
+    between the two it has left by going back: they do not count, and go. What lies beyond this one stays for now.
+    """
+    directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
+    with disk_errors(directory):
+        write_index(temporary, about, shards)
+        write_file(temporary / "latest", [_pointer(folder.name).encode()])
+        _sync(temporary)
+        check_owner(directory, owner)
+        if os.path.lexists(folder) and not _is_saved(folder):
+            raise CheckpointError(f"{folder} is in the way: it holds what no save wrote; move it away")
+        replaced = _hide(folder)  # if it is there, of a run that went back to before it
+        os.rename(temporary, folder)
+        _sync(directory)
+        os.replace(folder / "latest", directory / "latest")
+        _sync(directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if keep:
+            passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
+            ours = [step for step in passed if step <= after or step == about["iteration"]]
+            for step in passed.keys() - set(ours[-keep:]):
+                if _is_saved(passed[step]):
+                    _remove(passed[step])
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(_hide(folder), ignore_errors=True)  # the next save tries again
+
+
+def _hide(folder: Path) -> Path:
+    """Rename what is to be removed, so that no half of it is ever taken for a checkpoint, nor committed as one."""
+    hidden = folder.with_name(f"{folder.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        os.rename(folder, hidden)
+    return hidden
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _pointer(name: str) -> str:
+    return f"{name} {checksum(name.encode())}\n"

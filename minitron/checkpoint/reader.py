@@ -1,0 +1,179 @@
+"""An open checkpoint: any box of any tensor, put together from the boxes that were saved.
+
+Opening reads the index alone and checks all of it, for it may come from anywhere: names, counts, and that the boxes of
+each tensor hold every element once. A file is mapped only while it is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minitron.checkpoint.boxes import Box, covers
+from minitron.checkpoint.directory import STEP, newest
+from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, file_size, read_index
+from minitron.kernels.gemm import DTYPES
+
+SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
+MAX_COUNT, MAX_DIMS = 1 << 48, 8
+COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
+
+
+class Reader:
+    """An open checkpoint: its folder, or a directory of checkpoints, then the newest of them.
+
+    Opening reads the index alone, and checks all of it; `verify` checks the files. Attributes: path, iteration,
+    consumed_samples, config, layout, state and files as in the index. Raises CheckpointError.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(os.path.expanduser(path))
+        if not STEP.fullmatch(self.path.name):
+            self.path = newest(self.path) or self.path
+        self.index = self.path / INDEX
+        try:
+            index = read_index(self.index)
+            self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
+            self.config, self.layout, self.state = (
+                _mapping(index[part], part) for part in ("config", "layout", "state")
+            )
+            self.files, self._tensors = index["files"], index["tensors"]
+            self._check_head()
+            self._check_tensors()
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
+
+    def _check_head(self) -> None:
+        """Check all but the tensors. Raises ValueError, and whatever wrong types raise."""
+        folder = STEP.fullmatch(self.path.name)
+        if folder and int(folder[1]) != self.iteration:
+            raise CheckpointError(
+                f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
+                "give it its old name back, or the index.json of its safetensors"
+            )
+        for section in self.config:
+            _mapping(self.config[section], f"config.{section}")
+        _counts(*self.layout.values())
+        data = _mapping(self.state.get("data", {}), "state.data")
+        _counts(*(data[name] for name in ("train_samples", "valid_samples") if name in data))
+        for name in COUNTERS:
+            if not -1 << 31 < self.state.get(name, 0) < 1 << 31:
+                raise ValueError(f"{name}={self.state[name]} is no counter")
+        if not 1 <= (scale := self.state.get("loss_scale", 1)) < math.inf:
+            raise ValueError(f"loss_scale={scale} is no loss scale")
+        for file, record in self.files.items():
+            _counts(record["bytes"])
+            if not SHARD_NAME.fullmatch(file) or record["algorithm"] != "crc32":
+                raise CheckpointError(f"{self.index}: {file!r} is no file beside it with a crc32 checksum")
+
+    def _check_tensors(self) -> None:
+        """Check every box. Raises ValueError, and whatever wrong types raise."""
+        used: set[tuple[str, str]] = set()
+        for name in self._tensors:
+            for kind in self.kinds(name):
+                if not (self.dtype(name, kind) and self._tensors[name]["kinds"][kind]["boxes"]):
+                    raise ValueError(f"{kind} of {name} has no boxes")
+                found, whole = list(self._boxes(name, kind)), self.shape(name)
+                _counts(*whole, *(number for _, _, box in found for part in box for number in part))
+                if (
+                    len(whole) > MAX_DIMS
+                    or not covers(whole, [box for *_, box in found])
+                    or not all(file in self.files for file, _, _ in found)
+                ):
+                    raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
+                for file, key, _ in found:
+                    if not isinstance(key, str):
+                        raise ValueError(f"the key {key!r} is no text")
+                    if (file, key) in used:
+                        raise CheckpointError(f"{self.index}: two boxes are {key!r} of {file}")
+                    used.add((file, key))
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return tuple(self._tensors[name]["shape"])
+
+    def kinds(self, name: str) -> list[str]:
+        """List the kinds that are stored of a tensor; none of an unknown one."""
+        return list(self._tensors.get(name, {"kinds": ()})["kinds"])
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        return DTYPES[self._tensors[name]["kinds"][kind]["dtype"]]
+
+    def files_of(self, name: str, kind: str, box: Box) -> set[str]:
+        """Return the files that hold elements of a box."""
+        return {file for file, _, stored in self._boxes(name, kind) if stored.meet(box)}
+
+    def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read any box of a tensor, on the CPU and in the dtype it was saved in, from the boxes that it meets.
+
+        It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read: its pages count
+        as memory of this process.
+        """
+        wanted = Box(tuple(start), tuple(shape))
+        assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
+        result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
+        for file, group in groupby(self._boxes(name, kind), itemgetter(0)):
+            if found := [(key, stored, common) for _, key, stored in group if (common := stored.meet(wanted))]:
+                self._read_boxes(self.path / file, found, wanted, result)
+        return result
+
+    def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
+        """Copy what `wanted` has in common with each (key, box) of a file."""
+        file_size(path)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for key, stored, common in found:
+                    part = opened.get_slice(key)
+                    if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
+                        raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
+                    result[common.within(wanted)] = part[common.within(stored)]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def verify(self, files: Iterable[str] | None = None) -> None:
+        """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
+        for name in self.files if files is None else files:
+            path, expected = self.path / name, self.files[name]
+            size, checksum, block = file_size(path), 0, memoryview(bytearray(BLOCK_BYTES))
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {expected['bytes']}")
+            with disk_errors(path), open(path, "rb", buffering=0) as file:
+                while count := file.readinto(block):
+                    checksum = zlib.crc32(block[:count], checksum)
+            if f"{checksum:08x}" != expected["checksum"]:
+                raise CheckpointError(
+                    f"{path} is damaged: its checksum is {checksum:08x} instead of {expected['checksum']}"
+                )
+
+    def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
+        for box in self._tensors[name]["kinds"][kind]["boxes"]:
+            yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
+
+
+def _counts(*values: object) -> tuple[int, ...]:
+    """Raise ValueError for a value that is no count: JSON knows floats, truth values, and numbers of any size."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < MAX_COUNT:
+            raise ValueError(f"{str(value)[:40]} is no count")
+    return values
+
+
+def _mapping(value: object, what: str) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no object")
+    return value

@@ -1,0 +1,102 @@
+"""What transformers and PEFT are to find in an exported folder: settings, and tensors under their names.
+
+Both follow `tensor_map` of minitron/checkpoint/hf.py, by which a Hugging Face folder is also read.  PEFT
+(github.com/huggingface/peft) keeps an adapter as adapter_config.json and adapter_model.safetensors, with a pair of
+matrices for each module of the Hugging Face model.  An adapter of the fused q, k, v becomes three with the same A:
+
+    blocks.0.attention.qkv.adapter.a  -> base_model.model.model.layers.0.self_attn.{q,k,v}_proj.lora_A.weight
+    blocks.0.attention.qkv.adapter.b.qkv, its rows of q, of k and of v -> ....{q,k,v}_proj.lora_B.weight
+
+Left out: starting from an adapter of PEFT's; have PEFT merge it.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from minitron.checkpoint.adapter import LowRank, Merged
+from minitron.checkpoint.hf import FORMATS, ROPE_SCALING, tensor_map
+from minitron.config.schema import ModelConfig
+from minitron.kernels.gemm import DTYPES
+
+
+def settings_of(m: ModelConfig, dtype: str) -> dict:
+    """Make the config.json of a model in a `dtype` of DTYPES, in the form that transformers 4 and 5 both read.
+
+    Raises ValueError for a mixture of the families that transformers does not have.
+    """
+    kind = next(kind for kind, fmt in FORMATS.items() if fmt.family == m.family)
+    fmt, gpt = FORMATS[kind], kind == "gpt2"
+    for key, wanted in (("positions", "learned" if gpt else "rope"), ("kv_heads", m.num_heads if gpt else m.kv_heads)):
+        if getattr(m, key) != wanted:
+            raise ValueError(f"model.{key}={getattr(m, key)} cannot be exported: transformers' {kind} has {wanted}")
+    settings = {
+        "architectures": [fmt.architecture],
+        "model_type": kind,
+        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }  # a tokenizer's; the defaults are those of one model
+    settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
+    if not gpt:
+        s = m.rope_scaling
+        scaling = s and {"rope_type": "llama3"} | {key: getattr(s, field) for field, key in ROPE_SCALING.items()}
+        settings |= {"num_key_value_heads": m.kv_heads, "rope_theta": m.rope_theta, "rope_scaling": scaling}
+    return settings
+
+
+def export(
+    m: ModelConfig, read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) of the whole model, one at a time, in the order of `tensor_map`.
+
+    read(global name, start, shape) -> that box.
+    """
+    for name, parts in tensor_map(m).items():
+        row = 0
+        for part in parts:
+            tensor = read(name, (row, 0)[: len(part.shape)], part.shape)
+            yield part.name, (tensor.t() if part.across else tensor).contiguous()
+            row += part.shape[0]
+
+
+def peft(adapter: Merged) -> tuple[dict, Iterator[tuple[str, Tensor]]]:
+    """Make adapter_config.json, and the tensors of adapter_model.safetensors. Raises ValueError."""
+    pairs = list(_modules(adapter))
+    lora, gpt = adapter.cfg.lora, adapter.cfg.model.family == "gpt"
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(adapter.base.path),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        # GPT-2 has a c_proj in attention and another one in the MLP
+        "target_modules": sorted({".".join(module.split(".")[-2 if gpt else -1 :]) for module, *_ in pairs}),
+        "fan_in_fan_out": gpt,
+        "inference_mode": True,
+    }
+    tensors = (
+        (f"base_model.model.{module}.lora_{side}.weight", tensor.contiguous())
+        for module, name, part, rows in pairs
+        for side, tensor in zip("AB", adapter.factors(name, part, rows, scaled=False))
+    )
+    return settings, tensors
+
+
+def _modules(adapter: Merged) -> Iterator[tuple[str, str, LowRank, slice]]:
+    """Yield (Hugging Face module, minitron's weight, the target that covers it, its rows of that target's B)."""
+    for name, stack in tensor_map(adapter.cfg.model).items():
+        row = 0
+        for module in stack:
+            end = row + module.shape[0]
+            for part in adapter.parts_of(name):
+                if part.start <= row and end <= part.start + part.size:
+                    yield (module.name.removesuffix(".weight"), name, part, slice(row - part.start, end - part.start))
+                elif part.start < end and row < part.start + part.size:
+                    raise ValueError(
+                        f"{adapter.path} has an adapter of {part.b} alone, which is a part of "
+                        f"{module.name} in a Hugging Face model; export merged weights instead"
+                    )
+            row = end
