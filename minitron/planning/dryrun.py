@@ -130,7 +130,7 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
     memory, action = walk.peak()
     return Report(
         mesh.rank,
-        mesh.cell(),
+        mesh.coordinates(),
         {part: memory.get(part, 0) for part in PARTS},
         action,
         walk.timeline(),
