@@ -49,10 +49,6 @@ class Pending:
         self.kind, self.axis, self.num_bytes = kind, axis, num_bytes
         self.works, self.tensors = works, tensors
 
-    def is_completed(self) -> bool:
-        """Tell, without waiting, whether all of them have completed. On the meta device they always have."""
-        return all(x.is_meta for x in self.tensors) or all(work.is_completed() for work in self.works)
-
     def wait(self) -> None:
         """Wait for all of them, once: a second wait for a gloo work would take the next message for its own."""
         self.axis.activity.enter(self.kind, self.axis, self.num_bytes)
