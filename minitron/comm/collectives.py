@@ -20,7 +20,7 @@ alone. Both note it in the rank's `Activity`, so that `minitron.runtime.watch` c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,13 @@ from minitron.comm.mesh import Axis
 # torch 2.13 renamed both and warns about the names that 2.11 has.
 _gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Wait until it is done: the host, or on a GPU the current stream."""
 
 
 class Done:
@@ -56,9 +63,6 @@ class Pending:
             work.wait()
         self.axis.activity.leave()
         self.works, self.tensors = (), ()
-
-
-Handle = Done | Pending
 
 
 def _start(
