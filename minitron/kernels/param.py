@@ -132,6 +132,11 @@ def params_of(module: nn.Module) -> Iterator[Param]:
     return cast("Iterator[Param]", module.parameters())
 
 
+def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
+    """List the same with their names in the module."""
+    return cast("Iterator[tuple[str, Param]]", module.named_parameters())
+
+
 def accumulate(param: Param, grad: Tensor) -> Tensor | None:
     """Add `grad` to the parameter's main_grad and report it; without a slot return it, for autograd."""
     slot = param.slot
