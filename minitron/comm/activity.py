@@ -57,7 +57,7 @@ class Activity:
         self.collective, self.since = (kind, axis, num_bytes), monotonic()
 
     def record(self, kind: str, axis: Ranks, x: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """Do nothing; a dry run's recorder lists x here: what enters a collective of `ranks`, or a message with one."""
+        """Do nothing. A dry run lists x here, the input of a collective of `ranks` or a message to or from one."""
 
     def leave(self) -> None:
         """Note that the host has left the collective."""

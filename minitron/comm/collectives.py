@@ -81,7 +81,7 @@ def _start(
 
 
 def all_reduce_(x: Tensor, axis: Axis, *, wait: bool = True, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Handle:
-    """Replace x by its sum (or `op`) over `axis`."""
+    """Replace x by its sum (or `op`) over `axis`. Returns a handle, which wait=True has waited for."""
     if axis.size == 1:
         return Done()
     return _start("all-reduce", dist.all_reduce, axis, x, wait=wait, op=op)

@@ -3,8 +3,8 @@
 Problem: a rank of a 4-axis job takes part in many groups (its tensor-parallel neighbours, its pipeline, ...),
 and every layer needs to know a few of them. The idea: ranks are the elements of an array [pp, dp, cp, tp], tp
 innermost so that the axis with the most traffic stays inside a node. An `Axis` is the line through this rank along one
-dimension of the array. It is passed to whoever communicates along it; nothing here is global. An axis of size 1 has no group, and every
-collective over it is the identity, so the model needs no `if tp > 1`.
+dimension of the array. It is an argument of whatever communicates along it; nothing here is global. An axis of size 1
+has no group, and every collective over it is the identity, so the model needs no `if tp > 1`.
 
     8 ranks, pp 2, dp 1, cp 2, tp 2:     rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
         pp 0: cp 0: ranks 0 1            rank 5: tp axis (4, 5), cp axis (5, 7), pp axis (1, 5),
@@ -12,7 +12,7 @@ collective over it is the identity, so the model needs no `if tp > 1`.
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
-Beside the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
+Besides the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
 is sharded over it), `embedding` (the first and the last pipeline rank, which hold the two copies of a tied
 weight) and `world` (statistics of a step).
 """
@@ -35,7 +35,7 @@ UNWATCHED = Activity()  # of an axis that was made alone, without a mesh: writte
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one in one coordinate. ranks: global, in order; rank: the index of this one."""
+    """Ranks that communicate with each other. ranks: global, in order; rank: the index of this one among them."""
 
     name: str
     rank: int
@@ -95,7 +95,7 @@ class Mesh:
             group = dist.new_group([first, last])
             if rank in (first, last):
                 groups["embedding"] = group
-        if timeout is not None:  # new groups do not take it over from the default group
+        if timeout is not None:  # new groups do not inherit the default group's
             for group in groups.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         axes = {

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of a node see of each other: one buffer, its barrier, and the streams that copies run on.
+"""Memory of each GPU that the others of its node can read: one buffer, its barrier, and the streams that copies run on.
 
 Problem: a collective of NCCL is a kernel, which takes multiprocessors from the products beside it. Over NVLink a GPU
 can read another one's memory with its copy engines, which take none ("symmetric memory"). The idea: every rank of an

@@ -37,7 +37,7 @@ def limit(kind: torch.dtype) -> float:
 
 
 class Operand(NamedTuple):
-    """One side of a product: values [m, k] that are summed along rows. tiled: the scales are those of a weight's tiles."""
+    """One side of a product: values [m, k], summed along rows, and scales. tiled: these are of a weight's tiles."""
 
     values: Tensor
     scale: Tensor

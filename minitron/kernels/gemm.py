@@ -27,7 +27,7 @@ from minitron.kernels.param import Param
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALONE = Axis.single()
-ABSENT: Any = None  # a tensor that a payload has not; typed as any, since a format knows which ones its payloads have
+ABSENT: Any = None  # a tensor that a payload lacks; typed Any, since a format knows which ones its payloads have
 
 
 class Payload(NamedTuple):
@@ -58,11 +58,11 @@ class Payload(NamedTuple):
         return Payload(self.rows[m], self.rows_scale if self._is_whole(1) else self.rows_scale[:, m].contiguous())
 
     def parts(self) -> list[Tensor]:
-        """List what ranks exchange: all but scales of the whole tensor; float8 as bytes, since it cannot travel itself."""
+        """List what ranks exchange: all but scales of the whole tensor; float8 as bytes, which gloo and NCCL know."""
         return [x if x.itemsize > 1 else x.view(torch.uint8) for i, x in enumerate(self) if not self._is_whole(i)]
 
     def of(self, parts: Iterable[Tensor]) -> Payload:
-        """Make a payload like this one from parts: those of one rank, or gathered ones, one after another along dim 0."""
+        """Make a payload like this one from parts: one rank's own, or gathered ones, one after another along dim 0."""
         each, dims = iter(parts), (0, 1, 1, 0)  # where m is
         return Payload(*(x if self._is_whole(i) else _join(next(each), x, dims[i]) for i, x in enumerate(self)))
 

@@ -185,7 +185,7 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """Write dy^T x, dy [m, n], x [m, k], to out [n, k] float32, or `add` it. Without `add` a NaN in out does no harm."""
+    """Write dy^T x to out [n, k] float32, or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before."""
     out.addmm_(dy.t().float(), x.float(), beta=int(add))
 
 

@@ -1,4 +1,4 @@
-"""Dropout from a counter: whether an element is dropped depends on its place in the model alone, not on the rank or time.
+"""Dropout from a counter: an element is dropped or kept by its name, whichever rank computes it, and whenever.
 
 Problem: a random generator hands out numbers in the order of asking. Split a model over ranks, or recompute a layer
 in the backward, and the order changes: other masks, another model, and no two layouts can be proven equal. The usual

@@ -352,7 +352,7 @@ class _Group(NamedTuple):
 
 
 def _groups(size: int, rank: int) -> list[_Group]:
-    """Group the ranks whose rows one product has: the rank itself, its neighbour, the other two of 4, the other four of 8.
+    """Group the ranks whose rows one product has: the rank itself, its neighbour, the other 2 of 4, the other 4 of 8.
 
     If rank a is in the i-th group of rank b, then b is in the i-th group of a: so each produces the other's piece
     before the same barrier. At any time all ranks read from different ones.
