@@ -243,8 +243,8 @@ class BlockGemm(Fp8Gemm):
         )
 
 
-class Formats:
-    """The number formats of a model chunk's blocks: makes their GEMMs, and moves their scales on after a step.
+class Fp8State:
+    """What FP8 keeps for a model chunk: makes the GEMMs of its blocks, and moves their scales on after a step.
 
     layers: the blocks of the chunk, of num_layers in the model. backend: FP8's casts and products, None without FP8.
     ordinary: the GEMM of blocks without FP8.

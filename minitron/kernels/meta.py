@@ -1,4 +1,4 @@
-"""Kernels for torch's meta device, whose tensors have shapes and no memory: a dry run's in place of a GPU's.
+"""Kernels for torch's meta device, whose tensors have shapes and no memory: in a dry run they stand for a GPU's.
 
 Problem: a dry run adds up what a step allocates. A GPU's kernel allocates its results and nothing else, but the same
 function in kernels/plain.py allocates a dozen tensors on the way, and so shows peaks that no GPU has. The idea: run the

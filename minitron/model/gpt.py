@@ -25,7 +25,7 @@ from minitron.comm.collectives import slice_along
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, ModelConfig
 from minitron.data.batch import Batch
-from minitron.kernels.fp8 import Formats
+from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
@@ -115,10 +115,10 @@ class Block(nn.Module):
     Each of these sums, with the bias that attention and MLP leave out, is made by the norm that reads it next.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, formats: Formats):
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, fp8_state: Fp8State):
         super().__init__()
         m = cfg.model
-        gemm = partial(formats.gemm, layer)
+        gemm = partial(fp8_state.gemm, layer)
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, gemm)
         self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm)
@@ -209,11 +209,11 @@ class GPT(nn.Module):
         self.mesh, self.layout = mesh, layout
         with room_for("the embedding"):
             self.embedding = Embedding(cfg, layout) if first else None
-        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
+        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
         self.blocks = nn.ModuleDict()
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):
-                self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.formats)
+                self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.fp8_state)
         tied = self.embedding.words.weight if self.embedding is not None and m.tie_embeddings else None
         with room_for("the head"):
             self.head = Head(cfg, self.layout, tied) if last else None
@@ -250,7 +250,7 @@ class GPT(nn.Module):
 
     def on_weights_updated(self) -> None:
         """Drop the number formats' casts of weights, once per step. Collective over tp and dp_cp with delayed FP8."""
-        self.formats.on_weights_updated()
+        self.fp8_state.on_weights_updated()
 
     def _run_blocks(self, batch: Batch, hidden: Tensor | None) -> Residual:
         mb = self._prepare(batch)

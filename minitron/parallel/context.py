@@ -23,8 +23,8 @@ with equal work for all.
 
 A rank lays its two chunks one after another: that is its local order. Between its own queries and keys the mask is
 causal in local order too. Of the keys of a lower rank all queries see the first chunk, and none the second. The keys of
-a higher rank are seen by the second chunk of queries, and by none of the first. So each step is one dense block, with
-half of all pairs. Documents may not attend to each other: then there is one such block for each document. Blocks are
+a higher rank are seen by the second chunk of queries, and by none of the first. So each step is one dense tile, with
+half of all pairs. Documents may not attend to each other: then there is one such tile for each document. Tiles are
 made on the host, from the boundaries, and a kernel needs no mask but the causal one.
 
 Each step's out and lse are merged as `minitron.kernels.attention` explains, and gradients are added, in float32. Left
@@ -128,11 +128,11 @@ def _covers(documents: Documents, num_samples: int, seq_len: int) -> bool:
     )
 
 
-# ---- the work of a rank as dense blocks: host code ------------------------------------------------------------------
+# ---- the work of a rank as dense tiles: host code ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Block:
+class Tile:
     """One call of a backend: which samples, which local queries, and which of the keys that are at hand."""
 
     samples: slice
@@ -142,40 +142,40 @@ class Block:
 
 
 @lru_cache(256)
-def ring_blocks(seq_len: int, size: int, rank: int, source: int, documents: Documents | None) -> list[Block]:
-    """List the blocks of `rank`'s queries with the keys of rank `source`, both in their local order.
+def ring_tiles(seq_len: int, size: int, rank: int, source: int, documents: Documents | None) -> list[Tile]:
+    """List the tiles of `rank`'s queries with the keys of rank `source`, both in their local order.
 
-    With source == rank every local query is in exactly one block, and so is every local key.
+    With source == rank every local query is in exactly one tile, and so is every local key.
     """
     half = seq_len // size // 2
-    blocks: list[Block] = []
+    tiles: list[Tile] = []
     for samples, start, stop in _each_document(seq_len, documents):
         queries, keys = (_local_run(seq_len, size, r, start, stop) for r in (rank, source))
         if source < rank:
             keys = (keys[0], min(keys[1], half))
         elif source > rank:
             queries = (max(queries[0], half), queries[1])
-        _append(blocks, samples, queries, keys, causal=source == rank)
-    return blocks
+        _append(tiles, samples, queries, keys, causal=source == rank)
+    return tiles
 
 
 @lru_cache(256)
-def gathered_blocks(seq_len: int, size: int, rank: int, documents: Documents | None) -> list[Block]:
-    """List the blocks of `rank`'s queries with the keys of all other ranks, the keys in global order."""
+def gathered_tiles(seq_len: int, size: int, rank: int, documents: Documents | None) -> list[Tile]:
+    """List the tiles of `rank`'s queries with the keys of all other ranks, the keys in global order."""
     chunk = seq_len // size // 2
-    blocks: list[Block] = []
+    tiles: list[Tile] = []
     for samples, start, stop in _each_document(seq_len, documents):
         first, last = _local_run(seq_len, size, rank, start, stop)
-        _append(blocks, samples, (first, last), (start, min(stop, rank * chunk)), causal=False)
+        _append(tiles, samples, (first, last), (start, min(stop, rank * chunk)), causal=False)
         between = (max(start, (rank + 1) * chunk), min(stop, seq_len - (rank + 1) * chunk))
-        _append(blocks, samples, (max(first, chunk), last), between, causal=False)
-    return blocks
+        _append(tiles, samples, (max(first, chunk), last), between, causal=False)
+    return tiles
 
 
-def _append(blocks: list[Block], samples: slice, queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> None:
-    """Append a block, unless it is empty."""
+def _append(tiles: list[Tile], samples: slice, queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> None:
+    """Append a tile, unless it is empty."""
     if queries[0] < queries[1] and keys[0] < keys[1]:
-        blocks.append(Block(samples, slice(*queries), slice(*keys), causal))
+        tiles.append(Tile(samples, slice(*queries), slice(*keys), causal))
 
 
 def _each_document(seq_len: int, documents: Documents | None) -> Iterator[tuple[slice, int, int]]:
@@ -204,39 +204,39 @@ def _local_run(seq_len: int, size: int, rank: int, start: int, stop: int) -> tup
     return num_held_before(start), num_held_before(stop)
 
 
-# ---- blocks: one call of the backend each, and sums over them -------------------------------------------------------
+# ---- tiles: one call of the backend each, and sums over them -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The backend, applied to blocks of q, dout, out [s/cp, b, n, d], lse [b, n, s/cp] and k, v [any, b, g, d]."""
+    """The backend, applied to tiles of q, dout, out [s/cp, b, n, d], lse [b, n, s/cp] and k, v [any, b, g, d]."""
 
     backend: Backend
     ops: ModuleType
     dropout_mask: Callable[..., Tensor] | None = None
 
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-        q, k, v = _run(q, block, block.queries), _run(k, block, block.keys), _run(v, block, block.keys)
-        return self.backend.forward(q, k, v, **self._options(block, q))
+    def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+        q, k, v = _run(q, tile, tile.queries), _run(k, tile, tile.keys), _run(v, tile, tile.keys)
+        return self.backend.forward(q, k, v, **self._options(tile, q))
 
     def backward(
-        self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any
+        self, tile: Tile, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any
     ) -> Grads:
-        dout, q, out = (_run(x, block, block.queries) for x in (dout, q, out))
-        k, v = (_run(x, block, block.keys) for x in (k, v))
-        lse = lse[block.samples, :, block.queries]
-        return self.backend.backward(dout, q, k, v, out, lse, saved, **self._options(block, q))
+        dout, q, out = (_run(x, tile, tile.queries) for x in (dout, q, out))
+        k, v = (_run(x, tile, tile.keys) for x in (k, v))
+        lse = lse[tile.samples, :, tile.queries]
+        return self.backend.backward(dout, q, k, v, out, lse, saved, **self._options(tile, q))
 
-    def _options(self, block: Block, q: Tensor) -> dict[str, Any]:
-        options: dict[str, Any] = dict(causal=block.causal, scale=q.shape[-1] ** -0.5)
+    def _options(self, tile: Tile, q: Tensor) -> dict[str, Any]:
+        options: dict[str, Any] = dict(causal=tile.causal, scale=q.shape[-1] ** -0.5)
         if self.dropout_mask is not None:
-            options["dropout_mask"] = self.dropout_mask(block.samples, block.queries, block.keys)
+            options["dropout_mask"] = self.dropout_mask(tile.samples, tile.queries, tile.keys)
         return options
 
 
-def _run(x: Tensor, block: Block, positions: slice) -> Tensor:
-    """View the block's samples and some positions of x [s, b, n, d] as [b, n, s, d]."""
-    return x[positions, block.samples].permute(1, 2, 0, 3)
+def _run(x: Tensor, tile: Tile, positions: slice) -> Tensor:
+    """View the tile's samples and some positions of x [s, b, n, d] as [b, n, s, d]."""
+    return x[positions, tile.samples].permute(1, 2, 0, 3)
 
 
 def _dtype_of_sum(like: Tensor, terms: int) -> torch.dtype:
@@ -244,55 +244,53 @@ def _dtype_of_sum(like: Tensor, terms: int) -> torch.dtype:
     return like.dtype if terms <= 2 else torch.promote_types(like.dtype, torch.float32)
 
 
-def _first_term(parts: Sequence[Tensor], blocks: list[Block], place: str, like: Tensor, terms: int) -> Tensor:
+def _first_term(parts: Sequence[Tensor], tiles: list[Tile], place: str, like: Tensor, terms: int) -> Tensor:
     """Make the first of `terms` terms of a sum [s, b, n, d], shaped like `like`.
 
-    Each block's part [b, n, s, d] is put at the block's `place`: "queries" or "keys".
+    Each tile's part [b, n, s, d] is put at the tile's `place`: "queries" or "keys".
     """
     dtype = _dtype_of_sum(like, terms)
-    if len(blocks) == 1 and parts[0].shape[2] == like.shape[0]:
+    if len(tiles) == 1 and parts[0].shape[2] == like.shape[0]:
         return parts[0].permute(2, 0, 1, 3).to(dtype)
     total = torch.empty(like.shape, dtype=dtype, device=like.device)
-    for block, part in zip(blocks, parts):
-        _run(total, block, getattr(block, place)).copy_(part)
+    for tile, part in zip(tiles, parts):
+        _run(total, tile, getattr(tile, place)).copy_(part)
     return total
 
 
 def _attend_first(
-    kernel: _Kernel, blocks: list[Block], q: Tensor, k: Tensor, v: Tensor, terms: int
+    kernel: _Kernel, tiles: list[Tile], q: Tensor, k: Tensor, v: Tensor, terms: int
 ) -> tuple[Tensor, Tensor, list[Any]]:
-    """Return out [s, b, n, d] and lse [b, n, s] of blocks that cover all queries; and what kernels saved.
+    """Return out [s, b, n, d] and lse [b, n, s] of tiles that cover all queries; and what kernels saved.
 
-    terms: how many blocks' results a row of out will be the sum of.
+    terms: how many tiles' results a row of out will be the sum of.
     """
-    outs, lses, saved = zip(*(kernel.forward(block, q, k, v) for block in blocks))
-    out = _first_term(outs, blocks, "queries", q, terms)
-    if len(blocks) == 1:
+    outs, lses, saved = zip(*(kernel.forward(tile, q, k, v) for tile in tiles))
+    out = _first_term(outs, tiles, "queries", q, terms)
+    if len(tiles) == 1:
         return out, lses[0], list(saved)
     s, b, n, _ = q.shape
     lse = q.new_empty(b, n, s, dtype=lses[0].dtype)
-    for block, part in zip(blocks, lses):
-        lse[block.samples, :, block.queries].copy_(part)
+    for tile, part in zip(tiles, lses):
+        lse[tile.samples, :, tile.queries].copy_(part)
     return out, lse, list(saved)
 
 
-def _attend(
-    kernel: _Kernel, blocks: list[Block], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> list[Any]:
-    """Merge the blocks into out [s, b, n, d] and lse [b, n, s]. Returns what kernels saved."""
+def _attend(kernel: _Kernel, tiles: list[Tile], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Any]:
+    """Merge the tiles into out [s, b, n, d] and lse [b, n, s]. Returns what kernels saved."""
     kernel_saved = []
-    for block in blocks:
-        block_out, block_lse, saved = kernel.forward(block, q, k, v)
-        kernel.ops.merge_(_run(out, block, block.queries), lse[block.samples, :, block.queries], block_out, block_lse)
+    for tile in tiles:
+        tile_out, tile_lse, saved = kernel.forward(tile, q, k, v)
+        kernel.ops.merge_(_run(out, tile, tile.queries), lse[tile.samples, :, tile.queries], tile_out, tile_lse)
         kernel_saved.append(saved)
     return kernel_saved
 
 
-def _add(blocks: list[Block], grads: Iterable[Grads], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Add each block's three gradients [b, n, s, d] to its part of dq, dk, dv [s, b, n, d]."""
-    for block, parts in zip(blocks, grads):
-        for total, part, positions in zip((dq, dk, dv), parts, (block.queries, block.keys, block.keys)):
-            _run(total, block, positions).add_(part)
+def _add(tiles: list[Tile], grads: Iterable[Grads], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Add each tile's three gradients [b, n, s, d] to its part of dq, dk, dv [s, b, n, d]."""
+    for tile, parts in zip(tiles, grads):
+        for total, part, positions in zip((dq, dk, dv), parts, (tile.queries, tile.keys, tile.keys)):
+            _run(total, tile, positions).add_(part)
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -301,7 +299,7 @@ def _add(blocks: list[Block], grads: Iterable[Grads], dq: Tensor, dk: Tensor, dv
 class _Ring(torch.autograd.Function):
     """At step t a rank has the keys of rank - t. It sends them on before it uses them, so that they travel meanwhile.
 
-    The blocks of step 0 cover every local query and key once, so step 0 writes what later steps add to.
+    The tiles of step 0 cover every local query and key once, so step 0 writes what later steps add to.
     """
 
     @staticmethod
@@ -310,16 +308,16 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         keys, values, kernel_saved = k, v, []
         steps = [
-            ring_blocks(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
+            ring_tiles(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
             for step in range(axis.size)
         ]
-        for step, blocks in enumerate(steps):
+        for step, tiles in enumerate(steps):
             if step + 1 < axis.size:
                 arriving = _pass_on([keys, values], axis)
             if step == 0:
-                out, lse, saved = _attend_first(kernel, blocks, q, k, v, axis.size)
+                out, lse, saved = _attend_first(kernel, tiles, q, k, v, axis.size)
             else:
-                saved = _attend(kernel, blocks, q, keys, values, out, lse)
+                saved = _attend(kernel, tiles, q, keys, values, out, lse)
             kernel_saved.append(saved)
             if step + 1 < axis.size:
                 keys, values = arriving()
@@ -334,21 +332,21 @@ class _Ring(torch.autograd.Function):
         axis, dout = ctx.axis, dout.contiguous()
         keys, values = k, v
         arriving_sums: Callable[[], list[Tensor]] = list  # nothing before the first step
-        for step, blocks in enumerate(ctx.steps):
+        for step, tiles in enumerate(ctx.steps):
             if step + 1 < axis.size:
                 arriving = _pass_on([keys, values], axis)
             grads = [
-                ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
-                for block, saved in zip(blocks, ctx.kernel_saved[step])
+                ctx.kernel.backward(tile, dout, q, keys, values, out, lse, saved)
+                for tile, saved in zip(tiles, ctx.kernel_saved[step])
             ]
             if step == 0:
                 dq, *sums = (
-                    _first_term(parts, blocks, place, like, axis.size)
+                    _first_term(parts, tiles, place, like, axis.size)
                     for parts, place, like in zip(zip(*grads), ("queries", "keys", "keys"), (q, k, v))
                 )
             else:
                 sums = arriving_sums()  # what earlier ranks added for these keys: it travelled during the kernels
-                _add(blocks, grads, dq, *sums)
+                _add(tiles, grads, dq, *sums)
             if axis.size > 1:
                 arriving_sums = _pass_on(sums, axis)
             if step + 1 < axis.size:
@@ -387,21 +385,21 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Documents | None
     ) -> Tensor:
         gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
-        own = ring_blocks(seq_len, axis.size, axis.rank, axis.rank, documents)
-        others = gathered_blocks(seq_len, axis.size, axis.rank, documents)
+        own = ring_tiles(seq_len, axis.size, axis.rank, axis.rank, documents)
+        others = gathered_tiles(seq_len, axis.size, axis.rank, documents)
         out, lse, saved_own = _attend_first(kernel, own, q, k, v, _MANY)
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         saved_others = _attend(kernel, others, q, keys, values, out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.axis, ctx.kernel, ctx.blocks, ctx.kernel_saved = axis, kernel, (own, others), (saved_own, saved_others)
+        ctx.axis, ctx.kernel, ctx.tiles, ctx.kernel_saved = axis, kernel, (own, others), (saved_own, saved_others)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         axis, dout = ctx.axis, dout.contiguous()
-        own, others = ctx.blocks
+        own, others = ctx.tiles
         saved_own, saved_others = ctx.kernel_saved
         gathers = [gather_start(x, axis) for x in (k, v)]
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
@@ -409,14 +407,14 @@ class _AllGather(torch.autograd.Function):
         _add(
             others,
             (
-                ctx.kernel.backward(block, dout, q, keys, values, out, lse, saved)
-                for block, saved in zip(others, saved_others)
+                ctx.kernel.backward(tile, dout, q, keys, values, out, lse, saved)
+                for tile, saved in zip(others, saved_others)
             ),
             dq,
             *sums,
         )
         scatters = [reduce_scatter_start(_to_rank_order(x, axis), axis) for x in sums]
-        grads = [ctx.kernel.backward(block, dout, q, k, v, out, lse, saved) for block, saved in zip(own, saved_own)]
+        grads = [ctx.kernel.backward(tile, dout, q, k, v, out, lse, saved) for tile, saved in zip(own, saved_own)]
         for _, handle in scatters:
             handle.wait()
         dk, dv = (x for x, _ in scatters)

@@ -158,8 +158,8 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
     """A trainer as it is in the middle of a run. Collective over the world."""
     trainer = build(cfg, mesh)
     for chunk in trainer.chunks:
-        if chunk.formats.scaling is not None:
-            chunk.formats.scaling.follow_history()
+        if chunk.fp8_state.scaling is not None:
+            chunk.fp8_state.scaling.follow_history()
     return trainer
 
 
