@@ -23,15 +23,16 @@ ROOMS = (
 # A list of what is allowed: a list of what is not would never be complete. Another verb is welcome to be added.
 VERBS = set(
     """
-    Accumulate Adapt Add Adopt Append Apply Ask Assert Assign Attach Attend Average Begin Bring Broadcast Build Call
-    Cast Check Choose Clear Close Collect Come Compare Complete Compute Concatenate Convert Copy Count Create Cut
-    Decide Declare Decode Delete Describe Divide Do Download Draw Drop Encode End Estimate Exchange Expand Fill Find
-    Finish Fit Follow Forget Format Freeze Gather Give Group Hand Hash Hide Initialise Join Keep Launch Lay Let List
-    Load Log Look Make Map Mark Match Measure Merge Mix Move Multiply Name Note Open Order Overwrite Pack Pad Pair
-    Parse Plan Post Predict Prepare Print Publish Put Queue Raise Read Receive Record Reduce Refuse Release Remember
-    Remove Rename Replace Report Reset Resolve Restore Return Round Run Sample Save Say Scale Search Send Serve Set
-    Shard Show Shuffle Simulate Sort Split Start Stop Store Sum Take Tell Time Tokenize Train Translate Transpose Turn
-    Undo Update Use Validate View Wait Walk Warn Watch Wrap Write Yield Zero
+    Accumulate Adapt Add Adopt Allocate Append Apply Ask Assert Assign Attach Attend Average Begin Bound Bring
+    Broadcast Build Call Cast Check Choose Clear Close Collect Come Compare Compile Complete Compute Concatenate
+    Convert Copy Count Create Cut Decide Declare Decode Delete Describe Divide Do Download Draw Drop Encode End
+    Estimate Exchange Expand Fill Find Finish Fit Follow Forget Format Freeze Gather Give Group Hand Hash Hide Hold
+    Initialise Join Keep Label Launch Lay Let List Load Log Look Make Map Mark Match Measure Merge Mix Move Multiply
+    Name Note Open Order Overwrite Pack Pad Pair Parse Plan Post Predict Prepare Print Publish Put Queue Raise Read
+    Receive Record Reduce Refuse Release Remember Remove Rename Replace Report Reset Resolve Restore Return Reuse
+    Round Run Sample Save Say Scale Search Send Serve Set Shard Show Shuffle Simulate Skip Sort Split Stack Start Stop
+    Store Sum Take Tell Test Time Tokenize Trace Train Translate Transpose Turn Undo Update Use Validate Verify View
+    Wait Walk Warn Watch Wrap Write Yield Zero
     """.split()
 )
 NOUN_PHRASES = {"property", "cached_property"}  # read like attributes
