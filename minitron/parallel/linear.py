@@ -123,15 +123,9 @@ def column_backward(
 # ---- row-parallel ----------------------------------------------------------------------------------------------------
 
 
-def row_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
-    """Return g(x W^T): x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; [s, b, n] without sequence parallelism.
-
-    recompute_input: as in `column_linear`.
-    """
-    return _RowLinear.apply(x, linear.weight, linear, recompute_input, torch.is_grad_enabled())
-
-
 class _RowLinear(torch.autograd.Function):
+    """g(x W^T): x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; [s, b, n] without sequence parallelism."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Param, linear: Linear, recompute_input: RecomputeInput | None, training: bool
