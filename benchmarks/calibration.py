@@ -259,8 +259,7 @@ Written by `python benchmarks/calibration.py`; no figure is typed in. Constants:
   networks between nodes are data sheets' or assumed; each source says which. The share of memory traffic that
   products do not hide is left open by their times from 0 to 0.6, and was chosen with the published FP8 runs in view.
 - Fitted: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU, for all devices;
-the
-  exposed shares tp {tp:g} and dp {dp:g} of communication, on the smallest scale of each table with H100, for all
+  the exposed shares tp {tp:g} and dp {dp:g} of communication, on the smallest scale of each table with H100, for all
   fabrics. Nothing is fitted on memory.
 - Held out: larger scales, own runs of more GPUs, all of A100 and A3 Mega, later versions of the published software.
 

@@ -60,18 +60,26 @@ class Trainer:
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
-        scale = self.backward_scale(len(batches))
-        loss_sum = self.executor.train(batches, scale)
-        self.mesh.activity.begin("update")
-        self.gradients.finish()
+        loss_sum = self.forward_backward(batches)
         for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
             chunk.on_weights_updated()
         loss_sum, count = self.contribution(loss_sum, batches)
-        stats = self.optimizer.step(lr, loss_sum, count, scale)
+        stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)))
         if self.scaler is not None:
             self.scaler.update(stats.skipped)
         self.mesh.activity.ended(self.mesh.device)
         return stats
+
+    def forward_backward(self, batches: list[Batch]) -> Tensor:
+        """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
+
+        Nothing here is read by the host, and nothing differs from step to step but what device tensors hold: the batches,
+        the parameters, the scales of fp16 and FP8. So it can be recorded once and replayed.
+        """
+        loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
+        self.mesh.activity.begin("update")
+        self.gradients.finish()
+        return loss_sum
 
     def near_end(self) -> None:
         """Wait until the device is through with the step's last forward.

@@ -1,31 +1,31 @@
-"""What the README tells users to type exists: files, keys with their values, options of the tools."""
+"""What the READMEs say exists: files, keys with their values, options of the tools, links, modules, figures."""
 
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from benchmarks import table
 from minitron.config import cli
+from readmes import READMES, ROOT, blocks
 
-ROOT = Path(__file__).parents[1]
 SECTIONS = "model|parallel|train|precision|optimizer|data|checkpoint|log|profile|finetune|lora"
+FOLDERS = "launch|configs|tools|benchmarks|tests|minitron"
+MADE_LATER = {"launch/jube/nlp_benchmark_run", "configs/NAME.yaml"}  # by JUBE, by whoever adds a recipe
+MADE_LATER |= {"tests/plant.py", "tests/mistakes.toml"}  # being written
+readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def typed() -> list[str]:
+@cache
+def typed(readme: Path) -> list[str]:
     """Each command of the shell, its lines joined, and each code span; of a table that begins with what users used to
     type, what they type now."""
-    prose, *blocks = re.split(r"^```(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    texts = [prose, *blocks[1::2]]
-    commands = [
-        line.split("  #")[0]
-        for block in blocks[::2]
-        if block[0] == "\n"  # another language is named there
-        for line in re.sub(r"\\\n\s*", "", block).splitlines()
-    ]
+    commands = [line.split("  #")[0] for block in blocks(readme) for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     old = None
-    for line in "\n".join(texts).splitlines():
+    for line in prose(readme).splitlines():
         cells = re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else []
         if not cells:
             old = None
@@ -35,25 +35,53 @@ def typed() -> list[str]:
     return commands
 
 
-TYPED = typed()
+def prose(readme: Path) -> str:
+    """Return what lies outside of code blocks."""
+    return re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.M | re.S)
 
 
-def test_the_files_are_there():
-    paths = {
-        path
-        for text in TYPED
-        for path in re.findall(r"(?<![\w/.-])(?:launch|configs|tools|benchmarks|tests|minitron)/[\w./-]*\w", text)
-    }
-    paths -= {"launch/jube/nlp_benchmark_run"}  # which JUBE makes
-    assert len(paths) > 50 and not [path for path in sorted(paths) if not (ROOT / path).exists()]
+def everywhere() -> list[str]:
+    return [text for readme in READMES for text in typed(readme)]
 
 
-def test_the_keys_are_there_and_take_the_values():
+def test_there_is_a_readme_where_the_thing_lies():
+    folders = {readme.parent.name for readme in READMES if readme.parent != ROOT}
+    assert folders == set(FOLDERS.split("|"))
+    assert len((ROOT / "README.md").read_text().splitlines()) < 180
+
+
+def test_the_main_readme_begins_with_two_commands():
+    lines = blocks(ROOT / "README.md")[0].splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["bash launch/quickstart.sh", "bash tests/run.sh"]
+
+
+@readmes
+def test_the_files_are_there(readme):
+    paths = {path for text in typed(readme) for path in re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*\w", text)}
+    assert not [path for path in sorted(paths - MADE_LATER) if not (ROOT / path).exists()]
+
+
+@readmes
+def test_the_links_lead_somewhere(readme):
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(readme))
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (readme.parent / path).resolve() if path else readme
+        assert target.exists(), f"{link}: there is no {path}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", prose(target), re.M)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{link}: {path} has no such heading"
+
+
+@readmes
+def test_the_keys_are_there_and_take_the_values(readme):
     words = {
         word
-        for text in TYPED
+        for text in typed(readme)
         if not text.startswith("error:")
         for word in re.findall(rf"(?<![\w/.-])(?:{SECTIONS})\.[a-z_]\w*(?:\.\w+)*(?:=(?:\[.*?\]|[^\s,|\"}}]+))?", text)
+        if not word.endswith((".py", ".md", ".jsonl"))
     }
     defaults = cli.to_yaml(cli.load([]))
     for word in words:
@@ -61,16 +89,75 @@ def test_the_keys_are_there_and_take_the_values():
         assert re.search(rf"^{section}:\n(  .*\n)*?  {name}:", defaults, re.M), word
         if value and not re.fullmatch(r"=([A-Z]+|\.\.\.)", value):  # placeholders
             cli.load([word])
-    assert len(words) > 40
 
 
-TOOLS = {path for text in TYPED if " --" in text for path in re.findall(r"(?:tools|benchmarks)/\w+\.py", text)}
+def test_there_is_much_to_check():
+    """The patterns above find what they look for."""
+    texts = " ".join(everywhere())
+    assert len(set(re.findall(rf"(?:{FOLDERS})/[\w./-]*\w", texts))) > 100
+    assert len(set(re.findall(rf"(?:{SECTIONS})\.[a-z_]\w*", texts))) > 60
+    assert sum(len(re.findall(r"\]\([^)\s]+\)", prose(readme))) for readme in READMES) > 40
+
+
+TOOLS = {path for text in everywhere() if " --" in text for path in re.findall(r"(?:tools|benchmarks)/\w+\.py", text)}
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
 def test_the_options_are_there(tool):
     options = {
-        option for text in TYPED if tool in text for option in re.findall(r"(?<=\s)--[\w-]+", text[text.index(tool) :])
+        option
+        for text in everywhere()
+        if tool in text
+        for option in re.findall(r"(?<=\s)--[\w-]+", text[text.index(tool) :])
     }
     shown = subprocess.run([sys.executable, str(ROOT / tool), "--help"], capture_output=True, text=True).stdout
     assert not [option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", shown)]
+
+
+def test_the_map_of_the_code_names_every_module():
+    """Each file of a room in the room's row, and no other; programs of the other folders and recipes in their READMEs."""
+    package = ROOT / "minitron"
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", prose(package / "README.md"), re.M)
+    rooms = {room.strip("`/"): cells for room, cells in rows if room.endswith("/`")}
+    assert rooms.keys() == {path.parent.name for path in package.glob("*/__init__.py")}
+    for room, cells in rooms.items():
+        named = {path for pattern in re.findall(r"`([\w*]+\.py)`", cells) for path in (package / room).glob(pattern)}
+        assert named == {path for path in (package / room).glob("*.py") if path.name != "__init__.py"}, room
+        assert all((package / room / name).exists() for name in re.findall(r"`(\w+\.py)`", cells)), room
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", prose(package / "README.md"))
+    assert len(named) > 20 and not [name for name in named if not any((top / name).exists() for top in (ROOT, package))]
+    for folder in ("tools", "benchmarks"):
+        text = (ROOT / folder / "README.md").read_text()
+        programs = [path.name for path in (ROOT / folder).glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+        assert programs and not [name for name in programs if f"{folder}/{name}" not in text]
+    for recipe in (ROOT / "configs").glob("*.yaml"):
+        assert f"`{recipe.name}`" in (ROOT / "configs" / "README.md").read_text()
+
+
+def test_the_speed_rows_are_the_records():
+    """Each row of the main README, with its command; and how many cases there are, and where the peer is faster."""
+    text = (ROOT / "README.md").read_text()
+    below = " ".join(text.split())
+    newest = {entry["case"]: entry for entry in table.newest(table.RESULTS)}
+    rows = [re.split(r" ?\| ?", row)[1:-1] for row in re.findall(r"^\| \d+b-.*\|$", text, re.M)]
+    assert len(rows) == 6
+    for case, ours, peer, ratio, command in rows:
+        e = newest[case]
+        figures = f"{e['ours_mfu']:.1f} %", f"{e['peer_mfu']:.1f} %", f"{e['ratio']:.3f}", f"`{e['command']}`"
+        assert (ours, peer, ratio, command) == figures, case
+        assert (e["peer"], e["gpu"], e["power_limit_watts"]) == ("megatron", "NVIDIA H200", 700.0)
+        versions = e["versions"]
+        for part in (
+            e["time"][:10],
+            e["commit"][:7],
+            f"CUDA {versions['cuda']}",
+            f"torch {versions['torch']}",
+            f"Triton {versions['triton']}",
+            f"Transformer Engine {versions['transformer_engine']}",
+            f"megatron-core {versions['megatron-core']}",
+        ):
+            assert part in below, part
+    slower = [case for case, e in newest.items() if e["ratio"] < 1]
+    assert slower == ["175b-tp4-fp8"] and f"the one case of {len(newest)} in which the peer is faster" in below
+    assert f"Of {len(newest)} cases" in (ROOT / "benchmarks" / "README.md").read_text()
+    assert (table.RESULTS.parent / "compare.md").read_text() == table.markdown(table.newest(table.RESULTS))

@@ -173,7 +173,7 @@ def test_nccl_settings_win_over_the_charts():
 
 def test_the_command_of_the_readme_is_the_documents_job():
     """GPT-3 175B on 32 machines of 8 GPUs, whose configuration fits them."""
-    (command,) = re.findall(r"^helm install.*?launch/helm$", (ROOT / "README.md").read_text(), re.M | re.S)
+    (command,) = re.findall(r"^helm install.*?launch/helm$", (ROOT / "launch/README.md").read_text(), re.M | re.S)
     env = os.environ | {"ARTIFACT_REGISTRY": "europe-docker.pkg.dev/p/r", "GCS_BUCKET": "results", "USER": "me"}
     result = subprocess.run(
         ["bash", "-c", command.replace("helm install", f"{HELM} template")],

@@ -31,7 +31,8 @@ if grep -qx '  kind: nsys' <<<"$hparams"; then # profile.kind is the only key of
         -o "$ARTIFACTS/noderank-$NODE_RANK")
 fi
 
-# In the background, with Kubernetes' SIGTERM handed on: ranks save and end, see README, "When something goes wrong".
+# In the background, with Kubernetes' SIGTERM handed on: ranks save and end, see "When something goes wrong" in
+# launch/README.md.
 # Pods start minutes apart where images are pulled: half an hour for all of them to meet.
 # torchrun adds a page of its own to the line of the rank that failed: its copy of the line is said again, last.
 logs=$(mktemp -d)

@@ -1,0 +1,133 @@
+"""The examples of minitron/README.md and tests/README.md, as they stand there: they run, and train the same everywhere."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib import import_module
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import test_invariance
+from layouts import LLAMA, config, train_steps
+from minitron.checkpoint import hf
+from minitron.model import gpt
+from minitron.testing import assert_close_rel
+from readmes import ROOT, program
+from test_invariance import assert_equals_one_process, axes
+from test_model import TOLERANCE, batch_of, model_of
+
+CODE, TESTS = ROOT / "minitron" / "README.md", ROOT / "tests" / "README.md"
+# module -> what it replaces, by what; transformers' model of the same, with its settings
+EXAMPLES = {
+    "qk_norm": ("Attention", "NormedAttention", "qwen3", dict(attention_bias=False)),
+    "geglu": ("MLP", "GegluMLP", "llama", dict(hidden_act="gelu_pytorch_tanh")),
+}
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    """A folder with the examples as files, which the ranks import from there, too."""
+    for name in EXAMPLES:
+        (tmp_path / f"{name}.py").write_text(program(CODE, f"{name}.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in EXAMPLES:
+        sys.modules.pop(name, None)
+
+
+def with_example(name, run, cfg):
+    """run(cfg), the model built with the example's class; on ranks that live on, only for this call."""
+    sys.modules.pop(name, None)  # of another test's folder
+    old, new, *_ = EXAMPLES[name]
+    with mock.patch.object(gpt, old, getattr(import_module(name), new)):
+        return run(cfg)
+
+
+def train_qk_norm(cfg):
+    return with_example("qk_norm", train_steps, cfg)
+
+
+def train_geglu(cfg):
+    return with_example("geglu", train_steps, cfg)
+
+
+@pytest.fixture
+def assert_layout(ranks, examples, monkeypatch):
+    def check(name, world, layout, change):
+        run = {"qk_norm": train_qk_norm, "geglu": train_geglu}[name]
+        monkeypatch.setattr(test_invariance, "_twins", {})
+        monkeypatch.setattr(test_invariance, "train_steps", run)  # of the one process
+        assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), run=run)
+        return test_invariance.twin(LLAMA, test_invariance.SMALL, change)
+
+    return check
+
+
+@pytest.mark.parametrize("world, layout", [(1, "tp=1"), (2, "tp=2"), (2, "tp=2 sequence_parallel=off")])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_as_one_process_does(assert_layout, name, recompute, world, layout):
+    figures, gradients = assert_layout(name, world, layout, {"train": {"recompute": recompute}})
+    plain, _ = train_steps(config(LLAMA, test_invariance.SMALL))
+    assert abs(figures[0]["loss"] / plain[0]["loss"] - 1) > 1e-4, "the example changes nothing"
+    assert all(grad.norm() > 0 for grad in gradients.values())
+
+
+def test_a_norm_that_does_not_say_per_head_is_found(assert_layout, examples):
+    path = examples / "qk_norm.py"
+    assert path.read_text().count(", per_head=True") == 2
+    path.write_text(path.read_text().replace(", per_head=True", ""))
+    with pytest.raises(AssertionError, match="gradient of blocks.*attention.[qk]_norm"):
+        assert_layout("qk_norm", 2, "tp=2 sequence_parallel=off", {})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_the_logits_of_transformers(examples, name):
+    cfg = config(LLAMA, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
+    model, batch = with_example(name, model_of, cfg), batch_of(cfg)
+    *_, kind, change = EXAMPLES[name]
+    settings = hf.settings_of(cfg.model, "fp32") | {"model_type": kind, "head_dim": cfg.model.head_dim} | change
+    twin = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
+    ).eval()
+    params = {p.spec.name: p.detach() for p in model.parameters()}
+    weights = dict(
+        hf.export(
+            cfg.model, lambda start, at, shape: params[start][tuple(map(lambda a, n: slice(a, a + n), at, shape))]
+        )
+    )
+    for i in range(cfg.model.num_layers if name == "qk_norm" else 0):
+        for norm in ("q_norm", "k_norm"):
+            weights[f"model.layers.{i}.self_attn.{norm}.weight"] = params[f"blocks.{i}.attention.{norm}"]
+    twin.load_state_dict(weights)
+    with torch.no_grad():
+        expected = twin(batch.tokens.T).logits.transpose(0, 1)
+        assert_close_rel(model.logits(batch), expected, TOLERANCE, "logits")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_a_program(examples, name):
+    """It takes minitron.pretrain's keys, and says so of a wrong one."""
+    command = [sys.executable, f"{name}.py", "data.source=mock", "precision.dtype=fp32", "train.steps=1"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = partial(subprocess.run, cwd=examples, env=env, capture_output=True, text=True)
+    done = run(command)
+    assert done.returncode == 0 and "iteration        1/       1" in done.stdout, done.stderr
+    wrong = run([*command, "parallel.tp=3"])
+    assert wrong.returncode == 1 and wrong.stderr.startswith("error: parallel.tp"), wrong.stderr
+
+
+def test_a_layer_of_ones_own(ranks, tmp_path, monkeypatch):
+    """The test that tests/README.md shows, as a file of its own."""
+    (tmp_path / "own_layer.py").write_text(program(TESTS, "def test_mlp_equals_one_process"))
+    monkeypatch.syspath_prepend(tmp_path)
+    own = import_module("own_layer")
+    own.test_mlp_equals_one_process(ranks)
+    source = (tmp_path / "own_layer.py").read_text()
+    (tmp_path / "wrong_layer.py").write_text(source.replace("    x = collectives.copy(x, axis)\n", ""))
+    with pytest.raises(AssertionError, match="norm of the difference"):
+        import_module("wrong_layer").test_mlp_equals_one_process(ranks)

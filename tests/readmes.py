@@ -1,0 +1,18 @@
+"""The manual, as tests read it: every README, and the code blocks in them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
+
+
+def blocks(path: Path, language: str = "") -> list[str]:
+    """Return the code blocks of that language; without one, those that name none: commands of the shell."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.M | re.S)
+
+
+def program(path: Path, name: str) -> str:
+    """Return the Python block whose first line, a docstring, names that file or test."""
+    (found,) = [block for block in blocks(path, "python") if name in block]
+    return found

@@ -1,0 +1,113 @@
+"""Records one step's operations on a CPU and runs them again: what a CUDA graph does on a GPU.
+
+A graph launches the same kernels on the same memory, step after step. Whatever the host decided while it was captured is
+baked in: a number passed as an argument, a tensor that the next step replaces by another. So such a step is wrong
+without an error, on GPUs only. `Recording` shows it on a laptop: it keeps every operation with the very tensors that it
+read and wrote, and every collective, and `replay` does all of it again without the code that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minitron.comm import collectives
+from minitron.comm.collectives import Pending
+from minitron.data.batch import Batch
+from minitron.parallel import context
+from minitron.pipeline import executor
+from minitron.train import Trainer
+
+aten = torch.ops.aten
+UNWRITTEN = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
+READ_BY_THE_HOST = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero}
+
+
+class Recording(TorchDispatchMode):
+    """What is launched while it is active, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+        self.under_way: dict[Pending, Pending] = {}  # of the recording -> of the replay
+        self.inside = False  # a collective, which is recorded as one call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert func.overloadpacket not in READ_BY_THE_HOST, f"{func} makes the host wait for the device"
+        if func.namespace == "c10d":
+            assert self.inside, f"{func} bypasses comm/collectives.py"
+        elif not self.inside and func.overloadpacket not in UNWRITTEN:
+            self.calls.append(partial(_again, func, args, kwargs or {}, result))
+        return result
+
+    def __enter__(self):
+        self.originals = collectives._start, collectives.exchange, Pending.wait
+        start, exchange, wait = self.originals
+        collectives._start = partial(self._communicate, start)
+        executor.exchange = context.exchange = partial(self._communicate, exchange)
+        Pending.wait = lambda pending: self._wait(wait, pending)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        collectives._start, executor.exchange, Pending.wait = self.originals
+        context.exchange = executor.exchange
+        return super().__exit__(*error)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for call in self.calls:
+                call()
+
+    def _communicate(self, function, *args, **kwargs):
+        self.inside = True
+        handle = function(*args, **kwargs)
+        self.inside = False
+
+        def again():
+            self.under_way[handle] = function(*args, **kwargs)
+
+        self.calls.append(again)
+        self.under_way[handle] = handle
+        return handle
+
+    def _wait(self, wait, pending: Pending) -> None:
+        if pending in self.under_way:  # else it began before the recording: a gather of parameters
+            self.calls.append(lambda: wait(self.under_way[pending]))
+        self.inside = True  # gloo copies some results when it is waited for
+        wait(pending)
+        self.inside = False
+
+
+def _again(func, args, kwargs, result) -> None:
+    """Run it on the same tensors, and put what it returns where its first result was."""
+    for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+class Replayed:
+    """Stands in for `trainer.forward_backward`: eager for some steps, then recorded, then replayed on new batches."""
+
+    def __init__(self, trainer: Trainer, eager_steps: int):
+        self.trainer, self.eager, self.left = trainer, trainer.forward_backward, eager_steps
+        self.recording: Recording | None = None
+
+    def __call__(self, batches: list[Batch]) -> torch.Tensor:
+        if self.left > 0:
+            self.left -= 1
+            return self.eager(batches)
+        if self.recording is None:
+            self.recording, self.batches = Recording(), batches
+            with self.recording:
+                self.loss_sum = self.eager(batches)
+            return self.loss_sum
+        self.trainer.gradients.wait_parameters()
+        for static, batch in zip(self.batches, batches, strict=True):
+            static.packed.copy_(batch.packed)
+        self.recording.replay()
+        return self.loss_sum

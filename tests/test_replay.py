@@ -1,0 +1,79 @@
+"""A step that is replayed trains as a step that is run: nothing that changes from step to step is baked into it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
+from minitron.data.loader import Loader
+from minitron.train import build
+from replay import Replayed
+from test_invariance import axes
+from test_lora import ALL, lora
+
+STEPS = {"train": {"steps": 5, "global_batch_size": 4}}
+DROPOUT = {"model": {"hidden_dropout": 0.2}}
+FP16 = {"precision": {"dtype": "fp16", "loss_scale": 2.0**16, "loss_scale_window": 2, "loss_scale_hysteresis": 1}}
+
+
+def fp8(how: str) -> dict:
+    return {
+        "precision": {"dtype": "bf16", "fp8": how, "fp8_backend": "torch"},
+        "model": {"hidden_size": 128, "ffn_hidden_size": 128, "num_kv_heads": 8, "num_layers": 4, "max_positions": 128},
+        "train": {"seq_len": 128},  # blocks have 128 values
+    }
+
+
+def run(cfg, replayed: bool):
+    """Each step's figures, and the weights at the end."""
+    torch.set_num_threads(1)
+    trainer, figures = build(cfg, mesh_of(cfg)), []
+    if replayed:
+        trainer.forward_backward = Replayed(trainer, eager_steps=2)
+    loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
+    for step in range(cfg.train.steps):
+        stats = trainer.step(loader.step(step * batch, step), cfg.optimizer.lr * (1 + step))
+        figures.append(stats.read() | {"loss_scale": float(trainer.loss_scale())})
+    loader.close()
+    trainer.gradients.wait_parameters()
+    return figures, {p.spec.name: p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()}
+
+
+@pytest.mark.parametrize(
+    "world, base, change, layout",
+    [
+        (1, LLAMA, {}, ""),
+        (1, GPT3, DROPOUT, ""),
+        (1, GPT3, {"model": {"attention_dropout": 0.2}}, ""),
+        (1, LLAMA, FP16, ""),
+        (1, LLAMA, lora(*ALL, dropout=0.1), ""),
+        (1, LLAMA, fp8("delayed"), ""),
+        (1, LLAMA, fp8("current"), ""),
+        (1, LLAMA, fp8("block"), ""),
+        (1, LLAMA, {"train": {"recompute": "selective"}}, ""),
+        (1, GPT3, DROPOUT | {"train": {"recompute": "full"}}, ""),
+        (2, LLAMA, {}, ""),
+        (2, LLAMA, {}, "overlap_grads=off"),
+        (2, GPT3, DROPOUT, "tp=2"),
+        (2, LLAMA, {}, "tp=2 sequence_parallel=off"),
+        (2, LLAMA, fp8("delayed"), "tp=2"),
+        (2, LLAMA, {}, "cp=2"),
+        (2, LLAMA, {}, "cp=2 cp_style=allgather"),
+        (2, LLAMA, {}, "cp=2 cp_style=ulysses"),
+        (2, GPT3, DROPOUT, "pp=2"),
+        (2, LLAMA, FP16, "pp=2 vp=2"),
+        (2, LLAMA, {"parallel": {"layers_per_stage": (1, 3, 2, 2)}}, "pp=2 vp=2"),
+        (4, LLAMA, {}, "tp=2 pp=2"),
+        (4, GPT3, {}, "pp=2 vp=2"),
+    ],
+)
+def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):
+    steps = {section: values | change.get(section, {}) for section, values in STEPS.items()}
+    cfg = config(base, change, axes(layout), steps)
+    for eager, again in zip(ranks(world, run, cfg, False), ranks(world, run, cfg, True), strict=True):
+        assert again[0] == eager[0]
+        assert eager[1].keys() == again[1].keys()
+        assert all(torch.equal(again[1][name], weight) for name, weight in eager[1].items())
+    losses = [figures["loss"] for figures in eager[0]]
+    assert len(set(losses)) == len(losses), "every step has a batch of its own"
