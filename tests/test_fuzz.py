@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from minitron.checkpoint import format as files
-from minitron.config import cli
+from minitron.config import schema
 
 ROOT = Path(__file__).parents[1]
 CPU_SECONDS, PEAK_BYTES = 5.0, 1 << 30
@@ -160,11 +160,11 @@ BAD = {
 def bad_values() -> list[str]:
     """Every key with every value that its type does not take."""
     found = []
-    for key, hint, _ in cli._keys():
-        bare = cli._without_none(hint)
-        if get_origin(bare) is not None or bare in BAD:
-            values = BAD[get_origin(bare) or bare] + (["null"] if bare is hint else [])
-            if bool in get_args(hint):  # of text or a boolean
+    for key, kinds, _ in schema.keys():
+        kind = kinds[0]
+        if get_origin(kind) is not None or kind in BAD:
+            values = BAD[get_origin(kind) or kind] + (["null"] if len(kinds) == 1 else [])
+            if bool in kinds[1:]:  # of text or a boolean
                 values = [value for value in values if value not in ("true", "No")]
             found += [f"{key}={value}" for value in values]
     return found
@@ -237,7 +237,7 @@ RULES = [
 def garbage(draw: random.Random) -> list[str]:
     """An argument that is neither a file nor an override of a key."""
     text = "".join(draw.choice("abzAZ019._-=[]{}'\"#: ~$é中\t/\\*&!%@") for _ in range(draw.randint(1, 30)))
-    key = draw.choice([key for key, _, _ in cli._keys()])
+    key = draw.choice([key.name for key in schema.keys()])
     return [
         draw.choice(
             [

@@ -79,7 +79,14 @@ def find(cfg: Config) -> Start:
         mark = fingerprint(base)
     if c.dir is not None:
         directory = Path(c.dir).expanduser()
-        make_writable(directory)
+        try:
+            make_writable(directory)
+        except CheckpointError as error:
+            if "checkpoint.dir" in str(error):
+                raise
+            raise CheckpointError(
+                f"checkpoint.dir={c.dir} cannot be written: {error}; name another directory, or null for none"
+            ) from error
         reader = None
         with _or_another(directory):
             if c.resume:

@@ -5,6 +5,7 @@ that does not divide is computed from all that it has to divide, so that followi
 
     heads 8, key and value heads 4, ffn 390     parallel.tp=8 does not divide model.num_kv_heads=4; use 1 or 2
 
+A key that would change nothing is a mistake, too: IDLE lists what such a key needs.
 Nothing here looks at files, devices or process groups; what only a file or a kernel can tell, its reader does.
 """
 
@@ -13,18 +14,48 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
+from typing import NamedTuple
 
 from minitron.config.schema import Config, ModelConfig
+from minitron.config.text import shown
 from minitron.pipeline.schedule import stage_layers
 
 MAX_LAYERS = 10_000
 LARGEST = {int: 10**12, float: 1e38}  # of what has no bound of its own; float32 ends at 3.4e38
 
 
+class Idle(NamedTuple):
+    """Keys that begin with `keys` change nothing unless `other` has one of `needed`, or any value if that is empty."""
+
+    keys: str
+    other: str
+    needed: tuple
+    reason: str = "has no effect with {}"
+
+
+IDLE = (
+    Idle("model.rope_scaling", "model.positions", ("rope",)),
+    Idle("precision.loss_scale", "precision.dtype", ("fp16",)),
+    Idle("precision.fp8_", "precision.fp8", ("delayed", "current", "block")),
+    Idle("optimizer.constant_steps", "optimizer.decay_steps", (None,), "has no effect beside {}"),
+    Idle("optimizer.constant_steps", "optimizer.decay_samples", (None,), "has no effect beside {}"),
+    Idle("optimizer.constant_steps", "optimizer.lr_schedule", ("cosine", "linear")),
+    Idle("optimizer.decay_", "optimizer.lr_schedule", ("cosine", "linear")),
+    Idle("data.document_length", "data.source", ("mock",), "is of random documents, and {} has its own"),
+    Idle("data.paths", "data.source", ("indexed", "sft"), "is not read with {}"),
+    Idle("data.valid_paths", "data.source", ("sft",), "is not read with {}"),
+    Idle("checkpoint.resume_step", "checkpoint.dir", ()),
+    Idle("checkpoint.resume_step", "checkpoint.resume", (True,)),
+    Idle("finetune.base", "finetune.kind", ("sft", "lora")),
+    Idle("lora.", "finetune.kind", ("lora",)),
+)
+
+
 def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) -> None:
     """Check every rule, for `world` ranks on GPUs of that CUDA capability (None: on CPU). Raises ValueError."""
     _check_ranges(cfg, "")
+    _check_idle(cfg)
     _check_model(cfg.model)
     _check_layout(cfg, world)
     _check_sequence(cfg)
@@ -32,13 +63,12 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_precision(cfg, capability)
     _check_optimizer(cfg)
     _check_data(cfg)
-    _check_checkpoint(cfg)
     _check_finetune(cfg)
     _check_log(cfg, world)
 
 
 def _check_ranges(section, prefix: str) -> None:
-    """Every number lies in the interval beside its key, and every home is that of somebody."""
+    """Check that every number lies in the interval beside its key, and that every `~NAME` is somebody's home."""
     for f in fields(section):
         value, within = getattr(section, f.name), f.metadata["within"]
         if is_dataclass(value):
@@ -67,6 +97,22 @@ def _check_home(what: str, path: str) -> None:
         raise ValueError(f"{what}: {path.split('/')[0]} is nobody's home; write the whole path")
 
 
+def _check_idle(cfg: Config) -> None:
+    """Check that keys without an effect have their defaults."""
+    values, defaults = asdict(cfg), asdict(Config())
+    for keys, other, needed, reason in IDLE:
+        section, name = other.split(".")
+        if (given := values[section][name]) in needed or not needed and given is not None:
+            continue
+        section, start = keys.split(".")
+        for name, value in values[section].items():
+            if name.startswith(start) and value != defaults[section][name]:
+                text = ",".join(value) if isinstance(value, tuple) else shown(value)
+                why = reason.format(f"{other}={shown(given)}")
+                fix = f"{other}={_either(map(shown, needed))}" if needed else other
+                raise ValueError(f"{section}.{name}={text} {why}; drop it, or set {fix}")
+
+
 def _check_model(m: ModelConfig) -> None:
     if m.num_layers > MAX_LAYERS:
         raise ValueError(
@@ -80,11 +126,6 @@ def _check_model(m: ModelConfig) -> None:
             "positions turn pairs of channels; make it even, or set model.positions=learned"
         )
     if m.rope_scaling is not None:
-        if m.positions == "learned":
-            raise ValueError(
-                "model.rope_scaling has no effect with model.positions=learned; set model.rope_scaling="
-                "null or model.positions=rope"
-            )
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         if low >= high:
             raise ValueError(
@@ -168,26 +209,13 @@ def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
             f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
             "use precision.dtype=fp16 or fp32"
         )
-    for f in fields(cfg.precision):
-        value = getattr(cfg.precision, f.name)
-        if f.name.startswith("loss_scale") and dtype != "fp16" and value != f.default:
-            raise ValueError(
-                f"precision.{f.name}={value} has no effect with precision.dtype={dtype}; drop it, or set "
-                "precision.dtype=fp16"
-            )
     if cfg.precision.loss_scale < 1:
         raise ValueError(
             f"precision.loss_scale={cfg.precision.loss_scale} is below 1, where no scale of fp16's ever "
             "falls; use 1 or more, 65536 for example"
         )
     if cfg.precision.fp8 != "none":
-        return _check_fp8(cfg, capability)
-    for key, default in (("fp8_backend", "te"), ("fp8_bf16_layers", 0)):
-        if (value := getattr(cfg.precision, key)) != default:
-            raise ValueError(
-                f"precision.{key}={value} has no effect with precision.fp8=none; drop it, or set "
-                "precision.fp8=delayed, current or block"
-            )
+        _check_fp8(cfg, capability)
 
 
 def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
@@ -236,39 +264,27 @@ def _check_optimizer(cfg: Config) -> None:
                 f"thing twice; set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count "
                 "in samples"
             )
-    given = [(key, getattr(o, key)) for key in ("decay_steps", "decay_samples")]
-    decay = next((f"optimizer.{key}={value}" for key, value in given if value is not None), "")
-    constant = f"optimizer.constant_steps={o.constant_steps}" if o.constant_steps else ""
-    if constant and decay:
-        raise ValueError(f"{constant} has no effect beside {decay}; give one of them")
     if o.constant_steps >= cfg.train.steps:
-        raise ValueError(f"{constant} must be below train.steps={cfg.train.steps}; use at most {cfg.train.steps - 1}")
-    if o.lr_schedule == "constant":
-        if constant or decay:
-            raise ValueError(
-                f"{constant or decay} has no effect with optimizer.lr_schedule=constant; drop it, or use "
-                "cosine or linear"
-            )
-    elif o.min_lr > o.lr:
+        raise ValueError(
+            f"optimizer.constant_steps={o.constant_steps} must be below train.steps={cfg.train.steps}; use at most "
+            f"{cfg.train.steps - 1}"
+        )
+    if o.lr_schedule != "constant" and o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} exceeds optimizer.lr={o.lr}; use at most {o.lr}")
-    if decay:  # without one the run's own length ends the decay, and a short run may well end in its warm-up
-        batch = cfg.train.global_batch_size
-        warmup = o.warmup_steps * batch if o.warmup_samples is None else o.warmup_samples
-        end = o.decay_steps * batch if o.decay_samples is None else o.decay_samples
-        if warmup >= end:
-            raise ValueError(
-                f"{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a "
-                "longer decay or a shorter warm-up"
-            )
+    # Without a decay of its own the run's length ends it, and a short run may well end in its warm-up.
+    batch = cfg.train.global_batch_size
+    warmup = o.warmup_steps * batch if o.warmup_samples is None else o.warmup_samples
+    end = o.decay_samples if o.decay_steps is None else o.decay_steps * batch
+    if end is not None and warmup >= end:
+        decay = f"decay_samples={end}" if o.decay_steps is None else f"decay_steps={o.decay_steps}"
+        raise ValueError(
+            f"optimizer.{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a longer decay "
+            "or a shorter warm-up"
+        )
 
 
 def _check_data(cfg: Config) -> None:
     d = cfg.data
-    if d.source != "mock" and d.document_length is not None:
-        raise ValueError(
-            f"data.document_length={d.document_length} is of random documents, and data.source={d.source} "
-            "has documents of its own; drop it, or set data.source=mock"
-        )
     if d.source == "indexed" and not d.paths:
         raise ValueError(
             "data.source=indexed has nothing to read; set data.paths=[PREFIX], or [WEIGHT,PREFIX,WEIGHT,PREFIX,...]"
@@ -280,25 +296,6 @@ def _check_data(cfg: Config) -> None:
             raise ValueError(
                 "data.source=sft packs documents that must not see each other; set data.separate_documents=true"
             )
-    elif d.valid_paths:
-        raise ValueError(
-            f"data.valid_paths={','.join(d.valid_paths)} is not read with data.source={d.source}; drop "
-            "it, or set data.source=sft"
-        )
-    if d.source not in ("indexed", "sft") and d.paths:
-        raise ValueError(
-            f"data.paths={','.join(d.paths)} is not read with data.source={d.source}; drop it, or set "
-            "data.source=indexed or sft"
-        )
-
-
-def _check_checkpoint(cfg: Config) -> None:
-    c = cfg.checkpoint
-    if c.resume_step is not None and (c.dir is None or not c.resume):
-        raise ValueError(
-            f"checkpoint.resume_step={c.resume_step} has no effect with checkpoint."
-            f"{'dir=null' if c.dir is None else 'resume=false'}; drop one of them"
-        )
 
 
 TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
@@ -306,23 +303,15 @@ TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
 
 def _check_finetune(cfg: Config) -> None:
     kind, base, lora = cfg.finetune.kind, cfg.finetune.base, cfg.lora
-    if kind is None and base is not None:
-        raise ValueError(f"finetune.base={base} has no effect with finetune.kind=null; set finetune.kind=sft or lora")
     if base is not None and cfg.checkpoint.load is not None:
         raise ValueError(
             f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load} both give the weights to "
             "start from; drop one of them"
         )
     if kind != "lora":
-        for f in fields(lora):
-            if (value := getattr(lora, f.name)) != f.default:
-                raise ValueError(
-                    f"lora.{f.name}={_listed(value)} has no effect with finetune.kind={kind or 'null'}; "
-                    "drop it, or set finetune.kind=lora"
-                )
         return
     known = [t for t in TARGETS if t != "gate" or cfg.model.family == "llama"]
-    given = f"lora.targets={_listed(lora.targets)}"
+    given = f"lora.targets=[{','.join(lora.targets)}]"
     if unknown := [t for t in lora.targets if t not in known]:
         raise ValueError(f"{given}: a {cfg.model.family} model has no {unknown[0]}; use some of {', '.join(known)}")
     if (
@@ -333,10 +322,6 @@ def _check_finetune(cfg: Config) -> None:
         raise ValueError(
             f"{given} must name each layer once, of qkv and its parts q, k, v one or the other; use for example [qkv]"
         )
-
-
-def _listed(value) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 def _check_log(cfg: Config, world: int) -> None:
@@ -366,7 +351,7 @@ def _check_log(cfg: Config, world: int) -> None:
 
 
 def _check_divides(name: str, value: int, wholes: dict[str, int]) -> None:
-    """`value` divides every whole; the error lists the values that divide all of them."""
+    """Check that `value` divides every whole; the error lists the values that divide all of them."""
     for whole, size in wholes.items():
         if size % value:
             common = math.gcd(*wholes.values())
@@ -377,7 +362,7 @@ def _check_divides(name: str, value: int, wholes: dict[str, int]) -> None:
 
 
 def _check_multiple(name: str, value: int, part: str, size: int, choices: int | None = None) -> None:
-    """`value` is a multiple of `size`; the error offers multiples of `choices` (of `size` if not given)."""
+    """Check that `value` is a multiple of `size`; the error offers multiples of `choices` (of `size` if not given)."""
     if value % size:
         raise ValueError(
             f"{name}={value} is no multiple of {part}={size}; use {_either(_multiples(choices or size, value))}"
@@ -385,21 +370,21 @@ def _check_multiple(name: str, value: int, part: str, size: int, choices: int | 
 
 
 def _multiples(size: int, near: int) -> list[int]:
-    """The multiples of `size` next to `near`, 0 left out."""
+    """Return the multiples of `size` next to `near`, 0 left out."""
     below = near // size * size
     return [n for n in (below, below + size) if n > 0]
 
 
 def _inside(within: str) -> str:
-    """ "at least 1" of "[1, inf)", "more than 0 and less than 1" of "(0, 1)"."""
+    """Write "[1, inf)" as "at least 1", and "(0, 1)" as "more than 0 and less than 1"."""
     low, high = within[1:-1].split(", ")
     above = f"{'at least' if within[0] == '[' else 'more than'} {low}"
     below = f"{'at most' if within[-1] == ']' else 'less than'} {high}"
     return above if high == "inf" else f"{above} and {below}"
 
 
-def _either(values: Iterable[int]) -> str:
-    """ "1, 2 or 4"."""
+def _either(values: Iterable[object]) -> str:
+    """Write the values as "1, 2 or 4"."""
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last
 

@@ -8,20 +8,24 @@ kind of GPU but neither torch nor a process group. A broken rule is one line wit
     parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8
 
 Values that follow from others are properties, so nothing is stored twice and nothing is rewritten.
-`minitron.config.cli` makes a Config from YAML files and the command line; there null stands for None.
+`minitron.config.cli` makes a Config from YAML files and the command line; there null stands for None. Errors, `--help`
+and the JSON schema of `--schema` read the keys from here, so their meanings are written once.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+import types
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from minitron.config.flops import Shape
 
 
 def key(default, meaning: str, within: str | None = None):
-    """A configuration key: its default, the sentence that `--help` prints, and the interval that its numbers lie in."""
+    """Declare a key: its default, the sentence that `--help` and `--schema` print, the interval of its numbers."""
     metadata = {"help": meaning, "within": within}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -262,9 +266,39 @@ class Config:
     profile: ProfileConfig = key(ProfileConfig, "some steps under a profiler")
 
     def dp(self, world: int) -> int:
-        """Data-parallel ranks: what tp, pp and cp leave of the world."""
+        """Count the data-parallel ranks: what tp, pp and cp leave of the world."""
         return world // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     def num_microbatches(self, dp: int) -> int:
-        """Forward passes per step of each of `dp` data-parallel ranks."""
+        """Count the forward passes per step of each of `dp` data-parallel ranks."""
         return self.train.global_batch_size // (self.train.micro_batch_size * dp)
+
+
+# ---- the keys as a list ---------------------------------------------------------------------------------------------
+
+
+class Key(NamedTuple):
+    """A key that holds a value. name: `section.key`. kinds: the types that it takes, the one with most values first."""
+
+    name: str
+    kinds: tuple
+    field: Field
+
+
+def keys(cls: type = Config, prefix: str = "") -> Iterator[Key]:
+    """List the keys of a section in order, each followed by the keys of the section that it may hold."""
+    for f in fields(cls):
+        section = (found := kinds(cls)[f.name])[0]
+        if not is_dataclass(section) or f.default is None:
+            yield Key(f"{prefix}{f.name}", found, f)
+        if is_dataclass(section):
+            yield from keys(section, f"{prefix}{f.name}.")
+
+
+@functools.cache
+def kinds(cls: type) -> dict[str, tuple]:
+    """Return the types that each field of a section takes: (int, NoneType) for `int | None`, (int,) for `int`."""
+    return {
+        name: get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        for name, hint in get_type_hints(cls).items()
+    }

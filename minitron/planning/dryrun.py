@@ -33,7 +33,8 @@ import torch.distributed as dist
 
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config import cli, rules
+from minitron.config import rules
+from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
@@ -207,7 +208,7 @@ def replaced(trainer: Trainer) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise ValueError(f"{message}; use {cli.DRY_RUN}")
+        raise ValueError(f"{message}; use {DRY_RUN}")
 
 
 def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:

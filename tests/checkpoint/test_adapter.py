@@ -265,7 +265,7 @@ def test_exports_that_cannot_be(bases, tmp_path):
     [
         (
             {"finetune": {"base": "x"}},
-            "finetune.base=x has no effect with finetune.kind=null; set finetune.kind=sft or",
+            "finetune.base=x has no effect with finetune.kind=null; drop it, or set finetune.kind=sft or lora",
         ),
         (
             {"finetune": {"kind": "sft", "base": "x"}, "checkpoint": {"load": "y"}},

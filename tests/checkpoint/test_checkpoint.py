@@ -371,6 +371,17 @@ def test_the_directory_is_lost_during_the_run(tmp_path, capsys):
             start(cfg)
 
 
+@pytest.mark.parametrize("place, reason", [("file", "file exists"), ("file/runs", "not a directory")])
+def test_a_directory_that_cannot_be_written_is_an_error_with_its_key(tmp_path, place, reason):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError) as caught:
+        find(saving(config(LLAMA), tmp_path / place))
+    folder = f"{tmp_path}/{place}"
+    assert str(caught.value) == (
+        f"checkpoint.dir={folder} cannot be written: {folder}: {reason}; name another directory, or null for none"
+    )
+
+
 def two_runs(cfg: Config) -> list[str]:
     """A second run starts where the first saves; both save step 2, the first one also step 3."""
     trainer, _ = start_trainer(cfg)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitron.config import cli, rules
+from minitron.config import cli, rules, schema
 from minitron.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, RopeScaling
 
 PACKAGE = Path(cli.__file__).parents[1]
@@ -200,7 +200,7 @@ def test_bad_file_is_named(tmp_path, text, parts):
         assert part in message
 
 
-@pytest.mark.parametrize("key", [key for key, _, _ in cli._keys()])
+@pytest.mark.parametrize("key", [key.name for key in schema.keys()])
 def test_every_key_has_a_fix(key):
     """What the error suggests for a value of the wrong type is itself of the right one."""
     suggested = re.fullmatch(r".*; (?:write|set its keys,) for example (.*)", error_of([f"{key}=[[]]"]))[1]
@@ -301,6 +301,13 @@ def test_text_in_files_needs_no_quotes(tmp_path, text):
         ("checkpoint.load=", "checkpoint.load= is empty"),
         ("data.split=''", "data.split='' is empty, as a shell variable that is not set; give a value, or drop the key"),
         ("data.paths=['']", "data.paths=[''] is empty"),
+        ("log.dir= ", "is empty, as a shell variable that is not set; give a value, or null"),
+        ("checkpoint.dir=' '", "checkpoint.dir=' ' is empty"),
+        ("checkpoint.load=\t", "is empty"),
+        ("finetune.base=' '", "is empty"),
+        ("log.tensorboard=  ", "is empty"),
+        ("data.cache_dir=\u00a0", "is empty, as a shell variable that is not set; give a value, or drop the key"),
+        ("data.paths=['  ']", "is empty"),
         ("log.dir=a\x1b", "holds a character that cannot be printed; rename it"),
         ("optimizer.lr=1e400", "optimizer.lr=1e400 is not a finite number; use a smaller one"),
         ("train.steps=" + "9" * 20, "has more than 18 digits; use a smaller number"),
@@ -358,7 +365,7 @@ def values_of(hint) -> st.SearchStrategy:
     texts = st.one_of(
         st.sampled_from([*TYPED, "null", "true", "~", "no", "3", "[a]", "'", "???"]),
         st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1).filter(
-            lambda text: "${" not in text
+            lambda text: "${" not in text and text.strip()
         ),
     )
     return {
@@ -599,6 +606,38 @@ FP8 = ["precision.fp8=current"]
         (["data.source=sft", "data.paths=[a]"], 1, ["data.source=sft packs documents", "data.separate_documents=true"]),
         (["data.valid_paths=[a]"], 1, ["data.valid_paths=a is not read with data.source=corpus; drop it"]),
         (
+            ["data.document_length=7"],
+            1,
+            [
+                "data.document_length=7 is of random documents, and data.source=corpus has its own; drop it, or set "
+                "data.source=mock"
+            ],
+        ),
+        (
+            ["checkpoint.resume_step=3"],
+            1,
+            ["checkpoint.resume_step=3 has no effect with checkpoint.dir=null; drop it, or set checkpoint.dir"],
+        ),
+        (
+            ["checkpoint.resume_step=3", "checkpoint.dir=a", "checkpoint.resume=false"],
+            1,
+            [
+                "checkpoint.resume_step=3 has no effect with checkpoint.resume=false; drop it, or set checkpoint.resume=true"
+            ],
+        ),
+        (
+            ["optimizer.decay_samples=999", "optimizer.constant_steps=9"],
+            1,
+            ["has no effect beside optimizer.decay_samples=999; drop it, or set optimizer.decay_samples=null"],
+        ),
+        (
+            ["optimizer.lr_schedule=constant", "optimizer.constant_steps=9"],
+            1,
+            ["optimizer.constant_steps=9 has no effect with optimizer.lr_schedule=constant", "set", "cosine or linear"],
+        ),
+        (["lora.targets=[q,v]"], 1, ["lora.targets=q,v has no effect with finetune.kind=null", "finetune.kind=lora"]),
+        (["finetune.base=x"], 1, ["has no effect with finetune.kind=null; drop it, or set finetune.kind=sft or lora"]),
+        (
             ["log.tensorboard=true"],
             1,
             ["log.tensorboard=true writes into log.dir, which is null; set log.dir, or drop"],
@@ -626,6 +665,16 @@ def test_broken_rule(argv, world, parts):
     message = error_of(argv, world)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("idle", rules.IDLE, ids=lambda idle: f"{idle.keys} {idle.other}")
+def test_keys_without_effect_are_keys(idle):
+    """Each row speaks of keys that there are, and of values that the other one takes."""
+    names = [key.name for key in schema.keys()]
+    assert any(name.startswith(idle.keys) for name in names) and idle.other in names
+    for value in idle.needed:
+        section, name = idle.other.split(".")
+        assert getattr(getattr(cli.from_tree({section: {name: value}}, "row"), section), name) == value
 
 
 @pytest.mark.parametrize(

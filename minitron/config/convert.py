@@ -1,0 +1,148 @@
+"""Turn what was read into a Config, key by key, by the type that `minitron.config.schema` gives to each key.
+
+    {"log": {"dir": Plain("010"), "every": Plain("1")}}    ->    LogConfig(dir="010", every=1)
+
+A value that does not fit ends with one line: where it came from, the key, the value as typed, what the key takes and an
+example that it takes. A key that there is not ends with the one that was meant: a misspelled one, one of another section,
+or that of NeMo or Megatron (`minitron.config.names`).
+
+Left out: interpolation (`${...}`); a config has to mean the same on every machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass, replace
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from minitron.config.names import keys_named, our_key
+from minitron.config.schema import kinds
+from minitron.config.text import NUMBER, UNPRINTABLE, Plain, short, shown
+
+NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
+BOOLEANS = {
+    write(word): word in ("true", "yes", "on")
+    for word in ("true", "yes", "on", "false", "no", "off")
+    for write in (str.lower, str.title, str.upper)
+}
+INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
+NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+PLURALS = {int: "integers", float: "numbers", str: "texts"}
+# Of types, for keys whose default is no example.
+EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
+
+
+class Unfit(Exception):
+    """A value that a key does not take. Its message: the rule and the fix, empty if it is of another type."""
+
+
+def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
+    """Return `section` with the keys of a tree, converted. origin: what its errors begin with.
+
+    Raises ValueError for an unknown key and for a wrong value.
+    """
+    known, changes = {f.name: f for f in fields(section)}, {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            raise ValueError(f"{origin}unknown key {_meant(prefix, name, value, list(known))}")
+        found = kinds(type(section))[name]
+        if is_dataclass(found[0]) and isinstance(value, dict):
+            changes[name] = merge(getattr(section, name) or found[0](), value, origin, f"{key}.")
+            continue
+        try:
+            changes[name] = convert(found, value)
+        except Unfit as error:
+            why = str(error) or f"is not {_expected(found, value)}; {_instead(key, found[0], known[name])}"
+            raise ValueError(f"{origin}{key}={shown(value)} {why}") from None
+    return replace(section, **changes)
+
+
+def convert(found: tuple, value: Any) -> Any:
+    """Return the value that was read as one of these types. Raises Unfit."""
+    kind, plain = found[0], isinstance(value, Plain)
+    if isinstance(value, str):
+        if "${" in value:
+            raise Unfit("holds an interpolation ${...}, which is not expanded; write the value itself")
+        if not value.strip():
+            other = "null" if NoneType in found else "drop the key"
+            raise Unfit(f"is empty, as a shell variable that is not set; give a value, or {other}")
+    if plain and value in NULLS and NoneType in found:
+        return None
+    if plain and value in BOOLEANS and bool in found:
+        return BOOLEANS[value]
+    if get_origin(kind) is tuple and isinstance(value, list):
+        items = get_args(kind)
+        if Ellipsis in items or len(items) == len(value):
+            return tuple(convert(items[:1], item) for item in value)
+    elif get_origin(kind) is Literal and value in get_args(kind):
+        return str(value)
+    elif kind is str and isinstance(value, str):
+        if UNPRINTABLE.search(value):
+            raise Unfit("holds a character that cannot be printed; rename it")
+        if not plain or not (value in (*NULLS, *BOOLEANS, "???") or bool in found and NUMBER.fullmatch(value)):
+            return str(value)
+    elif kind is int and plain and INTEGER.fullmatch(value):
+        if len(value.lstrip("+-")) > 18:
+            raise Unfit("has more than 18 digits; use a smaller number")
+        return int(value)
+    elif kind is float and plain and NUMBER.fullmatch(value):
+        number = float(re.sub(r"\.(?=[inIN])", "", value))  # .inf and .nan: no interval holds them
+        if math.isinf(number) and "f" not in value.lower():
+            raise Unfit("is not a finite number; use a smaller one")
+        return number
+    raise Unfit
+
+
+# ---- what an error says ----------------------------------------------------------------------------------------------
+
+
+def _meant(prefix: str, name: str, value: Any, siblings: list[str]) -> str:
+    """Name the unknown key, and the key of ours that was meant."""
+    for theirs in _leaves(prefix + name, value):
+        if ours := our_key(theirs):
+            return f"{short(theirs)}; use {ours}"
+    close = [prefix + match for match in difflib.get_close_matches(name, siblings, n=1)]
+    if meant := close + keys_named(name):
+        return f"{short(prefix + name)}; did you mean {' or '.join(meant)}?"
+    return f"{short(prefix + name)}; use one of {', '.join(prefix + sibling for sibling in siblings)}"
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+def _instead(key: str, kind: Any, field: Field) -> str:
+    if is_dataclass(kind):
+        first = fields(kind)[0]
+        return f"set its keys, for example {key}.{first.name}={shown(first.default)}"
+    if field.default not in (None, ()):
+        example = shown(field.default)
+    else:
+        example = get_args(kind)[0] if get_origin(kind) is Literal else EXAMPLES[kind]
+    return f"write for example {key}={example}"
+
+
+def _expected(found: tuple, value: Any) -> str:
+    finite = isinstance(value, str) and re.fullmatch(r"[+-]?(inf(inity)?|nan)", value, re.I)
+    return type_name(found).replace("a number", "a finite number") if finite else type_name(found)
+
+
+def type_name(found: tuple, within: str | None = None) -> str:
+    """Say what a key of these types takes, its first type in an interval: "an integer in [1, inf), or null"."""
+    kind, args = found[0], get_args(found[0])
+    if get_origin(kind) is Literal:
+        name = "one of " + ", ".join(args)
+    elif get_origin(kind) is tuple:
+        name = f"a list of {'' if args[-1] is Ellipsis else f'{len(args)} '}{PLURALS[args[0]]}"
+    else:
+        name = "a section" if is_dataclass(kind) else NAMES[kind]
+    return ", or ".join([name + (f" in {within}" if within else ""), *(NAMES[other] for other in found[1:])])

@@ -1,0 +1,83 @@
+"""Describe every key, to a reader (`--help`) and to an editor (`--schema`), from what `minitron.config.schema` declares.
+
+An editor with a YAML language server completes and checks a file whose first line names the JSON schema, as the recipes'
+do: `# yaml-language-server: $schema=schema.json`. The schema knows types, choices and intervals; what keys must keep
+together only a run or `--dry-run` tells.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from minitron.config.convert import type_name
+from minitron.config.schema import Config, keys, kinds
+from minitron.config.text import shown
+
+DRY_RUN = "--dry-run --world N [--ranks first,middle,last] [--json]"
+USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
+# Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
+JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}
+
+
+def help_text(description: str) -> str:
+    """Write every key by section: its default, what it means, its type and its range."""
+    lines = [
+        description.strip().split("\n\n")[0],
+        "",
+        f"usage: {USAGE}",
+        "",
+        f"{DRY_RUN}: one step of some of N ranks, here, without GPUs: its",
+        "memory, its communication, its errors; ranks by number too.",
+        "--schema: a JSON schema of a configuration file, from which editors complete and check it.",
+        "",
+        "Later files win over earlier ones, and overrides over files. Every key, with its default:",
+    ]
+    for section in fields(Config):
+        lines += ["", f"{section.name}: {section.metadata['help']}"]
+        for key, found, f in keys(kinds(Config)[section.name][0], f"{section.name}."):
+            lines += [
+                f"  {key}={shown(f.default)}   ({type_name(found, f.metadata['within'])})",
+                *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
+            ]
+    return "\n".join(lines)
+
+
+def json_schema() -> str:
+    """Write the JSON schema of a configuration file."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "minitron configuration"}
+    return json.dumps(schema | _typed((Config,)), indent=1)
+
+
+def _typed(found: tuple, within: str | None = None) -> dict[str, Any]:
+    """Return the JSON schema of a value of these types, its numbers in an interval."""
+    kind, args = found[0], get_args(found[0])
+    if get_origin(kind) is Literal:
+        return {"enum": [*args, *([None] if NoneType in found else [])]}
+    if is_dataclass(kind):
+        properties = {f.name: _described(kinds(kind)[f.name], f) for f in fields(kind)}
+        first, rest = ["object"], {"properties": properties, "additionalProperties": False}
+    elif get_origin(kind) is tuple:
+        size = {} if Ellipsis in args else {"minItems": len(args), "maxItems": len(args)}
+        first, rest = ["array"], {"items": _typed(args[:1], within), **size}
+    else:
+        first = ["string"] if kind is str and bool in found else JSON_TYPES[kind]
+        rest = _bounds(within) if within else {}
+    names = [*first, *(name for other in found[1:] for name in JSON_TYPES[other])]
+    return {"type": names if len(names) > 1 else names[0], **rest}
+
+
+def _described(found: tuple, f: Any) -> dict[str, Any]:
+    default = {} if f.default is MISSING else {"default": f.default}
+    return {"description": f.metadata["help"], **default, **_typed(found, f.metadata["within"])}
+
+
+def _bounds(within: str) -> dict[str, float]:
+    """Write "[0, 1)" as {"minimum": 0, "exclusiveMaximum": 1}."""
+    low, high = within[1:-1].split(", ")
+    lowest = {"minimum" if within[0] == "[" else "exclusiveMinimum": json.loads(low)}
+    highest = {"maximum" if within[-1] == "]" else "exclusiveMaximum": json.loads(high)} if high != "inf" else {}
+    return lowest | highest

@@ -1,0 +1,73 @@
+"""The JSON schema: the committed one is that of the keys, takes every recipe, and refuses what a run refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from minitron.config import cli, rules, schema
+from minitron.config.describe import json_schema
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SCHEMA = json.loads(json_schema())
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+
+
+def test_the_committed_schema_is_that_of_the_keys(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.configure("Train.", ["--schema"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == (CONFIGS / "schema.json").read_text(), (
+        "run python -m minitron.pretrain --schema > configs/schema.json"
+    )
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_name_the_schema_and_keep_it(path):
+    text = path.read_text()
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    VALIDATOR.validate(yaml.safe_load(text))
+    VALIDATOR.validate(yaml.safe_load(cli.to_yaml(cli.load([str(path)]))))
+
+
+def test_every_key_is_described():
+    for key in schema.keys():
+        place = SCHEMA
+        for part in key.name.split("."):
+            assert place["additionalProperties"] is False
+            place = place["properties"][part]
+        assert place["description"] == key.field.metadata["help"]
+        assert place["default"] == json.loads(json.dumps(key.field.default))
+    assert SCHEMA["properties"]["model"]["properties"]["family"]["enum"] == ["llama", "gpt"]
+    assert SCHEMA["properties"]["optimizer"]["properties"]["betas"]["items"] == {
+        "type": "number",
+        "minimum": 0,
+        "exclusiveMaximum": 1,
+    }
+
+
+VALUES = [None, True, -1, 0, 1, 5, 2.5, 4294967296, "x", [], [1], [0.5, 0.5], [0.5, 2], ["a", 0.5], [[1]], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("key", list(schema.keys()), ids=lambda key: key.name)
+def test_the_schema_refuses_what_a_run_refuses(key):
+    for value in [*VALUES, key.field.default, *json.loads(json.dumps([key.field.default]))]:
+        tree = json.loads(json.dumps(value))
+        for part in reversed(key.name.split(".")):
+            tree = {part: tree}
+        try:
+            rules._check_ranges(cli.from_tree(tree, "json"), "")
+            taken = True
+        except ValueError:
+            taken = False
+        assert VALIDATOR.is_valid(tree) == taken, (key.name, value)
+
+
+def test_unknown_keys_are_refused():
+    assert not VALIDATOR.is_valid({"trainer": {"max_steps": 1}}) and not VALIDATOR.is_valid({"train": {"max_steps": 1}})
+    assert VALIDATOR.is_valid({}) and not VALIDATOR.is_valid({"model": None})
+    assert {f.name for f in dataclasses.fields(schema.Config)} == SCHEMA["properties"].keys()
