@@ -27,7 +27,7 @@ from torch import Tensor
 from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.model.gpt import Head
-from minitron.parallel.context import gathered_blocks, ring_blocks
+from minitron.parallel.context import gathered_tiles, ring_tiles
 from minitron.parallel.linear import ParallelLinear
 from minitron.train import Trainer
 
@@ -122,22 +122,22 @@ def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall
                 products.update({Product("first_weight_grad", *shape): 1, Product("weight_grad", *shape): num_mb - 1})
         for block in chunk.blocks.values():
             a, share = block.attention, mesh.cp.size if cfg.parallel.cp_style == "ulysses" else 1
-            for queries, keys, causal in _attention_blocks(trainer):
+            for queries, keys, causal in _attention_tiles(trainer):
                 heads, kv_heads = a.heads // share, a.kv_heads // share
                 calls[AttentionCall(batch, heads, kv_heads, a.head_dim, queries, keys, causal)] += num_mb
     return +products, +calls
 
 
-def _attention_blocks(trainer: Trainer) -> list[tuple[int, int, bool]]:
+def _attention_tiles(trainer: Trainer) -> list[tuple[int, int, bool]]:
     """(queries, keys, causal) of every kernel call of one layer on one microbatch."""
     s, cp, style = trainer.cfg.train.seq_len, trainer.mesh.cp, trainer.cfg.parallel.cp_style
     if cp.size == 1 or style == "ulysses":
         return [(s, s, True)]
     if style == "ring":
-        blocks = [block for source in range(cp.size) for block in ring_blocks(s, cp.size, cp.rank, source, None)]
+        tiles = [tile for source in range(cp.size) for tile in ring_tiles(s, cp.size, cp.rank, source, None)]
     else:
-        blocks = ring_blocks(s, cp.size, cp.rank, cp.rank, None) + gathered_blocks(s, cp.size, cp.rank, None)
-    return [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.causal) for b in blocks]
+        tiles = ring_tiles(s, cp.size, cp.rank, cp.rank, None) + gathered_tiles(s, cp.size, cp.rank, None)
+    return [(t.queries.stop - t.queries.start, t.keys.stop - t.keys.start, t.causal) for t in tiles]
 
 
 def floor_seconds(

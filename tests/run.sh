@@ -15,4 +15,5 @@ use_venv plot,test
 export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
 "$python" -m ruff check --quiet
 "$python" -m ruff format --check --quiet
+"$python" -m mypy --no-error-summary
 exec "$python" -m pytest -n auto "$@"

@@ -146,8 +146,8 @@ def restore(start: Start, state: State) -> None:
                 reader.state["optimizer_steps"] if name == "optimizer_steps" else reader.state.get(name, value.item())
             )
         for chunk in state.chunks:
-            if chunk.formats.scaling is not None and chunk.formats.scaling.history.any():
-                chunk.formats.scaling.follow_history()
+            if chunk.fp8_state.scaling is not None and chunk.fp8_state.scaling.history.any():
+                chunk.fp8_state.scaling.follow_history()
 
 
 def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:

@@ -10,16 +10,17 @@ A linear map's backward pass is its transpose. For collectives along an axis of 
     split           keep this rank's slice        all-gather
     all_to_all      trade slices                  trade them back
 
-so each autograd function below is one line. Along an axis of size 1 every one is the identity and launches nothing,
-which is why layers never ask how large an axis is. The functions that end in `_` or `_into` are the plain
-operations underneath: layers with a hand-written backward, the pipeline and the optimizer call those; with `wait=False`
-they return a handle, so that a GEMM can run while data travel. Every wait of a host for other ranks is in `_start` or
-`Pending.wait`, which note it in the rank's `Activity`: so `minitron.runtime.watch` can tell who waits for whom.
+so each autograd function below is one line. Along an axis of size 1 each of them is the identity and launches nothing,
+so layers need not ask how large an axis is. The functions that end in `_` or `_into` are the plain operations
+underneath: layers with a hand-written backward, the pipeline and the optimizer call those; with `wait=False` they
+return a handle, so that a GEMM can run while data travel. The host waits for other ranks in `_start` and `Pending.wait`
+alone. Both note it in the rank's `Activity`, so that `minitron.runtime.watch` can tell who waits for whom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,32 +33,42 @@ _gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Wait until it is done: the host, or on a GPU the current stream."""
+
+
 class Done:
     """The handle of a collective that had nothing to do."""
 
     def wait(self) -> None:
-        pass
+        """Return at once."""
 
 
 class Pending:
-    """The handle of operations under way. Their tensors live as long as it does, or until someone has waited for it."""
+    """The handle of operations under way. It keeps their tensors alive until wait() has returned."""
 
     __slots__ = ("kind", "axis", "num_bytes", "works", "tensors")
 
     def __init__(self, kind: str, axis: Axis, num_bytes: int, works: Sequence[dist.Work], tensors: Sequence[Tensor]):
-        self.kind, self.axis, self.num_bytes, self.works, self.tensors = kind, axis, num_bytes, works, tensors
+        self.kind, self.axis, self.num_bytes = kind, axis, num_bytes
+        self.works, self.tensors = works, tensors
 
     def wait(self) -> None:
-        """The first time; later calls find nothing to wait for, as a gloo work would wait for another message."""
+        """Wait for all of them, once: a second wait for a gloo work would take the next message for its own."""
         self.axis.activity.enter(self.kind, self.axis, self.num_bytes)
         for work in self.works:
             work.wait()
         self.axis.activity.leave()
-        self.works = self.tensors = ()
+        self.works, self.tensors = (), ()
 
 
-def _start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = True, **options) -> Done | Pending:
-    """call(*tensors) over `axis`, finished or under way. The last tensor is what this rank puts in."""
+def _start(
+    kind: str, call: Callable[..., dist.Work], axis: Axis, *tensors: Tensor, wait: bool = True, **options: Any
+) -> Handle:
+    """Call `call(*tensors)` over `axis`, and wait for it or not. The last tensor is this rank's input."""
     num_bytes = tensors[-1].nbytes
     axis.activity.record(kind, axis, tensors[-1], axis.ranks)
     axis.activity.enter(kind, axis, num_bytes)
@@ -69,15 +80,15 @@ def _start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool =
 # ---- plain operations: no autograd, in place or into a given tensor -------------------------------------------------
 
 
-def all_reduce_(x: Tensor, axis: Axis, *, wait: bool = True, op=dist.ReduceOp.SUM):
-    """x becomes its sum (or `op`) over `axis`. Returns a handle with .wait()."""
+def all_reduce_(x: Tensor, axis: Axis, *, wait: bool = True, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Handle:
+    """Replace x by its sum (or `op`) over `axis`. Returns a handle, which wait=True has waited for."""
     if axis.size == 1:
         return Done()
     return _start("all-reduce", dist.all_reduce, axis, x, wait=wait, op=op)
 
 
-def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
-    """out [P * len(x), ...] becomes the ranks' x in axis order, along dim 0. Contiguous; x may be out's own slice."""
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle:
+    """Gather the ranks' x [m, ...] into out [P m, ...], in axis order. Contiguous; x may be out's own slice."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -85,8 +96,8 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
     return _start("all-gather", _gather_op, axis, out, x, wait=wait)
 
 
-def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True):
-    """out becomes this rank's slice (dim 0) of the sum of x over `axis`. Contiguous; out may be x's own slice."""
+def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True) -> Handle:
+    """Write this rank's slice (dim 0) of the sum of x over `axis` to out. Contiguous; out may be x's own slice."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -95,7 +106,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True
 
 
 def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
-    """Post messages together without waiting: (rank along the axis, contiguous tensor) of each."""
+    """Post messages together without waiting; each is (rank along the axis, contiguous tensor)."""
     ops = []
     for kind, direction, messages in (("send", dist.isend, sends), ("recv", dist.irecv, recvs)):
         for peer, x in messages:
@@ -109,16 +120,16 @@ def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tu
     return Pending("exchange", axis, num_bytes, works, tensors)
 
 
-def gather_start(x: Tensor, axis: Axis):
-    """Begin an all-gather along dim 0: (result, handle); the result is valid after handle.wait()."""
+def gather_start(x: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
+    """Begin an all-gather along dim 0. Returns (result, handle); the result is valid after handle.wait()."""
     if axis.size == 1:
         return x, Done()
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     return out, all_gather_into(out, x.contiguous(), axis, wait=False)
 
 
-def reduce_scatter_start(x: Tensor, axis: Axis):
-    """Begin a reduce-scatter along dim 0: (result, handle). Raises ValueError if dim 0 is not divisible."""
+def reduce_scatter_start(x: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
+    """Begin a reduce-scatter along dim 0, as `gather_start`. Raises ValueError if dim 0 is not divisible."""
     if axis.size == 1:
         return x, Done()
     _check_divisible(x, 0, axis)
@@ -142,13 +153,13 @@ def reduce_scatter_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def slice_along(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's slice of `dim`; a view."""
+    """Return this rank's slice of `dim`; a view."""
     _check_divisible(x, dim, axis)
     size = x.shape[dim] // axis.size
     return x.narrow(dim, axis.rank * size, size)
 
 
-def trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+def _trade(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Cut `split_dim` into P parts, send part i to rank i, concatenate along `concat_dim` what arrives; no autograd."""
     _check_divisible(x, split_dim, axis)
     parts = torch.stack(x.chunk(axis.size, split_dim)).contiguous()
@@ -169,15 +180,15 @@ def _check_divisible(x: Tensor, dim: int, axis: Axis) -> None:
 
 
 class _Pair(torch.autograd.Function):
-    """A linear map, and its adjoint as the backward pass."""
+    """A linear map forward, its adjoint backward."""
 
     @staticmethod
-    def forward(ctx, x, apply, adjoint):
+    def forward(ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.adjoint = adjoint
         return apply(x)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return ctx.adjoint(dy), None, None
 
 
@@ -196,32 +207,32 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """x, used by every rank of `axis` for another part of the work. Adjoint: all-reduce."""
+    """Return x, for each rank of `axis` to do its part of the work with. Adjoint: all-reduce."""
     return _pair(x, axis, _same, lambda dy: _sum(dy, axis))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of x over `axis`, on every rank. Adjoint: copy."""
+    """Sum x over `axis`, for every rank. Adjoint: copy."""
     return _pair(x, axis, lambda x: _sum(x, axis), _same)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The ranks' x concatenated along `dim`, used by every rank for other work. Adjoint: reduce_scatter."""
+    """Concatenate the ranks' x along `dim`, for each rank to do its part with. Adjoint: reduce_scatter."""
     return _pair(x, axis, lambda x: gather_along(x, axis, dim), lambda dy: reduce_scatter_along(dy, axis, dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's slice of the sum of x over `axis`. Adjoint: all_gather. ValueError if `dim` is not divisible."""
+    """Sum x over `axis`, keep this rank's slice of `dim`. Adjoint: all_gather. ValueError if `dim` does not divide."""
     return _pair(x, axis, lambda x: reduce_scatter_along(x, axis, dim), lambda dy: gather_along(dy, axis, dim))
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's slice of an x that every rank holds. Adjoint: the all-gather of the slices' gradients."""
+    """Keep this rank's slice of an x that every rank holds. Adjoint: the all-gather of the slices' gradients."""
     return _pair(x, axis, lambda x: slice_along(x, axis, dim).contiguous(), lambda dy: gather_along(dy, axis, dim))
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Give each rank a slice of `split_dim`, gain theirs along `concat_dim`. Adjoint: the same, dims exchanged."""
+    """Send each rank its slice of `split_dim`, concatenate theirs along `concat_dim`. Adjoint: with dims exchanged."""
     return _pair(
-        x, axis, lambda x: trade(x, axis, split_dim, concat_dim), lambda dy: trade(dy, axis, concat_dim, split_dim)
+        x, axis, lambda x: _trade(x, axis, split_dim, concat_dim), lambda dy: _trade(dy, axis, concat_dim, split_dim)
     )

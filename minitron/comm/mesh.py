@@ -1,10 +1,10 @@
 """The mesh: which ranks work together along each parallel axis.
 
 Problem: a rank of a 4-axis job takes part in many groups (its tensor-parallel neighbours, its pipeline, ...),
-and every layer needs to know a few of them. The idea: ranks are the cells of an array [pp, dp, cp, tp], tp
-innermost so that the chattiest axis stays inside a node. An `Axis` is one line through this rank's cell. It
-is passed to whoever communicates along it; nothing here is global. An axis of size 1 has no group, and every
-collective over it is the identity, so the model needs no `if tp > 1`.
+and every layer needs to know a few of them. The idea: ranks are the elements of an array [pp, dp, cp, tp], tp
+innermost so that the axis with the most traffic stays inside a node. An `Axis` is the line through this rank along one
+dimension of the array. It is an argument of whatever communicates along it; nothing here is global. An axis of size 1
+has no group, and every collective over it is the identity, so the model needs no `if tp > 1`.
 
     8 ranks, pp 2, dp 1, cp 2, tp 2:     rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
         pp 0: cp 0: ranks 0 1            rank 5: tp axis (4, 5), cp axis (5, 7), pp axis (1, 5),
@@ -12,7 +12,7 @@ collective over it is the identity, so the model needs no `if tp > 1`.
         pp 1: cp 0: ranks 4 5
               cp 1: ranks 6 7
 
-Beside the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
+Besides the four axes there are three that serve one purpose each: `dp_cp` (gradients are summed and optimizer state
 is sharded over it), `embedding` (the first and the last pipeline rank, which hold the two copies of a tied
 weight) and `world` (statistics of a step).
 """
@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from minitron.comm.activity import Activity
 
 AXES = ("pp", "dp", "cp", "tp")
-UNWATCHED = Activity()  # of axes made by hand: written like any other, read by nobody
+UNWATCHED = Activity()  # of an axis that was made alone, without a mesh: written, but read by nobody
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One line of ranks through this rank's cell. `ranks` are global, in axis order; `rank` is the index there."""
+    """Ranks that communicate with each other. ranks: global, in order; rank: the index of this one among them."""
 
     name: str
     rank: int
@@ -46,6 +46,7 @@ class Axis:
 
     @staticmethod
     def single() -> Axis:
+        """Make the axis of one rank alone."""
         return Axis("single", 0, 1, (0,))
 
 
@@ -65,41 +66,41 @@ class Mesh:
 
     @property
     def activity(self) -> Activity:
-        """What this rank is doing."""
+        """The one Activity of all axes: what this rank is doing."""
         return self.world.activity
 
-    def cell(self) -> str:
-        """The rank and its coordinates: "rank 5 (pp 1, dp 0, cp 0, tp 1)"."""
+    def coordinates(self) -> str:
+        """Write the rank and its coordinates: "rank 5 (pp 1, dp 0, cp 0, tp 1)"."""
         return f"rank {self.rank} ({', '.join(f'{name} {getattr(self, name).rank}' for name in AXES)})"
 
     @staticmethod
     def create(
         *, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu", timeout: timedelta | None = None
     ) -> Mesh:
-        """The mesh of the initialised default process group; dp is what tp, pp and cp leave of its world.
+        """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
-        timeout: after which a collective of any axis fails, None: torch's own. Collective: every rank must call it.
+        timeout: a collective of any axis fails after it; None: torch's own. Collective: every rank must call it.
         Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
         rank, world = dist.get_rank(), dist.get_world_size()
         shape = _shape(world, tp, pp, cp)
-        axes = offline_axes(rank, shape)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        groups = {name: device_mesh[name].get_group() for name in AXES}
+        groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh[name].get_group() for name in AXES}
         groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
         groups["world"] = dist.group.WORLD
-        stage = world // pp  # ranks of one; pp is outermost
-        for first in range(stage if pp > 1 else 0):  # every rank takes part in the making of every group
-            group = dist.new_group([first, first + world - stage])
-            if rank in (first, first + world - stage):
+        stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
+        for first in range(stage_size if pp > 1 else 0):  # every rank takes part in making every group
+            last = first + world - stage_size
+            group = dist.new_group([first, last])
+            if rank in (first, last):
                 groups["embedding"] = group
-        if timeout is not None:  # new groups do not take it over from the default group
+        if timeout is not None:  # new groups do not inherit the default group's
             for group in groups.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         axes = {
             name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None, a.activity)
-            for name, a in axes.items()
+            for name, a in offline_axes(rank, shape).items()
         }
         return Mesh(rank, device, **axes)
 
@@ -107,7 +108,7 @@ class Mesh:
     def offline(
         world: int = 1, rank: int = 0, *, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu"
     ) -> Mesh:
-        """The coordinates of `rank` in a world that need not exist: no process group, nothing can be communicated."""
+        """Make the mesh of `rank` in a world that need not exist: without process groups, so nothing can be sent."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -124,12 +125,12 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
 
 
 def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]:
-    """Every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups."""
+    """Make every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups."""
     pp, dp, cp, tp = shape
     world = math.prod(shape)
 
     def line(size: int, stride: int) -> tuple[int, ...]:
-        """`size` ranks, this one among them, each `stride` after the last."""
+        """List `size` ranks, this one among them, each `stride` after the one before."""
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 

@@ -1,8 +1,8 @@
-"""Memory that the GPUs of a node see of each other: one buffer, its barrier, and the streams that copies run on.
+"""Memory of each GPU that the others of its node can read: one buffer, its barrier, and the streams that copies run on.
 
 Problem: a collective of NCCL is a kernel, which takes multiprocessors from the products beside it. Over NVLink a GPU
 can read another one's memory with its copy engines, which take none ("symmetric memory"). The idea: every rank of an
-axis makes a buffer of the same size, all ranks map all of them, and who reads what, and when, is up to the two users:
+axis makes a buffer of the same size, and all ranks map all of them. The two users decide who reads what, and when:
 parallel/overlap.py (activations, within a product) and optim/slices.py (gradients and parameters).
 
     rank 0   own [ a0 | b0 ]      view(1, shape of b, start of b) = b1, in the memory of rank 1
@@ -15,6 +15,7 @@ nodes, which share no memory, and NVLink's multicast.
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ from minitron.comm.mesh import Axis
 
 
 class SharedBuffer:
-    """`nbytes` of memory on every rank of `axis`, all of which all ranks can read. Making it is collective."""
+    """A buffer of `nbytes` on every rank of `axis`, which all of them can read. Making it is collective."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device):
+        assert axis.group is not None
         self.nbytes = nbytes
         axis.activity.enter("rendezvous", axis, nbytes)
         self.own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -48,9 +50,9 @@ class SharedBuffer:
 
 
 class OnStream:
-    """Launch on `stream` what stands within, then on `main` again.
+    """Launch on `stream` within the block, on `main` after it.
 
-    As torch.cuda.stream, which asks for the device each time: 9 us of the host, of which a layer has few.
+    torch.cuda.stream does the same, but asks for the device each time: 9 us of the host, which a layer cannot spare.
     """
 
     __slots__ = ("stream", "main")
@@ -69,12 +71,12 @@ def see_each_other(axis: Axis, device: torch.device) -> bool:
     """Tell whether the ranks are GPUs of one node that can read each other's memory. Collective over `axis`."""
     if axis.size == 1 or axis.group is None or device.type != "cuda":
         return False
-    places: list = [None] * axis.size
+    places: list[Any] = [None] * axis.size
     dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
     here = places[axis.rank]
     near = len(set(places)) == axis.size and all(
         host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places
     )
-    every = torch.tensor(near, dtype=torch.int32, device=device)
-    dist.all_reduce(every, op=dist.ReduceOp.MIN, group=axis.group)
-    return bool(every)
+    near_everywhere = torch.tensor(near, dtype=torch.int32, device=device)
+    dist.all_reduce(near_everywhere, op=dist.ReduceOp.MIN, group=axis.group)
+    return bool(near_everywhere)

@@ -1,20 +1,20 @@
 """Weight gradients and AdamW by NVIDIA's apex, where it is built: train.kernels=apex.
 
-Two of its kernels have a twin here, by the same name and contract, and nothing else of it is used:
+Two functions of kernels/plain.py can run on apex's kernels; nothing else of apex is used:
 
-    add_product   kernels/plain.py, fused.py     fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-    adamw_        kernels/plain.py, fused.py     amp_C.multi_tensor_adam_capturable, what FusedAdam calls
+    add_product   fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    adamw_        amp_C.multi_tensor_adam_capturable, what FusedAdam calls
 
 Both are extension modules of their own, so the name `apex`, which on PyPI is another project's, is never imported. Only
-kernels/kernels.py imports this file. What apex leaves to others:
+kernels/kernels.py imports this file. What runs without apex even then:
 
     a step's first product, which overwrites    its GEMM can only add, so torch's saves the pass that clears
     float32 products                            it allows cuBLAS to multiply those in float16
     FP8 products                                those of precision.fp8_backend
 
-and two that we leave: wgrad_gemm_accum_fp16, which adds to 16-bit gradients where ours are float32; and
-multi_tensor_adam_capturable_master, which would write the bf16 parameter in the same pass but reads the gradient as if
-it had the parameter's dtype, unchecked. So the cast is a second pass.
+Two kernels of apex would fit but are not used: wgrad_gemm_accum_fp16 adds to 16-bit gradients, and ours are float32;
+multi_tensor_adam_capturable_master would write the bf16 parameter in the same pass, but reads the gradient as if it had
+the parameter's dtype, unchecked. So the cast is a second pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CORRECT_BIAS = 1
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """out (+)= dy^T x; see kernels/plain.py."""
+    """Write or add dy^T x; see kernels/plain.py."""
     if dy.dtype == torch.float32 or not add:
         return fused.add_product(out, dy, x, add=add)
     assert out.is_contiguous()  # apex looks at no strides
@@ -50,7 +50,7 @@ def adamw_(
     hyper: AdamHyper,
     updated: Callable[[int], None],
 ) -> None:
-    """One step on every state, all its numbers on the device; see kernels/plain.py."""
+    """Update every state, with all numbers of the step on the device; see kernels/plain.py."""
     skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):

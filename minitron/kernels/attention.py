@@ -1,17 +1,18 @@
 """The seam of the attention kernels: every softmax(q k^T) v of the model runs through a `Backend`.
 
-Problem: the fastest kernel differs by device and precision, and context parallelism needs more of it than a layer
-does. A rank that holds some of the queries attends to the keys block by block, as they arrive, and joins the results:
+Problem: which kernel is fastest depends on device and precision, and context parallelism needs more results of it than
+a layer does. A rank that holds some of the queries attends to the keys block by block, as they arrive, and joins the
+results:
 
     block A:  scores 1, 2   lse_A = log(e^1 + e^2)   out_A = (e^1 v1 + e^2 v2) / e^lse_A
     block B:  score  3      lse_B = log(e^3)         out_B = v3
     both:                   lse = log(e^lse_A + e^lse_B)
                             out = e^(lse_A - lse) out_A + e^(lse_B - lse) out_B
 
-So a kernel must return `lse`, the log of the sum of the exponentials, beside `out`. For the backward pass note that the
-gradient of a score is p (dp - dout . out) with p = e^(score - lse): it is the *whole* softmax's p as soon as the
-whole softmax's lse and out go in. Hence the contract: a backend is a pair of functions without autograd, and its
-backward takes out and lse as they are given, from this block alone or merged over many.
+So a kernel must return `lse`, the log of the sum of the exponentials, beside `out`. In the backward pass the gradient
+of a score is p (dp - dout . out) with p = e^(score - lse). If lse and out are those of the *whole* softmax, then so is
+p, and a block's gradients are right without the other blocks. Hence the contract: a backend is a pair of functions
+without autograd, and its backward takes out and lse as they are given, from this block alone or merged over many.
 
     forward (q, k, v, *, causal, scale)                         -> out, lse, saved
     backward(dout, q, k, v, out, lse, saved, *, causal, scale)  -> dq, dk, dv
@@ -23,12 +24,12 @@ backward takes out and lse as they are given, from this block alone or merged ov
     causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
 
-A kernel may also take documents that lie one after another, each causal within itself, in one call (`packed`):
+A kernel may also take many documents in one call, one after another and each causal within itself (`packed`):
 
     forward (q, k, v, bounds, longest, scale) -> out, saved      q, out [t, n, d], k, v [t, g, d]; bounds int32 [m + 1]
     backward(dout, q, k, v, out, saved, bounds, longest, scale) -> dq, dk, dv            on the device, from 0 to t
 
-A block never has a query without keys: there the kernels disagree about lse (0 or -inf), and a merge would be wrong.
+No block may have a query without keys: for one, some kernels return lse 0 and some -inf, and a merge would be wrong.
 
 Left out: kernels with a sliding window or a bias, and aten's memory-efficient attention (slower wherever these run).
 """
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,9 @@ from torch.backends import cuda as cuda_backends
 from minitron.kernels.meta import hidden
 
 aten = torch.ops.aten
+Forward = tuple[Tensor, Tensor, Any]  # out, lse, saved
+Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+PackedKernels = tuple[Callable[..., tuple[Tensor, Any]], Callable[..., Grads]]  # forward and backward
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class Backend:
     """A pair of kernels under the contract of this module."""
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensor, object]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    packed: tuple[Callable, Callable] | None = None
+    forward: Callable[..., Forward]
+    backward: Callable[..., Grads]
+    packed: PackedKernels | None = None
 
 
 def choose(
@@ -66,7 +71,7 @@ def choose(
     *,
     documents: bool = False,
 ) -> Backend:
-    """The backend for `model.attention`; call it once, when the model is built.
+    """Choose the backend for `model.attention`, once a run.
 
     `auto` takes the fastest that fits: on CUDA cuDNN, then flash; on CPU flash; `reference` where neither fits (float32
     on CUDA, attention dropout). With `documents` block lengths vary from batch to batch, and cuDNN would
@@ -90,7 +95,7 @@ def choose(
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str | None:
-    """Why this backend cannot be used, and what to do about it; None if it can."""
+    """Say why this backend cannot be used and what to do about it; None if it can be used."""
     if name not in ("cudnn", "flash", "flash-attn", "reference"):
         return "is not an attention backend; use auto, cudnn, flash, flash-attn or reference"
     if name == "reference":
@@ -121,20 +126,22 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 def _grouped(x: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
-    """[b, n, ...] -> [b, g, n/g, ...]"""
+    """Group the query heads by key head: [b, n, ...] -> [b, g, n/g, ...]."""
     return x.to(dtype).unflatten(1, (num_groups, -1))
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """q [b, g, n/g, sq, d], k [b, g, 1, sk, d] -> [b, g, n/g, sq, sk], hidden keys at -inf"""
+    """Compute q [b, g, n/g, sq, d] times k [b, g, 1, sk, d] -> [b, g, n/g, sq, sk]; keys that are not seen at -inf."""
     scores = q @ k.transpose(-1, -2) * scale
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(hidden, float("-inf"))
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(unseen, float("-inf"))
     return scores
 
 
-def _reference_forward(q, k, v, *, causal, scale, dropout_mask=None):
+def _reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_mask: Tensor | None = None
+) -> Forward:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     q32, k32, v32 = (_grouped(x, g, dtype) for x in (q, k, v))
     scores = _scores(q32, k32, causal, scale)
@@ -145,7 +152,19 @@ def _reference_forward(q, k, v, *, causal, scale, dropout_mask=None):
     return (p @ v32).flatten(1, 2).to(q.dtype), lse.flatten(1, 2), None
 
 
-def _reference_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropout_mask=None):
+def _reference_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: None,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_mask: Tensor | None = None,
+) -> Grads:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     dout32, out32, q32, k32, v32 = (_grouped(x, g, dtype) for x in (dout, out, q, k, v))
     p = torch.exp(_scores(q32, k32, causal, scale) - _grouped(lse, g, dtype).unsqueeze(-1))
@@ -162,75 +181,85 @@ def _reference_backward(dout, q, k, v, out, lse, saved, *, causal, scale, dropou
 # ---- any kernel, in a dry run ---------------------------------------------------------------------------------------
 
 
-def _shapes_forward(q, k, v, **options):
-    """Results lie in memory as q does, as those of the GPUs' kernels."""
+def _shapes_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Forward:
+    """Run the reference; results get the strides of q, as those of the GPUs' kernels have."""
     out, lse, saved = _reference_forward(q, k, v, **options)
     return torch.empty_like(q).copy_(out), lse, saved
 
 
-def _shapes_backward(dout, q, k, v, *saved, **options):
-    grads = _reference_backward(dout, q, k, v, *saved, **options)
-    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads))
+def _shapes_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, **options: Any) -> Grads:
+    dq, dk, dv = _reference_backward(dout, q, k, v, *saved, **options)
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
-def _shapes_packed_forward(q, k, v, bounds, longest, scale):
+def _shapes_packed_forward(q: Tensor, *_: Any) -> tuple[Tensor, list[Tensor]]:
     return torch.empty_like(q), [q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)]  # lse
 
 
-def _shapes_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
-    return tuple(map(torch.empty_like, (q, k, v)))
+def _shapes_packed_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Grads:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 # ---- torch's own kernels --------------------------------------------------------------------------------------------
 # They index lse as a dense [b, n, sq] tensor, so the slices that context parallelism passes are copied first.
 
 
-def _flash_cpu_forward(q, k, v, *, causal, scale):
+def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Forward:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse, None
 
 
-def _flash_cpu_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+def _flash_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any, *, causal: bool, scale: float
+) -> Grads:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
     )
 
 
-def _flash_cuda_forward(q, k, v, *, causal, scale):
+def _flash_cuda_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Forward:
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )
     return out, lse, (seed, offset)
 
 
-def _flash_cuda_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+def _flash_cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any, *, causal: bool, scale: float
+) -> Grads:
     return aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *saved, scale=scale
     )
 
 
-def _flash_cuda_packed_forward(q, k, v, bounds, longest, scale):
+def _flash_cuda_packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Any]:
     out, *saved, _ = aten._flash_attention_forward(
         q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
     )
     return out, saved
 
 
-def _flash_cuda_packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+def _flash_cuda_packed_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, bounds: Tensor, longest: int, scale: float
+) -> Grads:
     lse, *rng = saved
     return aten._flash_attention_backward(
         dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale
     )
 
 
-def _cudnn_forward(q, k, v, *, causal, scale):
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Forward:
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     return out, lse.squeeze(-1), (seed, offset)
 
 
-def _cudnn_backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any, *, causal: bool, scale: float
+) -> Grads:
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout,
         q,
@@ -262,7 +291,7 @@ CUDNN = Backend("cudnn", _cudnn_forward, _cudnn_backward)
 
 
 def _import_flash_attn() -> Backend:
-    """FlashAttention-2 of the package flash-attn (Dao 2023), whose tensors are [b, s, n, d]."""
+    """Wrap FlashAttention-2 of the package flash-attn (Dao 2023), whose tensors are [b, s, n, d]."""
     try:
         from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
     except ImportError as error:
@@ -271,7 +300,7 @@ def _import_flash_attn() -> Backend:
             "pip install flash-attn --no-build-isolation, or use model.attention=auto"
         ) from error
 
-    def options(causal, scale):
+    def options(causal: bool, scale: float) -> dict[str, Any]:
         return dict(
             dropout_p=0.0,
             softmax_scale=scale,
@@ -282,12 +311,23 @@ def _import_flash_attn() -> Backend:
             alibi_slopes=None,
         )
 
-    def forward(q, k, v, *, causal, scale):
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Forward:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, _, rng_state = _flash_attn_forward(q, k, v, return_softmax=False, **options(causal, scale))
         return out.transpose(1, 2), lse, rng_state
 
-    def backward(dout, q, k, v, out, lse, saved, *, causal, scale):
+    def backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        saved: Any,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         grads = [torch.empty_like(x) for x in (q, k, v)]
         _flash_attn_backward(

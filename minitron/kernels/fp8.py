@@ -1,4 +1,4 @@
-"""FP8 behind the GEMM seam: who is cast when, and with which scale.
+"""FP8 products of the linear layers: which tensor is cast when, and with which scale.
 
 Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and writes memory like any other pass, an
 8-bit number spans few magnitudes, and a scale that follows the data costs a pass or a collective of its own. The idea:
@@ -12,7 +12,7 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
 and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
 
     current    look first, then cast: two passes, and a collective where ranks share a scale
-    delayed    the scale comes from the largest magnitude of the last 16 steps; the cast notes the new one in passing.
+    delayed    the scale comes from the largest magnitude of the last 16 steps; the cast also finds the new magnitude.
                All magnitudes of a model chunk enter their histories in one collective per step.
     block      a scale for each 128 values of a row: nothing to share or to remember, but slower products
 
@@ -28,10 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis, Mesh
@@ -40,49 +39,47 @@ from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_torch import KINDS, Operand, limit
 from minitron.kernels.gemm import ALONE, DTYPES, Gemm, Payload
+from minitron.kernels.param import Param
+from minitron.kernels.plain import Cast
 
-if TYPE_CHECKING:
-    from minitron.kernels import fp8_te
-
-HISTORY = 16  # steps that a scale looks back
+HISTORY = 16  # steps whose magnitudes a scale is made from
 BLOCK_GEMMS = 4  # of a transformer block: qkv, out, up, down
 ROLES = tuple(KINDS)
 
 
-def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torch.TensorScaling | fp8_te.TensorScaling:
-    """The casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
+def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torch.TensorScaling:
+    """Choose the casts and products of precision.fp8. Raises ValueError if precision.fp8_backend cannot run here.
 
     To be called before anything uses cuDNN: on machines with two copies of it, one of torch's and one of the system,
-    Transformer Engine fails to load once torch has begun with its own.
+    Transformer Engine fails to load once torch has loaded its own.
     """
-    library = fp8_torch
+    block = precision.fp8 == "block"
     if precision.fp8_backend == "te":
         if device.type == "meta":
-            return _te_shapes(precision.fp8 == "block")
+            return _te_shapes(block)
         if device.type != "cuda":
             raise ValueError(
                 f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
                 "precision.fp8_backend=torch or precision.fp8=none"
             )
         try:
-            from minitron.kernels import fp8_te as library
+            from minitron.kernels import fp8_te
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
             raise ValueError(
                 f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
                 "transformer-engine[pytorch], or use precision.fp8_backend=torch"
             ) from error
-    elif precision.fp8 == "block" and device.type != "cpu":
+        return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
+    if block and device.type != "cpu":
         raise ValueError(
             "precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
             "precision.fp8_backend=te, or precision.fp8=delayed or current"
         )
-    if precision.fp8 == "block":
-        return library.BlockScaling()
-    return library.TensorScaling()
+    return fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling()
 
 
 def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
-    """For dry runs: allocates what Transformer Engine would."""
+    """Make a backend for dry runs, which allocates what Transformer Engine would."""
     shapes = fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling(meta)
     for name in ("cast", "multiply", "multiply_into")[not block :]:
         setattr(shapes, name, meta.hidden(getattr(shapes, name)))
@@ -92,25 +89,25 @@ def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
 class DelayedScaling:
     """Scales of tensors, each from the largest magnitude that its tensor had in the last HISTORY steps.
 
-    roles: of the tensors. axes: the ranks along them agree on every scale, because they gather each other's casts (tp)
-    or because a checkpoint keeps one history for all of them (data ranks). history [HISTORY, tensors], newest first,
-    is the whole state between steps.
+    roles: those of the tensors. axes: ranks along them have the same scales, because they gather each other's casts
+    (tp) or because a checkpoint keeps one history for all of them (data ranks). history [HISTORY, tensors], newest
+    first, is the whole state between steps.
     """
 
     def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
         self.limits = torch.tensor([limit(KINDS[role]) for role in roles], device=device)
         self.amax, self.scale = torch.zeros_like(self.limits), torch.ones_like(self.limits)
         self.history = self.limits.new_zeros(HISTORY, len(roles))
-        self.axes, self.cold = axes, True
-        self._of_each = list(zip(self.scale.split(1), self.amax.split(1)))  # views [1]: every cast asks for two
+        self.axes, self.cold = axes, True  # cold: there is no history yet
+        self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast asks for two
 
     def of(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
-        """(scale, amax) of tensor i, views [1]: no scale as long as there is no history, no amax unless `record`."""
-        scale, amax = self._of_each[i]
+        """Return (scale, amax) of tensor i, views [1]: no scale before there is a history, no amax unless `record`."""
+        scale, amax = self._views[i]
         return None if self.cold else scale, amax if record else None
 
     def advance(self) -> None:
-        """The magnitudes noted since the last call enter the history. Once per step; collective over the axes."""
+        """Put the magnitudes since the last call in the history. Once per step; collective over the axes."""
         for axis in self.axes:
             all_reduce_(self.amax, axis, op=torch.distributed.ReduceOp.MAX)
         newest = torch.where(self.amax.isfinite(), self.amax, self.history[0])
@@ -119,7 +116,7 @@ class DelayedScaling:
         self.follow_history()
 
     def follow_history(self) -> None:
-        """Make the scales from the history: also after a checkpoint has been read into it."""
+        """Make the scales from the history; also to be called when a checkpoint has been read into it."""
         top = self.history.amax(0)
         self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
         self.cold = False
@@ -128,13 +125,13 @@ class DelayedScaling:
 class Fp8Gemm(Gemm):
     """The products of one linear layer in FP8. It keeps the weight's casts until the weight changes.
 
-    dtype: of outputs and input gradients. scaling: where the scales of x, weight and dy are, tensors `first` to
+    dtype: of outputs and input gradients. scaling: has the scales of x, weight and dy, as its tensors `first` to
     `first` + 2; None: the backend finds them.
     """
 
     def __init__(
         self,
-        backend: fp8_torch.TensorScaling | fp8_te.TensorScaling,
+        backend: fp8_torch.TensorScaling,
         dtype: torch.dtype,
         scaling: DelayedScaling | None = None,
         first: int = 0,
@@ -145,7 +142,7 @@ class Fp8Gemm(Gemm):
 
     @property
     def history(self) -> Tensor | None:
-        """[HISTORY, 3] magnitudes of x, weight and dy, a view: what a checkpoint keeps. None: nothing."""
+        """[HISTORY, 3] magnitudes of x, weight and dy, a view, for a checkpoint; None if there are none to keep."""
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
@@ -155,7 +152,7 @@ class Fp8Gemm(Gemm):
         return self._cast(dy, "dy", gathered, columns, True)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        w = self._quantized(weight)  # the tensor cores may add up in less than float32, in no other product
+        w = self._quantized(weight)  # fast: less than float32 in the tensor cores' sums, in this product alone
         return torch._scaled_mm(
             x.rows,
             w.rows.t(),
@@ -171,11 +168,11 @@ class Fp8Gemm(Gemm):
         w = self._columns(self._quantized(weight))
         return torch._scaled_mm(dy.rows, w.values.t(), dy.rows_scale, w.scale, out_dtype=self.dtype, out=out)
 
-    def weight_grad(self, weight: nn.Parameter, dy: Payload, x: Payload) -> Tensor | None:
-        dy, x, slot = self._columns(dy), self._columns(x), weight.slot
+    def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
+        a, b, slot = self._columns(dy), self._columns(x), weight.slot
         if slot is None:
-            return self.backend.multiply(dy, x, weight.dtype)
-        self.backend.multiply_into(slot.main_grad, dy, x, add=slot.begin())
+            return self.backend.multiply(a, b, weight.dtype)
+        self.backend.multiply_into(slot.main_grad, a, b, add=slot.begin())
         slot.ready()
         return None
 
@@ -189,10 +186,11 @@ class Fp8Gemm(Gemm):
         return self._cast_result("dy", ops.swiglu_backward, ops.swiglu_backward_cast, (dy, inner), columns, True)
 
     def freeze(self) -> None:
-        """The weight will not change: it is cast once, by its own magnitude, and its history stays empty."""
+        """Declare that the weight will not change: it is cast once, by its own magnitude, without a history."""
         self._frozen = True
 
     def drop_casts(self) -> None:
+        """Forget the weight's casts, since the weight has changed."""
         if not self._frozen:
             self._weight = None
 
@@ -209,12 +207,12 @@ class Fp8Gemm(Gemm):
         self,
         role: str,
         operation: Callable[..., Tensor],
-        with_cast: Callable[..., Payload],
+        with_cast: Callable[..., Cast],
         inputs: tuple[Tensor, ...],
         columns: bool,
         record: bool,
     ) -> Payload:
-        """The cast of operation(*inputs), in the same kernel if its scale is known beforehand."""
+        """Cast the result of operation(*inputs); in the same kernel if its scale is known beforehand."""
         scale, amax = self._scale(role, record)
         if scale is None:
             return self.backend.cast(operation(*inputs), role, ALONE, None, amax, columns)
@@ -231,7 +229,7 @@ class Fp8Gemm(Gemm):
 
 
 class BlockGemm(Fp8Gemm):
-    """The same with a scale for each 128 values: the backend multiplies, and is told what has a weight's tiles."""
+    """The same with a scale for each 128 values, or 128 x 128 tile of the weight; the backend has all products."""
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)
@@ -246,11 +244,11 @@ class BlockGemm(Fp8Gemm):
         )
 
 
-class Formats:
-    """The number formats of a model chunk's blocks: makes their GEMMs, and ends their step.
+class Fp8State:
+    """What FP8 keeps for a model chunk: makes the GEMMs of its blocks, and moves their scales on after a step.
 
     layers: the blocks of the chunk, of num_layers in the model. backend: FP8's casts and products, None without FP8.
-    ordinary: what multiplies in the blocks without FP8.
+    ordinary: the GEMM of blocks without FP8.
     """
 
     def __init__(
@@ -272,14 +270,15 @@ class Formats:
             self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
 
     def gemm(self, layer: int) -> Gemm:
-        """For one more linear layer of this block."""
+        """Make the GEMM of one more linear layer of block `layer`."""
         if layer not in self.layers:
             return self.ordinary
+        assert self.backend is not None
         self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
         return self.gemms[-1]
 
     def on_weights_updated(self) -> None:
-        """Once per optimizer step: the casts of the weights are void, and magnitudes become history.
+        """Drop the weights' casts and move the magnitudes of the step to the histories, once per optimizer step.
 
         Collective over tp and dp_cp with delayed scaling.
         """

@@ -1,9 +1,9 @@
-"""FP8 casts and products by Transformer Engine: the fast twin of kernels/fp8_torch.py, with the same contract.
+"""FP8 casts and products by Transformer Engine: fast, and with the contract of kernels/fp8_torch.py.
 
 Its cast reads a bf16 matrix once and writes rows, columns and the largest magnitude in one kernel, and its GEMM adds to
 a float32 gradient in place. Its kernels are used, not its layers: communication, recomputation and gradient
-accumulation stay with the seam. Payloads are plain tensors; the library's tensor classes exist inside of a call. Where
-nothing is added torch calls the same cuBLAS product, and takes the host less time.
+accumulation stay with the layers. Payloads are plain tensors; the library's tensor classes exist inside of a call only.
+For a product that is not added to anything, torch calls the same cuBLAS kernel and takes the host less time.
 
 Left out: its SwiGLU with casts (kernels/fused.py has its own), its norms with casts, and its communication overlap.
 """
@@ -11,6 +11,7 @@ Left out: its SwiGLU with casts (kernels/fused.py has its own), its norms with c
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import transformer_engine.pytorch  # noqa: F401, loads the library that the next line needs
@@ -27,7 +28,7 @@ from minitron.comm.mesh import Axis
 from minitron.config.sizes import FP8_WORKSPACE_BYTES
 from minitron.kernels import fp8_torch
 from minitron.kernels.fp8_torch import KINDS, Operand, limit
-from minitron.kernels.gemm import Payload
+from minitron.kernels.gemm import ABSENT, Payload
 
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
 CODES = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
@@ -36,7 +37,7 @@ CODES = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat
 class TensorScaling(fp8_torch.TensorScaling):
     """One scale for a whole tensor."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.workspaces: dict[torch.cuda.Stream, Tensor] = {}
 
@@ -72,8 +73,8 @@ class TensorScaling(fp8_torch.TensorScaling):
 
     def _arguments(
         self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, add: bool
-    ) -> tuple:
-        """Those of `gemm` for out (+)= a b^T + bias."""
+    ) -> tuple[Any, ...]:
+        """List the arguments of `gemm` for out (+)= a b^T + bias."""
         workspace = self._workspace(torch.cuda.current_stream(a.values.device.index))
         transposed, gelu, gelu_input, grad, quantizer, accurate = True, False, None, False, None, True
         return (
@@ -96,7 +97,7 @@ class TensorScaling(fp8_torch.TensorScaling):
         )
 
     def _workspace(self, stream: torch.cuda.Stream) -> Tensor:
-        """Of cuBLAS, one per stream: the library's `general_gemm` has one that products side by side share."""
+        """Return the stream's own workspace of cuBLAS: products on two streams must not share one."""
         if stream not in self.workspaces:
             self.workspaces[stream] = torch.empty(FP8_WORKSPACE_BYTES, dtype=torch.uint8, device=stream.device)
         return self.workspaces[stream]
@@ -111,7 +112,7 @@ class TensorScaling(fp8_torch.TensorScaling):
 
 
 class BlockScaling(TensorScaling):
-    """A scale for each 128 values along the summed dim, for each 128 x 128 tile of a weight."""
+    """A scale for each 128 values along the summed dim, or for each 128 x 128 tile of a weight."""
 
     def multiply(
         self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
@@ -134,7 +135,7 @@ class BlockScaling(TensorScaling):
         return Payload(
             rows,
             parts["rowwise_scale_inv"],
-            None if other is None else other.view(rows.dtype),
+            ABSENT if other is None else other.view(rows.dtype),
             parts["columnwise_scale_inv"],
         )
 
@@ -151,6 +152,6 @@ class BlockScaling(TensorScaling):
         )
 
 
-def _run(quantizer: Quantizer, x: Tensor) -> dict:
+def _run(quantizer: Quantizer, x: Tensor) -> dict[str, Any]:
     quantizer.internal = True  # plain storage instead of a tensor subclass
     return quantizer(x.contiguous()).get_metadata()

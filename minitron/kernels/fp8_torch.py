@@ -7,9 +7,9 @@ matrix that is summed over either dim has two casts: its rows [m, k] and its col
     e4m3   3 bits after the point, up to 448: activations and weights
     e5m2   2 bits, up to 57344: gradients, whose magnitudes spread wider
 
-`TensorScaling` has one scale a tensor, given or found on the spot. `BlockScaling` has a power of two for each 128
-values of a row, and a weight one for each 128 x 128 tile, so that small values survive beside a large one; its range
-is wide enough for gradients in e4m3. Each is made once per model.
+`TensorScaling` has one scale a tensor, given or found from its values. `BlockScaling` has a power of two for each 128
+values of a row, for a weight one for each 128 x 128 tile, so that small values survive beside a large one; then e4m3
+has range enough for gradients too. One of them is made for a run.
 
 Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-AI 2024, "DeepSeek-V3" (blocks).
 """
@@ -32,12 +32,12 @@ BLOCK = 128
 
 
 def limit(kind: torch.dtype) -> float:
-    """The largest value of a format."""
+    """Return the largest value of a format."""
     return torch.finfo(kind).max
 
 
 class Operand(NamedTuple):
-    """One side of a product: values [m, k] that are summed along rows. tiled: the scales are a weight's tiles."""
+    """One side of a product: values [m, k], summed along rows, and scales. tiled: these are of a weight's tiles."""
 
     values: Tensor
     scale: Tensor
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
 
 
 class TensorScaling:
-    """One scale for a whole tensor. ops: the casts."""
+    """One scale for a whole tensor. ops: the module that has the casts."""
 
     def __init__(self, ops: ModuleType = plain):
         self.ops = ops
@@ -53,11 +53,11 @@ class TensorScaling:
     def cast(
         self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
     ) -> Payload:
-        """x [m, k] in the format of its role, times a scale.
+        """Cast x [m, k], times a scale, to the format of its role.
 
-        scale: [1] float32; None: what brings the largest magnitude of x, over the ranks of `shared`, to the limit.
-        amax: [1], raised to the largest magnitude of x here. columns: cast the transpose too, unless x is to be
-        gathered first.
+        scale: [1] float32; None: the one that brings the largest magnitude of x, over the ranks of `shared`, to the
+        format's limit. amax: [1], raised to the largest magnitude of x on this rank. columns: cast the transpose too,
+        unless `shared` ranks gather x first.
         """
         kind, both = KINDS[role], columns and shared.size == 1
         if scale is None:
@@ -70,15 +70,17 @@ class TensorScaling:
         return Payload(values, inverse, *((transposed, inverse) if both else (None, None)))
 
     def transpose(self, values: Tensor) -> Tensor:
-        """A contiguous transpose of cast values."""
+        """Transpose cast values, contiguously."""
         return self.ops.transpose(values)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        """a b^T in `dtype`."""
-        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=dtype)
+    def multiply(
+        self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return a b^T + bias in `dtype`; in `out` if it is given."""
+        return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype, out=out)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        """out (+)= a b^T in float32."""
+        """Write a b^T to out in float32, or `add` it."""
         product = torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=torch.float32)
         out.add_(product) if add else out.copy_(product)
 
@@ -86,20 +88,20 @@ class TensorScaling:
 class BlockScaling(TensorScaling):
     """A scale for each 128 values along the summed dim; scales of rows are [k/128, m], of columns [m/128, k].
 
-    Numbers as on a GPU, but not its speed: the product is a float32 one, for CPUs and as the reference of tests.
+    The casts are those of a GPU, but the product is a slow float32 one: for CPUs, and as the reference of tests.
     """
 
     def cast(
         self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
     ) -> Payload:
-        """x [m, k] in blocks, m and k multiples of 128. Nothing is given or shared: every rank finds its own scales."""
+        """Cast x [m, k], m and k multiples of 128, in blocks, whose scales every rank finds by itself."""
         other = self._blocks(x.t().contiguous(), role) if columns else (None, None)
         return Payload(*self._blocks(x, role), *other)
 
     def multiply(
         self, a: Operand, b: Operand, dtype: torch.dtype, *, out: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """a b^T + bias in `dtype`, from the values that the blocks stand for; in `out` if it is given."""
+        """Multiply what the casts stand for."""
         product = dequantize(a) @ dequantize(b).t()
         product = (product if bias is None else product + bias).to(dtype)
         return product if out is None else out.copy_(product)
@@ -121,5 +123,5 @@ class BlockScaling(TensorScaling):
 
 
 def dequantize(x: Operand) -> Tensor:
-    """The float32 values [m, k] that values and 1 x 128 scales stand for."""
+    """Return the float32 values [m, k] that a cast with scales for 1 x 128 blocks stands for."""
     return (x.values.float().unflatten(1, (-1, BLOCK)) * x.scale.t().unsqueeze(-1)).flatten(1)

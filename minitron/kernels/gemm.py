@@ -1,8 +1,8 @@
 """Number formats of matrix products: what a layer's three products read, and where they write.
 
-Problem: tensor parallelism moves matrices, FP8 casts them, and both are fast only when they know of each other. The
-idea: what is multiplied and what travels is a `Payload`, the matrix as its format has it, made once for all products
-that read it; and a format is an object with the three products of a linear layer:
+Problem: tensor parallelism moves matrices, FP8 casts them, and both are fast only if what travels is the cast. The
+idea: what is multiplied and what travels is a `Payload`, a matrix in its number format, made once for all products that
+read it; and a format is an object with the three products of a linear layer:
 
     forward        y  = x W^T + bias
     input_grad     dx = dy W
@@ -16,59 +16,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
+from minitron.kernels.param import Param
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALONE = Axis.single()
+ABSENT: Any = None  # a tensor that a payload lacks; typed Any, since a format knows which ones its payloads have
 
 
 class Payload(NamedTuple):
-    """What GEMMs read of a matrix x [m, k].
+    """A matrix x [m, k] as GEMMs read it.
 
-    rows:    x. The forward product and the input gradient sum along them.
-    columns: its transpose [k, m], along which the weight gradient sums; only formats that need both layouts have it.
-    The scales are float32 factors that the values must be multiplied by: None in ordinary formats, one number for
+    rows:    x. The forward product and the input gradient sum along its rows.
+    columns: its transpose [k, m], along whose rows the weight gradient sums; only formats that need both layouts
+             have it.
+    The scales are float32 factors that the values must be multiplied by: absent in ordinary formats, one number for
     the whole tensor, or one per 128 values of a row, [k/128, m], or of a column, [m/128, k].
     """
 
-    rows: Tensor | None
-    rows_scale: Tensor | None = None
-    columns: Tensor | None = None
-    columns_scale: Tensor | None = None
+    rows: Tensor
+    rows_scale: Tensor = ABSENT
+    columns: Tensor = ABSENT
+    columns_scale: Tensor = ABSENT
 
     def for_weight_grad(self) -> Payload:
-        """What the weight gradient needs: the columns, or rows if columns can be made from them."""
-        return self if self.columns is None else Payload(None, None, self.columns, self.columns_scale)
+        """Keep what the weight gradient needs: the columns, or rows if columns can be made from them."""
+        return self if self.columns is None else Payload(ABSENT, ABSENT, self.columns, self.columns_scale)
 
     def for_product(self) -> Payload:
-        """What a product along the rows needs, and so all that travels for one."""
+        """Keep what a product along the rows needs, and so all that travels for one."""
         return self if self.columns is None else Payload(self.rows, self.rows_scale)
 
     def cut(self, m: slice) -> Payload:
-        """These rows, for a product that reads rows."""
+        """Keep these rows, for a product that reads rows."""
         return Payload(self.rows[m], self.rows_scale if self._is_whole(1) else self.rows_scale[:, m].contiguous())
 
     def parts(self) -> list[Tensor]:
-        """What ranks exchange: all but scales of the whole tensor, float8 as bytes, which is how it can travel."""
+        """List what ranks exchange: all but scales of the whole tensor; float8 as bytes, which gloo and NCCL know."""
         return [x if x.itemsize > 1 else x.view(torch.uint8) for i, x in enumerate(self) if not self._is_whole(i)]
 
     def of(self, parts: Iterable[Tensor]) -> Payload:
-        """A payload like this one from parts that were gathered (one after another, along dim 0) or one rank's own."""
-        parts, dims = iter(parts), (0, 1, 1, 0)  # where m is
-        return Payload(*(x if self._is_whole(i) else _join(next(parts), x, dims[i]) for i, x in enumerate(self)))
+        """Make a payload like this one from parts: one rank's own, or gathered ones, one after another along dim 0."""
+        each, dims = iter(parts), (0, 1, 1, 0)  # where m is
+        return Payload(*(x if self._is_whole(i) else _join(next(each), x, dims[i]) for i, x in enumerate(self)))
 
     def _is_whole(self, i: int) -> bool:
         return self[i] is None or self[i].numel() == 1
 
 
 def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
-    """Ranks' tensors like `like`, one after another along dim 0 -> one after another along dim."""
+    """Join ranks' tensors like `like`: stacked along dim 0 -> one after another along `dim`."""
     if dim == 1 and stacked.shape[0] > like.shape[0]:
         stacked = stacked.unflatten(0, (-1, like.shape[0])).transpose(0, 1).flatten(1)
     return stacked.view(like.dtype)
@@ -87,8 +90,8 @@ class Gemm:
         """Return the input x [m, k] of a layer as its products read it.
 
         gathered: the ranks whose x are gathered afterwards, so that they must agree on a scale. columns: a weight
-        gradient will read it too. record: its magnitude counts for the scales of later steps; evaluation leaves no
-        trace there.
+        gradient will read it too. record: its magnitude counts for the scales of later steps, as it does not in
+        evaluation.
         """
         return Payload(x)
 
@@ -97,21 +100,21 @@ class Gemm:
         return Payload(dy)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """y [m, n] = x [m, k] W^T + bias, weight [n, k]; in `out` if it is given."""
+        """Return y [m, n] = x [m, k] W^T + bias, weight [n, k]; in `out` if it is given."""
         if bias is None:
             return torch.mm(x.rows, weight.t(), out=out)
         return torch.addmm(bias, x.rows, weight.t(), out=out)  # cuBLAS adds a bias before it stores
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """dx [m, k] = dy [m, n] W; in `out` if it is given."""
+        """Return dx [m, k] = dy [m, n] W; in `out` if it is given."""
         return torch.mm(dy.rows, weight, out=out)
 
-    def weight_grad(self, weight: nn.Parameter, dy: Payload, x: Payload) -> Tensor | None:
+    def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         """Add dW [n, k] = dy^T x to the weight's main_grad; without a slot return it."""
         return self.add_gradient(weight, dy.rows, x.rows)
 
-    def add_gradient(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Tensor | None:
-        """As `weight_grad`, of matrices dy [m, n] and x [m, k] that no format has cast."""
+    def add_gradient(self, weight: Param, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Do as `weight_grad`, with matrices dy [m, n] and x [m, k] that no format has cast."""
         slot = weight.slot
         if slot is None:
             return dy.t() @ x
@@ -120,10 +123,10 @@ class Gemm:
         return None
 
     def prepare(self, weight: Tensor) -> None:
-        """To be called before products of this weight are launched on several streams."""
+        """Make the weight's cast, if the format has one: before products are launched on several streams."""
 
     def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
-        """Return silu(gate) * up as a product reads it, which nobody else gathers; inner [m, 2f]."""
+        """Return silu(gate) * up as a row-parallel product reads it; inner [m, 2f]."""
         return Payload(ops.swiglu_forward(inner))
 
     def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:

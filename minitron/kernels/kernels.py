@@ -1,9 +1,9 @@
 """Every kernel of a run, chosen once: one object that is made when a run is built and handed down.
 
-Problem: which attention, which pointwise kernels, which FP8 library, which AdamW: chosen where they are used, the
-choices are many, an error comes late, and each chunk of a model makes a workspace of its own. The idea: `choose`
-decides all of it from the configuration and the device, in one place, and whoever is handed a `Kernels` never asks what
-a device can do.
+Problem: a run chooses its attention, its pointwise kernels, its FP8 library and its AdamW. If each is chosen where it
+is used, an error comes late, and each chunk of a model makes a workspace of its own. The idea: `choose` decides all of
+it from the configuration and the device, in one place, and a layer that is handed a `Kernels` never asks what a device
+can do.
 
     device   ops                     attention                    products             FP8
     cuda     fused (Triton)          cuDNN, flash, flash-attn     torch, or apex       Transformer Engine, or torch
@@ -27,10 +27,11 @@ from minitron.kernels.gemm import DTYPES, Gemm
 
 @dataclass(frozen=True)
 class Kernels:
-    """ops: the module of pointwise kernels, under the contract of kernels/plain.py.
+    """The kernels of a run.
 
-    gemm: products in the model's own format. adamw_: the optimizer's update. fp8: the casts and products of
-    precision.fp8, None without; one a run, since it may hold a workspace.
+    ops: the module of pointwise kernels, under the contract of kernels/plain.py. gemm: products in the model's own
+    format. adamw_: the optimizer's update. fp8: the casts and products of precision.fp8, None without it; one for the
+    whole run, since it may hold a workspace.
     """
 
     attention: attention.Backend = attention.REFERENCE
@@ -41,8 +42,9 @@ class Kernels:
 
     @property
     def names(self) -> str:
-        """What runs, for the log."""
-        return f"attention: {self.attention.name}, kernels: {self.adamw_.__module__.removeprefix('minitron.kernels.')}"
+        """The chosen kernels, for the log."""
+        module = self.adamw_.__module__.removeprefix("minitron.kernels.").removesuffix("_adamw")
+        return f"attention: {self.attention.name}, kernels: {module}"
 
 
 PLAIN = Kernels()

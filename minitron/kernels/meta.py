@@ -1,21 +1,23 @@
-"""Kernels for torch's meta device, whose tensors have shapes and no memory: a dry run's in place of a GPU's.
+"""Kernels for torch's meta device, whose tensors have shapes and no memory: in a dry run they stand for a GPU's.
 
-Problem: a GPU's kernel allocates its results and nothing else, its twin in kernels/plain.py a dozen tensors on the
-way; whoever adds up what the twins allocate finds peaks that no GPU has. The idea: run the twins, which check every
-shape, with their insides hidden:
+Problem: a dry run adds up what a step allocates. A GPU's kernel allocates its results and nothing else, but the same
+function in kernels/plain.py allocates a dozen tensors on the way, and so shows peaks that no GPU has. The idea: run the
+plain functions, which check every shape, and hide what they allocate on the way:
 
-    of add_norm on a GPU one sees          total, y, statistics
-    of plain.add_norm                      these, and float copies of x, delta, total, ...
-    of hidden(plain.add_norm)              these
+    allocated by add_norm on a GPU         total, y, statistics
+    by plain.add_norm                      these, and float copies of x, delta, total, ...
+    by hidden(plain.add_norm)              these, as far as a dry run can see
 
-And since nothing is computed, equal shapes have equal results: each twin runs once, and the thousands of layers of a
-step cost little more than their allocations. Here is the contract of kernels/fused.py; attention and FP8 hide their
-twins in the same way, where they are chosen. Left out: what a kernel allocates for its own use.
+And since nothing is computed, equal shapes have equal results: each function runs once for each shape, and the
+thousands of layers of a step cost little more than their allocations. This file has the functions of kernels/plain.py;
+attention and FP8 hide theirs in the same way, where they are chosen. Left out: what a GPU's kernel allocates for its
+own use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,26 +26,29 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from minitron.kernels import plain
 
+Function = Callable[..., Any]
 
-def hidden(kernel: Callable) -> Callable:
-    """`kernel`, of which a torch dispatch mode sees the results alone: on the meta device, where it runs as `once`."""
 
-    def unseen(*args, **kwargs):
+def hidden(kernel: Function) -> Function:
+    """Wrap a kernel so that torch dispatch modes see its results alone; on the meta device, where it runs as `once`."""
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return kernel(*args, **kwargs)
 
     return once(unseen)
 
 
-def once(function: Callable) -> Callable:
-    """`function` run once for each combination of shapes: after that its results, on the meta device, are known.
+def once(function: Function) -> Function:
+    """Wrap `function` so that it runs once for each combination of shapes; later calls allocate the results alone.
 
-    It has no other effects than on its arguments. Its arguments are tensors, lists, tuples and what can be hashed; its
-    results, None or tensors, are new or arguments as they are. A function whose results are views runs every time.
+    It must have no other effects than on its arguments, which are tensors, lists, tuples and what can be hashed. Its
+    results are None, new tensors on the meta device, or arguments as they are; a function that returns views is run
+    every time.
     """
-    known: dict = {}
+    known: dict[object, Function] = {}
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         key = _signature(args), _signature((*kwargs.items(),))
         if key in known:
             return known[key](*args, **kwargs)
@@ -54,12 +59,14 @@ def once(function: Callable) -> Callable:
     return run
 
 
-def _maker(result, arguments: list) -> Callable | None:
-    """What makes results like these from arguments like these; None if that takes the function itself."""
+def _maker(result: Any, arguments: list[Any]) -> Function | None:
+    """Return a function that makes results like these from arguments like these; None if it would have to compute."""
     results, structure = tree_flatten(result)
     places = {id(x): i for i, x in enumerate(arguments) if isinstance(x, Tensor)}
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
-    recipe: list[tuple | int | None] = []  # of each result; holding a result itself would keep its storage alive
+    recipe: list[
+        tuple[Any, ...] | int | None
+    ] = []  # of each result; holding a result itself would keep its storage alive
     for x in results:
         if x is None or id(x) in places:
             recipe.append(places.get(id(x)))
@@ -68,7 +75,7 @@ def _maker(result, arguments: list) -> Callable | None:
         else:
             return None
 
-    def make(*args, **kwargs):
+    def make(*args: Any, **kwargs: Any) -> Any:
         leaves = tree_leaves((args, kwargs))
         return tree_unflatten(
             [
@@ -85,7 +92,7 @@ def _maker(result, arguments: list) -> Callable | None:
     return make
 
 
-def _signature(x):
+def _signature(x: Any) -> object:
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.is_meta
     return tuple(map(_signature, x)) if isinstance(x, (tuple, list)) else (type(x), x)
@@ -111,11 +118,11 @@ drop_elements = hidden(plain.drop_elements)
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:
-    """Views of qkv, as the kernel's are: it turns q and k in place."""
+    """Return views of qkv, as a GPU's kernel does, which turns q and k in place."""
     return qkv.split(sizes, 2)
 
 
-def adamw_(states: list[plain.AdamState], *args, updated: Callable[[int], None]) -> None:
-    """Allocates nothing; not remembered, since `updated` has effects."""
+def adamw_(*args: Any, **kwargs: Any) -> None:
+    """Run the plain update unseen, each time: `updated` has effects."""
     with _disable_current_modes():
-        plain.adamw_(states, *args, updated=updated)
+        plain.adamw_(*args, **kwargs)

@@ -1,27 +1,38 @@
-"""What a parameter says of itself, and where its gradient goes.
+"""What is known of each parameter, and where its gradient goes.
 
 Problem: a weight is created in a layer, and many others must know something of it: initialisation (how it is drawn),
-checkpoints (which part of the whole it is), the optimizer (whether it decays), gradient sums (what a rank's gradient
-still lacks). Rules inferred from names or shapes go wrong silently. The idea: a parameter is an ordinary nn.Parameter
-with two attributes, which `new_parameter` declares where it is created:
+checkpoints (which part of the whole it is), the optimizer (whether it decays), gradient sums (over which ranks its
+gradient is still to be summed). Rules inferred from names or shapes go wrong silently. The idea: a parameter is an
+ordinary nn.Parameter with two attributes, which `new_parameter` sets where it is created:
 
     param.spec    a ParamSpec, what it is; frozen
-    param.slot    a GradSlot, where its gradient is accumulated; None as long as no optimizer has adopted it
+    param.slot    a GradSlot, where its gradient is accumulated; None until an optimizer adopts the parameter
 
     norm weight [h], tp 2, sequence parallel    shard None, sum_over_tp: each rank saw half of the tokens
     qkv weight [(n + 2g) d, h], tp 2            shard dim 0 in three chunks; complete on each rank
     norm of q [d], tp 2                         shard None, sum_over_tp: each rank saw half of the heads
+
+The type `Param` tells type checkers of the two; when the program runs, it is nn.Parameter itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from minitron.comm.mesh import Axis
+
+if TYPE_CHECKING:
+
+    class Param(nn.Parameter):
+        spec: ParamSpec
+        slot: GradSlot | None
+else:
+    Param = nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,8 @@ class ParamSpec:
 
     name: in the whole model, the same on every rank that has it. shard: how it is cut over tp, None: every rank holds
     all of it. decay: whether weight decay applies. std: of its normal initialisation, None: filled with `fill`. tied:
-    the embedding weight that the head shares. uses: gradients that one backward pass adds. sum_over_tp: a rank's
-    gradient is a part, from its tokens or heads, of what the tp ranks have together.
+    the embedding weight that the head shares. uses: how many gradients one backward pass adds. sum_over_tp: a rank's
+    gradient comes from its own tokens or heads only, and is to be summed over tp.
     """
 
     name: str = ""
@@ -80,14 +91,14 @@ class ParamSpec:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank holds all of it."""
+        """True if every tensor-parallel rank holds all of it."""
         return self.shard is None
 
 
 class GradSlot:
     """Where a parameter's gradient is accumulated: main_grad, a float32 view into the optimizer's flat buffer.
 
-    overwrite: main_grad still holds the last step's gradient, so the next one is written, not added.
+    overwrite: main_grad still holds the last step's gradient, which the next one replaces.
     """
 
     __slots__ = ("main_grad", "overwrite", "_report")
@@ -96,7 +107,7 @@ class GradSlot:
         self.main_grad, self.overwrite, self._report = main_grad, True, report
 
     def begin(self) -> bool:
-        """Return whether a gradient is to be added, not written; call it once for each gradient."""
+        """Tell whether a gradient is to be added or to replace main_grad; to be called once for each gradient."""
         add, self.overwrite = not self.overwrite, False
         return add
 
@@ -105,19 +116,29 @@ class GradSlot:
         self._report()
 
 
-def new_parameter(shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Make an uninitialised parameter of the full `shape`, cut by spec.shard."""
+def new_parameter(shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device) -> Param:
+    """Make this rank's part of an uninitialised parameter: the full `shape`, cut by spec.shard."""
     local = list(shape)
     if spec.shard is not None:
         assert local[spec.shard.dim] == sum(spec.shard.chunks)
         local[spec.shard.dim] //= spec.shard.axis.size
-    param = nn.Parameter(torch.empty(local, dtype=dtype, device=device))
+    param = Param(torch.empty(local, dtype=dtype, device=device))
     param.spec, param.slot = spec, None
     return param
 
 
-def accumulate(param: nn.Parameter, grad: Tensor) -> Tensor | None:
-    """Add `grad` to the parameter's main_grad and report it; without a slot hand it back to autograd."""
+def params_of(module: nn.Module) -> Iterator[Param]:
+    """List the parameters of a module of ours, all of which `new_parameter` has made."""
+    return cast("Iterator[Param]", module.parameters())
+
+
+def named_params_of(module: nn.Module) -> Iterator[tuple[str, Param]]:
+    """List the same with their names in the module."""
+    return cast("Iterator[tuple[str, Param]]", module.named_parameters())
+
+
+def accumulate(param: Param, grad: Tensor) -> Tensor | None:
+    """Add `grad` to the parameter's main_grad and report it; without a slot return it, for autograd."""
     slot = param.slot
     if slot is None:
         return grad.to(param.dtype)
@@ -131,15 +152,15 @@ def accumulate(param: nn.Parameter, grad: Tensor) -> Tensor | None:
 
 class _WithMainGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, param):
+    def forward(ctx: Any, param: Param) -> Tensor:
         ctx.param = param
         return param.view_as(param)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
         return accumulate(ctx.param, grad)
 
 
-def with_main_grad(param: nn.Parameter) -> Tensor:
-    """Return `param` for ordinary autograd operations; its gradient lands in main_grad. For small ones: biases."""
+def with_main_grad(param: Param) -> Tensor:
+    """Return `param` for ordinary autograd operations; its gradient goes to main_grad. For small ones: biases."""
     return param if param.slot is None else _WithMainGrad.apply(param)

@@ -1,20 +1,21 @@
 """What lies between the GEMMs, in a few lines of torch each, for any device: the contract of kernels/fused.py.
 
 Each function is a whole forward or a whole backward, without autograd: the layers wrap a pair of them in an autograd
-function, and so decide what is kept. One of the two modules is chosen, once, when a model is built.
+function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module, fused.py (Triton)
+and meta.py (dry runs), which have the same functions.
 
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
-    swiglu, _cast                silu(gate) * up; and its FP8 cast       Shazeer 2020
-    split_heads                  rotary positions, and the q, k, v cut   Su et al. 2021
-    merge_                       attention over two sets of keys         Milakov & Gimelshein 2018
+    swiglu, _cast                silu(gate) * up; and its FP8 cast             Shazeer 2020
+    split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
+    merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
     sum_parts                    partial sums of a product over ranks
     add_product                  a weight gradient, added up in float32
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
-    drop_elements                dropout, given its random words         kernels/rng.py
-    adamw_                       the update of flat optimizer states     Loshchilov & Hutter 2019
+    drop_elements                dropout, given its random words               kernels/rng.py
+    adamw_                       the update of flat optimizer states           Loshchilov & Hutter 2019
 
-A name that ends in `_` changes its arguments in place.
+A function whose name ends in `_` changes its arguments in place.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 def add_norm(
     x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """total = x + delta + delta_bias (without delta x itself), and its RMSNorm, or with `bias` its LayerNorm.
+    """Compute total = x + delta + delta_bias and its RMSNorm, or with `bias` its LayerNorm. Without delta total is x.
 
-    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y that of the rounded total, and the
-    statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (deviation) and mean.
+    x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y being the norm of the rounded total,
+    and the statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (standard
+    deviation) and mean.
     """
     assert delta is not None or delta_bias is None
     total = x
@@ -67,9 +69,10 @@ def add_norm_backward(
     delta_bias: bool,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dx, which is ddelta too, in total's dtype; dweight, dbias (of LayerNorm), ddelta_bias (if wanted), float32 [h].
+    """Return dx, which is ddelta too, in total's dtype; and float32 [h] dweight, dbias (LayerNorm), ddelta_bias.
 
-    dtotal: the gradient of the sum, None where nothing but the norm read it. frozen: dx is all that is wanted.
+    dtotal: the gradient of the sum, None if only the norm read it. delta_bias: whether ddelta_bias is wanted. frozen:
+    dx alone is wanted.
     """
     rstd, *means = statistics.unsqueeze(-1)
     normal = (total.float() - means[0] if means else total.float()) * rstd
@@ -88,13 +91,13 @@ def add_norm_backward(
 
 
 def swiglu_forward(x: Tensor) -> Tensor:
-    """silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
+    """Compute silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """dx [..., 2f] from dy [..., f] and the input x."""
+    """Compute dx [..., 2f] from dy [..., f] and the input x."""
     gate, up = x.chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
@@ -102,19 +105,19 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """cast(swiglu_forward(x)): x [m, 2f] -> rows [m, f], columns [f, m]."""
+    """Compute cast(swiglu_forward(x)): x [m, 2f] -> rows [m, f], columns [f, m]."""
     return cast(swiglu_forward(x), scale, amax, kind, columns)
 
 
 def swiglu_backward_cast(
     dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
 ) -> Cast:
-    """cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
+    """Compute cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
     return cast(swiglu_backward(dy, x), scale, amax, kind, columns)
 
 
 def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """x [m, k] times scale [1] in the FP8 format `kind`: (rows [m, k], what undoes the scale [1], columns [k, m]).
+    """Cast x [m, k] times scale [1] to the FP8 format `kind`. Returns (rows [m, k], 1/scale [1], columns [k, m]).
 
     columns False: None in their place. amax [1], unless None, is raised to the largest magnitude of x.
     """
@@ -126,12 +129,12 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, colum
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of x: [1] float32."""
+    """Return the largest magnitude of x: [1] float32."""
     return x.abs().amax().float().view(1)
 
 
 def transpose(x: Tensor) -> Tensor:
-    """A contiguous transpose of an FP8 matrix: of its bytes, since float8 has no copy kernel on some devices."""
+    """Transpose an FP8 matrix, contiguously. Its bytes are moved, since float8 has no copy kernel on some devices."""
     return x.view(torch.uint8).t().contiguous().view(x.dtype)
 
 
@@ -146,13 +149,13 @@ def rotate(x: Tensor, rope: Rope, sign: int = 1) -> Tensor:
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
-    """Heads side by side -> q, k, v with q and k turned: qkv [s, b, n + 2g, d], sizes (n, g, g). qkv is used up."""
+    """Cut qkv [s, b, n + 2g, d] in q, k, v, of sizes (n, g, g), and turn q and k. The memory of qkv may be reused."""
     q, k, v = qkv.split(sizes, 2)
     return rotate(q, rope), rotate(k, rope), v.contiguous()  # a copy, so that qkv can go
 
 
 def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
-    """dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
+    """Turn dq and dk back and join: dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
     dq, dk, dv = grads
     return torch.cat([rotate(dq, rope, -1), rotate(dk, rope, -1), dv], 2)
 
@@ -161,7 +164,7 @@ def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Te
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """out and lse become those of both sets of keys together.  outs [b, n, s, d] with lse [b, n, s], any strides.
+    """Merge attention over two sets of keys into out [b, n, s, d] and lse [b, n, s]; any strides.
 
     The block's weight is e^(block_lse - merged lse): a sigmoid of the difference, so nothing overflows.
     """
@@ -174,7 +177,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
-    """[p, ...] -> the sum over p, added up in float32 or better. onto: a tensor [...] that it is added to, in place."""
+    """Sum [p, ...] over p, in float32 or better. onto: a tensor [...] to add the sum to, in place, and to return."""
     return parts.sum(0) if onto is None else onto.add_(parts.sum(0))
 
 
@@ -182,7 +185,7 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """out [n, k] float32 (+)= dy^T x, dy [m, n], x [m, k]. Without `add` out is not read, not even a NaN in it."""
+    """Write dy^T x to out [n, k] float32, or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before."""
     out.addmm_(dy.t().float(), x.float(), beta=int(add))
 
 
@@ -190,13 +193,13 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 
 
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
-    """table[id - first] += row for ids within the table.  table [v, h], ids [...], rows [..., h].
+    """Add each row to table[id - first], if the id is within the table.  table [v, h], ids [...], rows [..., h].
 
-    in_order: the sums are the same, bit by bit, whenever and wherever they are made.
+    in_order: rows are added in a fixed order, so that sums on two ranks or in two runs agree bit by bit.
     """
     local = ids.flatten() - first
-    elsewhere = (local < 0) | (local >= table.shape[0])
-    local, rows = local.masked_fill(elsewhere, 0), rows.flatten(0, -2).masked_fill(elsewhere.unsqueeze(-1), 0)
+    outside = (local < 0) | (local >= table.shape[0])
+    local, rows = local.masked_fill(outside, 0), rows.flatten(0, -2).masked_fill(outside.unsqueeze(-1), 0)
     if in_order and table.is_cuda:  # there index_add_ adds in any order, and index_put_ sorts; on a CPU index_add_ does
         return table.index_put_((local,), rows.to(table.dtype), accumulate=True)
     return table.index_add_(0, local, rows.to(table.dtype))
@@ -210,9 +213,9 @@ def softmax_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reduce each row of logits [..., v] to its maximum, its sum of exp(x - maximum) and the label's logit.
 
-    labels are global ids, `first` is the id of column 0; the logit of a label elsewhere counts as 0. Columns from
-    num_ids on (None: no column) pad the vocabulary and count for nothing: a row of nothing else has the maximum -inf
-    and the sum 0. Three float32 tensors [...].
+    labels are global ids, `first` is the id of column 0; for the label of another rank's column the logit is 0. Columns
+    from num_ids on (None: no column) pad the vocabulary and are left out: a row of padding alone has the maximum -inf
+    and the sum 0. Returns three float32 tensors [...].
     """
     x = logits[..., :num_ids].float()
     local, inside = _local(labels, first, x.shape[-1])
@@ -225,7 +228,7 @@ def softmax_sums(
 def softmax_gradient_(
     logits: Tensor, labels: Tensor, first: int, lse: Tensor, dloss: Tensor, num_ids: int | None = None
 ) -> Tensor:
-    """Turn the logits into their gradient, (softmax - onehot(label)) * dloss; that of padding columns is exactly 0."""
+    """Replace the logits by their gradient, (softmax - onehot(label)) * dloss; exactly 0 in padding columns."""
     num_ids = logits.shape[-1] if num_ids is None else num_ids
     local, inside = _local(labels, first, num_ids)
     grad = (logits.float() - lse.unsqueeze(-1)).exp_()
@@ -236,7 +239,7 @@ def softmax_gradient_(
 
 
 def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Labels as columns of this rank (0 if they are elsewhere), and whether they are here."""
+    """Return each label's column on this rank (0 if another rank has it), and whether this rank has it."""
     local = labels - first
     inside = (local >= 0) & (local < size)
     return local.masked_fill(~inside, 0), inside
@@ -257,6 +260,8 @@ class AdamState(NamedTuple):
 
 
 class AdamHyper(NamedTuple):
+    """Numbers of AdamW that hold for every state."""
+
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -270,10 +275,10 @@ def adamw_(
     hyper: AdamHyper,
     updated: Callable[[int], None],
 ) -> None:
-    """One step on every state with grad / divisor, unless found_inf is 1; `param` becomes the master in its own dtype.
+    """Update every state with grad / divisor, unless found_inf is 1, and cast the master to `param`.
 
-    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Gradients are used
-    up. updated(i) is called as soon as state i has its new parameters.
+    steps: updates including this one. steps, divisor and found_inf are 0-d float32 on the device. Afterwards the
+    gradients are no longer valid. updated(i) is called as soon as state i has its new parameters.
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))

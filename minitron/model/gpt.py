@@ -25,16 +25,17 @@ from minitron.comm.collectives import slice_along
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, ModelConfig
 from minitron.data.batch import Batch
-from minitron.kernels.fp8 import Formats
+from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import choose
-from minitron.kernels.param import Shard, with_main_grad
+from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import attention_mask, dropout, token_keys
 from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.layout import Layout, make_layout
 from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, column_linear
+from minitron.parallel.packed import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 from minitron.runtime.room import room_for
 
@@ -44,7 +45,7 @@ class Microbatch:
     """What every block of a chunk needs of a batch, computed once."""
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: [s/cp, b, 1, d/2]
-    documents: context.Documents | None
+    documents: Documents | None
     keys: Tensor | None  # dropout counters [s/cp, b]
     local_keys: Tensor | None  # of the rows this rank has between blocks: [s/cp/tp, b]
 
@@ -71,6 +72,7 @@ class Attention(nn.Module):
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         dropped = None
         if self.dropout and self.training:
+            assert mb.keys is not None
             dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
         y = context.attention(
             q,
@@ -113,10 +115,10 @@ class Block(nn.Module):
     Each of these sums, with the bias that attention and MLP leave out, is made by the norm that reads it next.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, formats: Formats):
+    def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, fp8_state: Fp8State):
         super().__init__()
         m = cfg.model
-        gemm = partial(formats.gemm, layer)
+        gemm = partial(fp8_state.gemm, layer)
         norm = partial(Norm, m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
         self.norm1, self.attention = norm(), Attention(cfg, mesh, layout, layer, gemm)
         self.norm2, self.mlp = norm(), MLP(cfg, layout, gemm)
@@ -139,7 +141,7 @@ class Block(nn.Module):
     def _recompute(self, norm: Norm, x: Tensor) -> RecomputeInput | None:
         return partial(norm.recompute, x.detach()) if self.recompute == "selective" else None
 
-    def _add(self, x: Tensor, delta: Tensor, bias: nn.Parameter | None, mb: Microbatch, site: int) -> Residual:
+    def _add(self, x: Tensor, delta: Tensor, bias: Param | None, mb: Microbatch, site: int) -> Residual:
         if not (self.dropout and self.training):
             return Residual(x, delta, bias)
         delta = delta if bias is None else delta + with_main_grad(bias)  # dropout drops the bias too
@@ -177,7 +179,7 @@ class Head(nn.Module):
     The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
     """
 
-    def __init__(self, cfg: Config, layout: Layout, tied: nn.Parameter | None):
+    def __init__(self, cfg: Config, layout: Layout, tied: Param | None):
         super().__init__()
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
@@ -207,24 +209,25 @@ class GPT(nn.Module):
         self.mesh, self.layout = mesh, layout
         with room_for("the embedding"):
             self.embedding = Embedding(cfg, layout) if first else None
-        self.formats = Formats(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
+        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
         self.blocks = nn.ModuleDict()
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):
-                self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.formats)
-        shared = self.embedding.words.weight if first and m.tie_embeddings else None
+                self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.fp8_state)
+        tied = self.embedding.words.weight if self.embedding is not None and m.tie_embeddings else None
         with room_for("the head"):
-            self.head = Head(cfg, self.layout, shared) if last else None
+            self.head = Head(cfg, self.layout, tied) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":
             self.frequencies = rope_frequencies(m.head_dim, m.rope_theta, m.rope_scaling).to(mesh.device)
-        for name, param in self.named_parameters():
+        for name, param in named_params_of(self):
             param.spec = replace(param.spec, name=name)
-        if m.tie_embeddings and (first or last):
-            weight = self.embedding.words.weight if first else self.head.weight
+        if tied is None and self.head is not None and m.tie_embeddings:
+            tied = self.head.weight
+        if tied is not None:
             uses = 2 if first and last else 1
-            weight.spec = replace(weight.spec, name="embedding.words.weight", tied=True, uses=uses)
+            tied.spec = replace(tied.spec, name="embedding.words.weight", tied=True, uses=uses)
 
     def units(self) -> Iterator[nn.Module]:
         """Yield the chunk's parts in the order in which a forward pass reaches them."""
@@ -242,15 +245,20 @@ class GPT(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         """Compute [s/cp, b, v/tp] with a chunk that is the whole model."""
+        assert self.head is not None
         return self.head(self._run_blocks(batch, None))
 
     def on_weights_updated(self) -> None:
         """Drop the number formats' casts of weights, once per step. Collective over tp and dp_cp with delayed FP8."""
-        self.formats.on_weights_updated()
+        self.fp8_state.on_weights_updated()
 
     def _run_blocks(self, batch: Batch, hidden: Tensor | None) -> Residual:
         mb = self._prepare(batch)
-        stream = Residual(hidden if self.embedding is None else self.embedding(batch, mb))
+        if self.embedding is not None:
+            stream = Residual(self.embedding(batch, mb))
+        else:
+            assert hidden is not None
+            stream = Residual(hidden)
         for block in self.blocks.values():
             stream = block(stream, mb)
         return stream

@@ -11,6 +11,7 @@ import hashlib
 import torch
 from torch import nn
 
+from minitron.kernels.param import params_of
 from minitron.runtime.room import room_for
 
 
@@ -18,7 +19,7 @@ from minitron.runtime.room import room_for
 def initialise(chunks: list[nn.Module], seed: int) -> None:
     """Fill every parameter of this rank's chunks: normal with its `std`, or its constant `fill`."""
     for chunk in chunks:
-        for param in chunk.parameters():
+        for param in params_of(chunk):
             spec = param.spec
             if spec.std is None:
                 param.fill_(spec.fill)

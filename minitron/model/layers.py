@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
-from minitron.kernels.param import accumulate, with_main_grad
+from minitron.kernels.param import Param, accumulate, with_main_grad
 from minitron.kernels.plain import Rope
 from minitron.parallel.layout import Layout
 
@@ -26,7 +26,7 @@ class Residual(NamedTuple):
 
     x: Tensor  # [..., h]
     delta: Tensor | None = None  # [..., h]
-    bias: nn.Parameter | None = None  # [h]
+    bias: Param | None = None  # [h]
 
     def sum(self) -> Tensor:
         """Add up to one tensor, for where there is no norm: between pipeline stages."""
@@ -42,7 +42,16 @@ class _AddNorm(torch.autograd.Function):
     """Keeps the sum and two numbers a row. The gradient of the sum joins the norm's own in one pass."""
 
     @staticmethod
-    def forward(ctx, x, delta, delta_bias, weight, bias, eps, ops):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        delta_bias: Param | None,
+        weight: Param,
+        bias: Param | None,
+        eps: float,
+        ops: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
         total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps)
         ctx.save_for_backward(total, statistics)
         ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
@@ -50,7 +59,7 @@ class _AddNorm(torch.autograd.Function):
         return total, y
 
     @staticmethod
-    def backward(ctx, dtotal, dy):
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, _, delta_bias = ctx.params
         dx, *grads = ctx.ops.add_norm_backward(
             dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None, frozen=not weight.requires_grad
@@ -101,12 +110,12 @@ def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
 
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, sizes, rope, ops):
+    def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], rope: Rope, ops: ModuleType) -> Any:
         ctx.rope, ctx.ops = rope, ops
         return ops.split_heads(qkv.detach(), sizes, rope)
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.ops.split_heads_backward((dq, dk, dv), ctx.rope), None, None, None
 
 

@@ -28,14 +28,15 @@ Left out: adapters of the embedding and the head, dropping the bf16 copy of weig
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
+from minitron.comm.collectives import Done, Handle, all_reduce_, gather_start, reduce_scatter_start
 from minitron.config.schema import Config
 from minitron.config.sizes import AdaptedRows, adapted
-from minitron.kernels.param import Shard
+from minitron.kernels.param import Param, Shard, named_params_of
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import Layout
@@ -49,14 +50,15 @@ def attach(model: GPT, cfg: Config) -> None:
     """Freeze the chunk's weights and give its layers the adapters that cfg.lora names."""
     model.requires_grad_(False)
     model.drops = model.drops or cfg.lora.dropout > 0
-    for gemm in model.formats.gemms:
+    for gemm in model.fp8_state.gemms:
         gemm.freeze()
     for layer, block in model.blocks.items():
         for site, (name, spans) in enumerate(adapted(cfg.model, cfg.lora.targets).items(), FIRST_SITE):
             if spans:
                 linear = block.get_submodule(name)
+                assert isinstance(linear, ParallelLinear)
                 linear.adapter = Adapter(linear, spans, cfg, model.layout, (int(layer), site))
-                for part, param in linear.adapter.named_parameters():
+                for part, param in named_params_of(linear.adapter):
                     param.spec = replace(param.spec, name=f"blocks.{layer}.{name}.adapter.{part}")
 
 
@@ -108,8 +110,12 @@ class Adapter(nn.Module):
         """Multiply dy [m', n] with the frozen weight's transpose: [m, k], communication included."""
         gemm, comm = self.linear.gemm, self.linear.comm
         if self.by_columns:
-            return column_backward(self.linear, gemm.quantize_grad(dy, columns=False), None, need_dx=True)[0]
-        return row_backward(self.linear, gemm.quantize_grad(dy, comm.gathered, columns=False), None, need_dx=True)[0]
+            dx, _ = column_backward(self.linear, gemm.quantize_grad(dy, columns=False), None, need_dx=True)
+        else:
+            payload = gemm.quantize_grad(dy, comm.gathered, columns=False)
+            dx, _ = row_backward(self.linear, payload, None, need_dx=True)
+        assert dx is not None
+        return dx
 
     def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""
@@ -126,7 +132,16 @@ class _Adapted(torch.autograd.Function):
     """Keeps x, unless it is recomputed, and u. The layer's own product runs while u, or its gradient, travels."""
 
     @staticmethod
-    def forward(ctx, x, adapter, recompute_input, keys, training, a, *b):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        adapter: Adapter,
+        recompute_input: RecomputeInput | None,
+        keys: Tensor | None,
+        training: bool,
+        a: Param,
+        *b: Param,
+    ) -> Tensor:
         u = adapter.scaled(rows(adapter.drop(x, keys)), a.t())
         u, handle = (f_start if adapter.by_columns else g_start)(u, adapter.linear.comm)
         y = adapter.product(rows(x), training)
@@ -138,7 +153,7 @@ class _Adapted(torch.autograd.Function):
         return unrows(y, x.shape[1:-1])
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         adapter, keys, (u, x) = ctx.adapter, ctx.keys, ctx.saved_tensors
         batch, dy, factors = dy.shape[1:-1], rows(dy), list(adapter.b.values())
         du = torch.empty_like(u)
@@ -162,12 +177,12 @@ class _Adapted(torch.autograd.Function):
         return dx, None, None, None, None, da, *db
 
 
-def f_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Done | Pending]:
+def f_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
     """Begin f of u [m, r], what stands before a column-parallel product: (result, handle to wait for)."""
     return gather_start(u, comm.axis) if comm.sequence_parallel else (u, Done())
 
 
-def g_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Done | Pending]:
+def g_start(u: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
     """Begin g of u [m, r], what stands behind a row-parallel product; u may become the result."""
     if comm.sequence_parallel:
         return reduce_scatter_start(u, comm.axis)

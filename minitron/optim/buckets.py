@@ -31,16 +31,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, all_reduce_
+from minitron.comm.collectives import Done, Handle, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import BUCKET_BYTES
 from minitron.kernels.kernels import Kernels
-from minitron.kernels.param import GradSlot
+from minitron.kernels.param import GradSlot, Param, params_of
 from minitron.optim.slices import ProcessGroupSlices, choose_slices
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
@@ -60,7 +60,7 @@ class BucketKey(NamedTuple):
     tied: bool
 
 
-def bucket_key(param: nn.Parameter) -> BucketKey:
+def bucket_key(param: Param) -> BucketKey:
     """Return the key of the bucket that a parameter goes into."""
     spec = param.spec
     return BucketKey(param.dtype, spec.decay, spec.replicated, spec.sum_over_tp, spec.tied)
@@ -132,20 +132,21 @@ class Bucket:
     float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: ProcessGroupSlices, overlap: bool):
+    def __init__(self, plan: BucketPlan, params: dict[str, Param], slices: ProcessGroupSlices, overlap: bool):
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
         self.data = slices.zeros(plan.size, plan.key.dtype)
         self.grad = slices.zeros(plan.size, torch.float32)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
-        self.reduction = self.gather = Done()
+        self.reduction: Handle = Done()
+        self.gather: Handle = Done()
         self.norm_stream: torch.cuda.Stream | None = None
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
 
-    def _adopt(self, span: Span, param: nn.Parameter) -> None:
+    def _adopt(self, span: Span, param: Param) -> None:
         place = slice(span.start, span.start + span.numel)
         view = self.data[place].view(param.shape)
         view.copy_(param.detach())
@@ -156,6 +157,7 @@ class Bucket:
         """Overwrite the last step's gradients in the first backward; count reports in the last."""
         if first:
             for param in self.params.values():
+                assert param.slot is not None
                 param.slot.overwrite = True
         if last:
             self.pending = {name: param.spec.uses for name, param in self.params.items()}
@@ -196,7 +198,7 @@ class OwnedPart(NamedTuple):
     """Elements [offset, offset + numel) of the flattened local `param`: [start, start + numel) of a bucket's slice."""
 
     name: str
-    param: nn.Parameter
+    param: Param
     bucket: int
     start: int
     offset: int
@@ -228,9 +230,9 @@ class Gradients:
         self.mesh, self.overlap = mesh, overlap
         self.chunks: list[list[Bucket]] = []
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
-        planned: list[tuple[dict[str, nn.Parameter], list[BucketPlan]]] = []
+        planned: list[tuple[dict[str, Param], list[BucketPlan]]] = []
         for chunk in chunks:
-            named = {param.spec.name: param for param in chunk.parameters() if param.requires_grad}
+            named = {param.spec.name: param for param in params_of(chunk) if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             keyed = [(name, p.numel(), bucket_key(p)) for name, p in named.items()]
             plans = plan_buckets(keyed, bucket_bytes, mesh.dp_cp.size)
@@ -340,12 +342,12 @@ def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
 
 def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
     """Make each unit, when called (`unit(...)` runs hooks), first wait for the buckets of its parameters."""
-    for unit in chunk.units():
-        names = {param.spec.name for param in unit.parameters()}
+    for unit in cast(Any, chunk).units():  # a GPT has them
+        names = {param.spec.name for param in params_of(unit)}
         needed = [bucket for bucket in buckets if names & bucket.params.keys()]
         unit.register_forward_pre_hook(partial(_wait_for, needed))
 
 
-def _wait_for(buckets: list[Bucket], unit: nn.Module, args: tuple) -> None:
+def _wait_for(buckets: list[Bucket], unit: nn.Module, args: tuple[Any, ...]) -> None:
     for bucket in buckets:
         bucket.wait_gather()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from minitron.comm.activity import listed
 from minitron.comm.collectives import all_reduce_
 from minitron.config.schema import TrainConfig
+from minitron.kernels.param import params_of
 from minitron.optim.buckets import Gradients
 
 PIECE_BYTES = 64 << 20
@@ -51,7 +53,7 @@ class Replicas:
 
     def __init__(self, chunks: Sequence[nn.Module], gradients: Gradients, cfg: TrainConfig):
         self.gradients, self.mesh, self.every = gradients, gradients.mesh, cfg.check_replicas_every
-        mesh, params = gradients.mesh, [param for chunk in chunks for param in chunk.parameters()]
+        mesh, params = gradients.mesh, [param for chunk in chunks for param in params_of(chunk)]
         copies = (
             (mesh.dp_cp, params),
             (mesh.tp, [p for p in params if p.spec.shard is None]),
@@ -60,7 +62,8 @@ class Replicas:
         self.copies = [(axis, params) for axis, params in copies if axis.size > 1 and params]
         self.params = {p.spec.name: p for _, params in self.copies for p in params}
         self.waiting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a result and when it is on the host
-        self.compared = self.equal = None  # the last step that was compared, and the last that was found equal
+        self.compared: int | None = None  # the last step that was compared
+        self.equal: int | None = None  # and the last that was found equal
 
     def step(self, step: int) -> None:
         """Read the last comparison's result, and begin another if one is due after `step`. No GPU waits for it."""
@@ -117,7 +120,7 @@ class Replicas:
         ]
         # The same key on all ranks that hold a copy: the tensor-parallel rank tells shards apart.
         mine = {(p.spec.name, p.spec.shard and mesh.tp.rank): tuple(self.sums[p.spec.name].tolist()) for p in different}
-        everyone: list = [None] * world.size
+        everyone: list[Any] = [None] * world.size
         mesh.activity.enter("agreement", world, 0)
         dist.all_gather_object(everyone, mine, group=world.group)
         mesh.activity.leave()

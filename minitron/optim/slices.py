@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minitron.comm.collectives import Done, Pending, all_gather_into, reduce_scatter_into
+from minitron.comm.collectives import Done, Handle, all_gather_into, reduce_scatter_into
 from minitron.comm.mesh import Axis
 from minitron.comm.shared_memory import SharedBuffer, see_each_other
 from minitron.config.sizes import PIECE_BYTES
@@ -47,11 +47,11 @@ class ProcessGroupSlices:
         """Return this rank's slice."""
         return buffer.chunk(self.axis.size)[self.axis.rank]
 
-    def reduce(self, buffer: Tensor) -> Done | Pending:
+    def reduce(self, buffer: Tensor) -> Handle:
         """Begin to make own(buffer), float32, the sum of everyone's. In the same order on all ranks."""
         return reduce_scatter_into(self.own(buffer), buffer, self.axis, wait=False)
 
-    def gather(self, buffer: Tensor) -> Done | Pending:
+    def gather(self, buffer: Tensor) -> Handle:
         """Begin to bring the other slices from their owners. In the same order on all ranks."""
         return all_gather_into(buffer, self.own(buffer), self.axis, wait=False)
 
@@ -68,19 +68,19 @@ class SymmetricMemorySlices(ProcessGroupSlices):
         self._signals = torch.cuda.Stream(priority=-1)  # barriers are not to wait for a product's end
         piece = min(PIECE_BYTES, nbytes // axis.size) // 4
         self._stages = [torch.empty(axis.size - 1, piece, dtype=torch.float32, device=device) for _ in range(2)]
-        self._free: list = [Done(), Done()]  # when what was in a stage has been added
+        self._free: list[Handle] = [Done(), Done()]  # when what was in a stage has been added
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         start, self._used = self._used, self._used + numel * dtype.itemsize
         return self._memory.own[start : self._used].view(dtype)
 
-    def reduce(self, buffer: Tensor) -> Arrival:
+    def reduce(self, buffer: Tensor) -> Handle:
         self._announce()
         for piece in self.own(buffer).split(self._stages[0].shape[1]):
             self._add(piece)
         return self._free[0]
 
-    def gather(self, buffer: Tensor) -> Arrival:
+    def gather(self, buffer: Tensor) -> Handle:
         slices = buffer.chunk(self.axis.size)
         self._announce()
         with torch.cuda.stream(self._copies):
@@ -115,7 +115,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
 
     def _theirs(self, rank: int, mine: Tensor) -> Tensor:
         """Return rank's view of the memory at the offset of `mine`."""
-        return self._memory.view(rank, mine.shape, mine.dtype, mine.storage_offset())
+        return self._memory.view(rank, mine.shape, mine.dtype, int(mine.storage_offset()))
 
 
 class Arrival:

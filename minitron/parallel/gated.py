@@ -1,33 +1,45 @@
-"""The MLP of Llama, w2 (silu(gate) * up) with gate and up from one product, as one operation.
+"""The MLP of Llama, down(silu(gate) * up) with gate and up from one product, as one operation.
 
-Problem: between its two linear layers an FP8 MLP casts what SwiGLU computed, and in the backward pass what SwiGLU's
-gradient computed, the largest tensors of the model. Apart, the operation writes bf16 that the cast reads back. The
-idea: as one autograd function the cast can happen where the values are made (`Gemm.quantize_swiglu`, one pass less):
+Problem: between its two linear layers an FP8 MLP casts the result of SwiGLU, and in the backward pass the gradient of
+SwiGLU's input: the largest tensors of the model. If each is an operation of its own, SwiGLU writes bf16 that the cast
+reads back. The idea: one autograd function, in which one kernel computes and casts (`Gemm.quantize_swiglu`):
 
     forward    x cast -> up -> inner -> silu(gate) * up, cast -> down -> y
     backward   dy cast -> down -> d act -> gradient of inner, cast -> up -> dx
 
-In other formats it computes just what linear, swiglu, linear do. Kept for the backward pass: x as cast, inner, and the
-activation as cast; with `recompute_input` (selective recomputation) only inner. Frozen weights need none of that but
-inner.
+In other formats it computes what linear, `swiglu`, linear compute. For the backward pass it keeps the casts of x and of
+the activation, and inner; with `recompute_input` (selective recomputation), or with frozen weights, inner alone.
 
-An adapter (model/lora.py) reads x or the activation in full precision: then linear, `swiglu`, linear it is.
+An adapter (model/lora.py) reads x or the activation in full precision, so a layer with one runs as linear, `swiglu`,
+linear.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitron.kernels.gemm import Payload
+from minitron.kernels.gemm import ABSENT, Payload
+from minitron.kernels.param import Param
 from minitron.parallel.linear import Linear, RecomputeInput, column_backward, row_backward, rows, unrows
 
 
 class _SwigluMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, up_weight, down_weight, up, down, ops, recompute_input, training):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_weight: Param,
+        down_weight: Param,
+        up: Linear,
+        down: Linear,
+        ops: ModuleType,
+        recompute_input: RecomputeInput | None,
+        training: bool,
+    ) -> Tensor:
         keep = training and recompute_input is None
         cast = up.gemm.quantize(rows(x), up.comm.gathered, columns=keep and ctx.needs_input_grad[1], record=training)
         up.gemm.prepare(up_weight)
@@ -36,7 +48,7 @@ class _SwigluMLP(torch.autograd.Function):
         ctx.up, ctx.down, ctx.ops, ctx.recompute_input, ctx.batch = up, down, ops, recompute_input, x.shape[1:-1]
         saved = (
             [
-                payload.for_weight_grad() if needed else Payload(None)
+                payload.for_weight_grad() if needed else Payload(ABSENT)
                 for payload, needed in zip((cast, act), ctx.needs_input_grad[1:3])
             ]
             if keep
@@ -48,14 +60,14 @@ class _SwigluMLP(torch.autograd.Function):
         return unrows(y, ctx.batch)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         up, down, ops, (inner, *saved) = ctx.up, ctx.down, ctx.ops, ctx.saved_tensors
         need_dx, need_up, need_down = ctx.needs_input_grad[:3]
         act = cast = None
         if need_down:
             act = Payload(*saved[4:]) if saved else down.gemm.quantize_swiglu(inner, ops, columns=True, record=True)
-        dy = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
-        d_act, dw_down = row_backward(down, dy, act, need_dx=True)
+        payload = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
+        d_act, dw_down = row_backward(down, payload, act, need_dx=True)
         d_inner = up.gemm.quantize_swiglu_grad(d_act, inner, ops, columns=need_up)
         if need_up:
             cast = (
@@ -69,25 +81,26 @@ class _SwigluMLP(torch.autograd.Function):
 
 
 def swiglu_mlp(x: Tensor, up: Linear, down: Linear, ops: ModuleType, recompute_input: RecomputeInput | None) -> Tensor:
-    """x [s', b, h] -> the same; up: column-parallel, gate and up side by side, down: row-parallel, both without bias.
+    """Run Llama's MLP: x [s', b, h] -> the same, s' being s/tp or, without sequence parallelism, s.
 
-    recompute_input: makes x again in the backward pass, so that neither x nor the activation is kept.
+    up: column-parallel, gate and up side by side; down: row-parallel; both without bias. recompute_input: makes x anew
+    in the backward pass, so that neither x nor the activation is kept.
     """
     return _SwigluMLP.apply(x, up.weight, down.weight, up, down, ops, recompute_input, torch.is_grad_enabled())
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inner, ops):
+    def forward(ctx: Any, inner: Tensor, ops: ModuleType) -> Any:
         ctx.save_for_backward(inner)
         ctx.ops = ops
         return ops.swiglu_forward(inner)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.ops.swiglu_backward(dy, *ctx.saved_tensors), None
 
 
 def swiglu(inner: Tensor, ops: ModuleType) -> Tensor:
-    """silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
+    """Compute silu(gate) * up, gate and up side by side: [..., 2f] -> [..., f]."""
     return _Swiglu.apply(inner, ops)

@@ -1,23 +1,22 @@
-"""What every layer is handed when it is made: how it communicates, its kernels, the format of its parameters."""
+"""What every layer is given when it is made: how it communicates, its kernels, the format of its parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import Config
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.kernels import PLAIN, Kernels
-from minitron.kernels.param import ParamSpec, Shard, new_parameter
+from minitron.kernels.param import Param, ParamSpec, Shard, new_parameter
 from minitron.parallel.overlap import AllReduceComm, LinearComm, choose
 
 
 @dataclass(frozen=True)
 class Layout:
-    """comm: along the tensor-parallel axis. kernels: those of the run. dtype, device: of parameters."""
+    """comm: communication over the tensor-parallel axis. kernels: the run's. dtype, device: those of parameters."""
 
     comm: LinearComm = field(default_factory=lambda: AllReduceComm(Axis.single()))
     kernels: Kernels = PLAIN
@@ -31,6 +30,7 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
+        """Whether activations between layers are split over tp along the sequence."""
         return self.comm.sequence_parallel
 
     @property
@@ -46,12 +46,12 @@ class Layout:
         std: float | None = None,
         fill: float = 0.0,
         per_head: bool = False,
-    ) -> nn.Parameter:
-        """Make an uninitialised parameter of full `shape`, cut by `shard` (None: the same on every tp rank).
+    ) -> Param:
+        """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: the same on every tp rank).
 
-        std: of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. A replicated
-        parameter sees this rank's tokens only under sequence parallelism, and with per_head=True this rank's heads
-        only: then its gradients are summed over tp.
+        std: that of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. The gradient
+        of a replicated parameter comes from this rank's tokens alone under sequence parallelism, and from this rank's
+        heads alone with per_head=True: in both cases it is to be summed over tp.
         """
         partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel)
         spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial)

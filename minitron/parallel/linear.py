@@ -1,4 +1,4 @@
-"""Linear layers split over the `tp` axis: a matrix product, and the communication before or behind it.
+"""Linear layers split over the `tp` axis: a matrix product, and the communication before or after it.
 
 Problem: a layer's weights, and the activations between layers, do not fit, or are too slow, on one GPU. The idea
 (Shoeybi et al. 2019): pair a layer split by output columns with one split by input rows. Between them every rank works
@@ -17,25 +17,25 @@ one all-reduce, 1/tp of the activations. Every layer is then
                     dW += dy^T x
 
 where f gathers the sequence and g reduces and scatters it (without sequence parallelism f does nothing and g is an
-all-reduce). Two others do the parts: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
-(parallel/overlap.py) runs a product next to f or g, in one piece or in several. What is gathered is the quantized
+all-reduce). Two objects do the work: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
+(parallel/overlap.py) runs a product together with f or g, in one piece or in several. What is gathered is the quantized
 payload, so FP8 also halves the traffic. From a layer to its product it is three calls: the autograd function, the
 communication, the format. The gated MLP (gated.py) and adapters (model/lora.py) are autograd functions of their own
-over the same parts.
+that use the same two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minitron.comm.mesh import Axis
 from minitron.kernels.gemm import ALONE, Gemm, Payload
-from minitron.kernels.param import Shard, accumulate
+from minitron.kernels.param import Param, Shard, accumulate
 from minitron.parallel.layout import Layout
 from minitron.parallel.overlap import LinearComm, Product
 
@@ -43,16 +43,16 @@ RecomputeInput = Callable[[], Tensor]
 
 
 class Linear(NamedTuple):
-    """What the product of a layer needs. bias: one that the product adds, as column-parallel layers do."""
+    """What the product of a layer needs. bias: the one that the product adds, in column-parallel layers."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Param
+    bias: Param | None
     gemm: Gemm
     comm: LinearComm
 
     @property
     def product(self) -> Product:
-        """The forward product, product(x, weight, out) -> x W^T + bias."""
+        """The forward product: product(x, weight, out) -> x W^T + bias."""
         return self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
 
 
@@ -60,16 +60,25 @@ class Linear(NamedTuple):
 
 
 def column_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
-    """y = f(x) W^T + bias.  x [s/tp, b, k], weight [n/tp, k] -> [s, b, n/tp]; without sequence parallelism x is whole.
+    """Return f(x) W^T + bias: x [s/tp, b, k], weight [n/tp, k] -> [s, b, n/tp].
 
-    recompute_input: makes x again in the backward pass, so that x is not kept (selective recomputation).
+    Without sequence parallelism x is [s, b, k]. recompute_input: makes x anew in the backward pass, so that x is not
+    kept (selective recomputation).
     """
     return _ColumnLinear.apply(x, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, linear, recompute_input, training):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Param,
+        bias: Param | None,
+        linear: Linear,
+        recompute_input: RecomputeInput | None,
+        training: bool,
+    ) -> Tensor:
         gemm, comm = linear.gemm, linear.comm
         keep = training and recompute_input is None and ctx.needs_input_grad[1]
         payload = gemm.quantize(rows(x), comm.gathered, columns=keep, record=training)
@@ -81,23 +90,23 @@ class _ColumnLinear(torch.autograd.Function):
         return unrows(y, ctx.batch)
 
     @staticmethod
-    def backward(ctx, dy):
-        linear, x, dy = ctx.linear, None, rows(dy)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        linear, dy = ctx.linear, rows(dy)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         db = accumulate(linear.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
         if not (need_dx or need_dw):
             return None, None, db, None, None, None
-        if need_dw:
-            x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered)
-        dy = linear.gemm.quantize_grad(dy, columns=need_dw)
-        dx, dw = column_backward(linear, dy, x, need_dx)
+        x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered) if need_dw else None
+        payload = linear.gemm.quantize_grad(dy, columns=need_dw)
+        del dy  # which is a copy if the gradient was not contiguous
+        dx, dw = column_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, db, None, None, None
 
 
 def column_backward(
     linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dx, dW).  x None: the weight has no gradient; dW is None also if it went into its main_grad."""
+    """Return (dx, dW).  x None: the weight is frozen. dW is None then, and where it went to main_grad."""
     weight, _, gemm, comm = linear
     if x is None:
         gemm.prepare(weight)
@@ -115,10 +124,12 @@ def column_backward(
 
 
 class _RowLinear(torch.autograd.Function):
-    """y = g(x W^T).  x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; without sequence parallelism y is whole."""
+    """g(x W^T): x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; [s, b, n] without sequence parallelism."""
 
     @staticmethod
-    def forward(ctx, x, weight, linear, recompute_input, training):
+    def forward(
+        ctx: Any, x: Tensor, weight: Param, linear: Linear, recompute_input: RecomputeInput | None, training: bool
+    ) -> Tensor:
         gemm = linear.gemm
         keep = training and recompute_input is None and ctx.needs_input_grad[1]
         payload = gemm.quantize(rows(x), columns=keep, record=training)
@@ -129,43 +140,41 @@ class _RowLinear(torch.autograd.Function):
         return unrows(linear.comm.matmul_scatter(payload, gemm.forward, weight, weight.shape[0]), ctx.batch)
 
     @staticmethod
-    def backward(ctx, dy):
-        linear, x = ctx.linear, None
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        if need_dw:
-            x = saved_or_recomputed(ctx, linear.gemm)
-        dy = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
-        dx, dw = row_backward(linear, dy, x, need_dx)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        linear, (need_dx, need_dw) = ctx.linear, ctx.needs_input_grad[:2]
+        x = saved_or_recomputed(ctx, linear.gemm) if need_dw else None
+        payload = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
+        dx, dw = row_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
 
 
 def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
-    """As `column_backward`."""
+    """Return (dx, dW) as `column_backward` does."""
     weight, _, gemm, comm = linear
     if not need_dx:
-        return None, gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
+        return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
     gemm.prepare(weight)
-    dx, dy = comm.gather_matmul(dy, gemm.input_grad, weight, weight.shape[1], keep=x is not None)
-    return dx, None if x is None else gemm.weight_grad(weight, dy, x)
+    dx, whole = comm.gather_matmul(dy, gemm.input_grad, weight, weight.shape[1], keep=x is not None)
+    return dx, None if x is None or whole is None else gemm.weight_grad(weight, whole, x)
 
 
 # ---- what both share -------------------------------------------------------------------------------------------------
 
 
-def saved_or_recomputed(ctx, gemm: Gemm, gathered: Axis = ALONE) -> Payload:
-    """Return the input as the weight gradient reads it."""
+def saved_or_recomputed(ctx: Any, gemm: Gemm, gathered: Axis = ALONE) -> Payload:
+    """Return the layer's input as the weight gradient reads it: kept by the forward pass, or made anew."""
     if ctx.recompute_input is None:
         return Payload(*ctx.saved_tensors)
     return gemm.quantize(rows(ctx.recompute_input()), gathered, columns=True, record=True)
 
 
 def rows(x: Tensor) -> Tensor:
-    """[..., k] -> [m, k]"""
+    """View [..., k] as [m, k]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
-    """[m, k] -> [s, *batch, k]"""
+    """View [m, k] as [s, *batch, k]."""
     return x.view(-1, *batch, x.shape[-1])
 
 
@@ -173,11 +182,11 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
 
 
 class ParallelLinear(nn.Module):
-    """What the two below share. adapter: one that stands for the product, put there by model/lora.py."""
+    """What column- and row-parallel layers share. adapter: takes the product's place; model/lora.py sets it."""
 
     by_columns: bool
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, gemm: Gemm, comm: LinearComm):
+    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, comm: LinearComm):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.linear = Linear(weight, bias if self.by_columns else None, gemm, comm)
@@ -187,9 +196,8 @@ class ParallelLinear(nn.Module):
 class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + bias, split by output features: x [s/tp, b, h] -> [s, b, out/tp].
 
-    Without sequence parallelism x is [s, b, h].
-
-    chunks: sizes of the outputs fused in one weight, each split over tp by itself.
+    Without sequence parallelism x is [s, b, h]. chunks: sizes of the outputs that are fused in one weight, each split
+    over tp by itself.
     """
 
     by_columns = True
@@ -206,7 +214,7 @@ class ColumnParallelLinear(ParallelLinear):
         )
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
-        """keys: dropout counters of the rows of x, for an adapter."""
+        """Multiply. recompute_input: as in `column_linear`. keys: dropout's, of the rows of x, for an adapter."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, keys)
         linear = self.linear
@@ -216,7 +224,7 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """y = x W^T, split by input features: x [s, b, in/tp] -> [s/tp, b, h].
 
-    Without sequence parallelism y is [s, b, h]. The bias is for the caller to add, who has another sum to make.
+    Without sequence parallelism y is [s, b, h]. The caller adds the bias, in one pass with the residual.
     """
 
     by_columns = False
@@ -230,7 +238,7 @@ class RowParallelLinear(ParallelLinear):
         )
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
-        """keys: dropout counters of the rows of x, for an adapter."""
+        """Multiply. recompute_input: as in `column_linear`. keys: dropout's, of the rows of x, for an adapter."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, keys)
         return _RowLinear.apply(x, self.linear.weight, self.linear, recompute_input, torch.is_grad_enabled())

@@ -1,8 +1,8 @@
-"""Matrix products beside tensor-parallel communication: one after the other, or hidden in each other.
+"""Matrix products and tensor-parallel communication: one after the other, or at the same time.
 
 Problem: under sequence parallelism a linear layer gathers its input, or scatters its output, and the GPU's matrix
 units are idle meanwhile: a fifth of the step of a 70B block at tp 4. A collective on a stream of its own can run
-beside an independent product, but it needs streaming multiprocessors, which a product does not give up before its end.
+beside an independent product, but it needs streaming multiprocessors, which a product does not release before its end.
 The idea: cut the product by rows and move one piece while another is computed. Over NVLink ranks read each other's
 memory with copy engines (comm/shared_memory.py), which take no multiprocessor:
 
@@ -10,14 +10,15 @@ memory with copy engines (comm/shared_memory.py), which take no multiprocessor:
     rank 0's GEMM   [x0 W][x1 W][x2 and x3 W]         GEMM    [for ranks 2 and 3][for 1][own]
     copies          [ x1 ][ x2 ][ x3 ]                copies                     [from 2][from 3][from 1]  then a sum
 
-The own piece is first, or last, since nobody waits for it; the others double, so that few are needed: a product of
-8 ranks has 4 pieces, which takes the host half as long as one for each rank, and large ones are more efficient.
+The rank's own piece needs no copy, so it is first in a gather and last in a scatter. The others have the rows of 1, 2,
+4, ... ranks, so that there are few: 4 pieces for 8 ranks take the host half as long as 8 would, and large products are
+more efficient.
 
-In the backward pass there are two products, and each collective has one that does not depend on it; there the products
+In the backward pass there are two products, and each collective has one that does not depend on it. There the products
 stay whole, which is more efficient, and the copies run beside them.
 
-Three classes do it, with the same methods. In Megatron's words f stands before a column-parallel product, g behind a
-row-parallel one, and in the backward pass each in the other's place:
+Three classes do it, with the same methods. In Megatron's words f comes before a column-parallel product, g after a
+row-parallel one, and in the backward pass each takes the other's place:
 
     AllReduceComm           f: nothing, g: all-reduce                without sequence parallelism, and for one rank
     ProcessGroupComm        f: all-gather, g: reduce-scatter         by the process group, on any device
@@ -25,11 +26,10 @@ row-parallel one, and in the backward pass each in the other's place:
 
     gather_matmul(x, product, weight, n)          f, then product(x, weight) [m, n]
     matmul_scatter(x, product, weight, n)         product(x, weight), then g
-    start_gather(x), start_matmul_scatter(...)    the same, begun: .wait() returns the result
+    start_gather(x), start_matmul_scatter(...)    begin f alone, or the second: .wait() returns the result
 
 `product` is one of the two that a format has (kernels/gemm.py): product(x, weight, out) writes x W^T, or x W, to `out`.
-Left out: communication between nodes, which share no memory, and among 3 or 6 ranks: there `choose` takes the
-process group.
+Left out: copies between nodes, which share no memory, and among 3 or 6 ranks: there `choose` takes the process group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minitron.comm.collectives import Done, Pending, all_reduce_, gather_start, reduce_scatter_start
+from minitron.comm.collectives import Handle, all_reduce_, gather_start, reduce_scatter_start
 from minitron.comm.mesh import Axis
 from minitron.comm.shared_memory import OnStream, SharedBuffer, see_each_other
 from minitron.kernels.gemm import Payload
@@ -52,21 +52,22 @@ Product = Callable[..., Tensor]
 
 
 class Arriving(Generic[T]):
-    """A result under way: wait() returns it when all that it waits for has come."""
+    """A result under way: wait() waits for its handles and returns it."""
 
     __slots__ = ("result", "handles")
 
-    def __init__(self, result: T, handles: Sequence[Done | Pending] = ()):
+    def __init__(self, result: T, handles: Sequence[Handle] = ()):
         self.result, self.handles = result, handles
 
     def wait(self) -> T:
+        """Wait for the result and return it; on a GPU the current stream waits, not the host."""
         for handle in self.handles:
             handle.wait()
         return self.result
 
 
 class _Gathering(Arriving[Payload]):
-    """Payloads of all ranks under way. They are joined when their parts are there, since a join reads them."""
+    """The payloads of all ranks under way. wait() joins them, since a join reads the parts."""
 
     __slots__ = ("like", "parts")
 
@@ -80,7 +81,8 @@ class _Gathering(Arriving[Payload]):
 class AllReduceComm:
     """Without sequence parallelism, or for one rank: f changes nothing, g is an all-reduce over `axis`.
 
-    overlap: all-reduces run beside what is independent of them. gathered: the ranks whose inputs f joins.
+    overlap: all-reduces run beside what is independent of them. gathered: the ranks whose inputs f joins. nbytes: of
+    memory that ranks share.
     """
 
     nbytes, sequence_parallel, gathered = 0, False, Axis.single()
@@ -91,7 +93,7 @@ class AllReduceComm:
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
     ) -> tuple[Tensor, Payload | None]:
-        """Return product(x, weight) [m, n], and x if it is to be kept."""
+        """Return product(x, weight) [m, n], and x if `keep`."""
         return product(x, weight), x if keep else None
 
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
@@ -101,9 +103,11 @@ class AllReduceComm:
         return y
 
     def start_gather(self, x: Payload) -> Arriving[Payload]:
+        """Return x: there is nothing to gather."""
         return Arriving(x)
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
+        """Begin `matmul_scatter`."""
         y = product(x, weight)
         return Arriving(y, [all_reduce_(y, self.axis, wait=not self.overlap)])
 
@@ -134,14 +138,16 @@ class ProcessGroupComm:
         return result
 
     def start_gather(self, x: Payload) -> Arriving[Payload]:
+        """Begin to gather the payloads of all ranks."""
         parts, handles = zip(*(gather_start(part, self.axis) for part in x.parts()))
         return _Gathering(x, self._started(parts, handles))
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
+        """Begin `matmul_scatter`."""
         result, handle = reduce_scatter_start(product(x, weight), self.axis)
         return self._started(result, [handle])
 
-    def _started(self, result: T, handles: Sequence[Done | Pending]) -> Arriving[T]:
+    def _started(self, result: T, handles: Sequence[Handle]) -> Arriving[T]:
         arriving = Arriving(result, handles)
         if not self.overlap:
             arriving.wait()
@@ -152,19 +158,19 @@ class ProcessGroupComm:
 class SymmetricMemoryComm:
     """Sequence parallelism by copies between the GPUs of one node. Collective over the axis, as every method is.
 
-    Two streams beside the current one: `side` for every second piece of a product, so that the end of one piece and the
-    beginning of the next share the GPU, and `copies` for what travels.
+    There are two streams beside the current one: `side` for every second piece of a product, so that the end of one
+    piece and the beginning of the next share the GPU, and `copies` for what travels.
 
-    What is to be read by others is written to memory that they see, then a barrier says that it is there. Barriers are
-    kernels, which a product that fills the GPU would hold up to its end: `copies` has the priority to get the first
-    multiprocessor that a tile sets free. Only copies wait for barriers, so a rank that is ahead goes on with the
-    products that it has the operands for.
+    A rank writes what others are to read to memory that they see; then a barrier tells them that it is there. A barrier
+    is a kernel, and a product that fills the GPU would delay it to the product's end: so `copies` has priority, and
+    gets the first multiprocessor that becomes free. Only copies wait for barriers, so a rank that is ahead of others
+    can go on with the products whose operands it has.
 
-    There are two buffers for each use, taken in turn: whoever has passed the barrier of one use knows that the use
-    before it is over on all ranks, so none has to end with a barrier too.
+    There are two buffers for gathers and two for scatters, taken in turn. A rank that has passed the barrier of one
+    knows that all ranks have finished with the other buffer, so that no second barrier is needed at the end.
 
-    The products of a layer take the GPU some milliseconds, and the host has no more than that to launch all of this:
-    hence events that are used again, few changes of the stream, and views that are made once.
+    The products of a layer take the GPU some milliseconds, and the host must launch all of this in that time: hence
+    events and views that are made once, and few changes of the stream.
     """
 
     sequence_parallel = True
@@ -174,8 +180,8 @@ class SymmetricMemoryComm:
         self.device, self._sum_parts = device, sum_parts
         self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self._groups = _groups(axis.size, axis.rank)
-        self._event = torch.cuda.Event()  # of what a stream waits for at once
-        self._there = [torch.cuda.Event() for _ in self._groups[1:]]
+        self._event = torch.cuda.Event()  # recorded and waited for in one go, so that one is enough
+        self._fetched = [torch.cuda.Event() for _ in self._groups[1:]]
         self._arrival = {use: torch.cuda.Event() for use in ("gather", "scatter")}
         self._buffers: dict[str, list[SharedBuffer]] = {}
         self._pending: set[str] = set()
@@ -187,20 +193,20 @@ class SymmetricMemoryComm:
         m = x.rows.shape[0]
         y = weight.new_empty(self.axis.size * m, n)
         parts, whole, memory = self._begin_gather(x)
-        main, pieces = self._main(), [parts]  # the own piece first: it needs no copy
+        main, pieces = self._main(), [parts]  # the own piece is first: it needs no copy
         self._after(self.side, main)
         with OnStream(self.copies, main):
             self._publish(memory, parts)
-            for group, there in zip(self._groups[1:], self._there):
+            for group, fetched in zip(self._groups[1:], self._fetched):
                 pieces.append(self._fetch(memory, group, whole))
-                there.record(self.copies)
+                fetched.record(self.copies)
             if keep:
                 self._fetch(memory, self._groups[0], whole)
         for first, stream in enumerate((main, self.side)):
             with OnStream(stream, main):
                 for i in range(first, len(pieces), 2):
                     if i > 0:
-                        stream.wait_event(self._there[i - 1])
+                        stream.wait_event(self._fetched[i - 1])
                     product(x.of(pieces[i]), weight, y[self._groups[i].rows(m)])
         self._after(main, self.side)
         self._after(main, self.copies)
@@ -211,7 +217,7 @@ class SymmetricMemoryComm:
         main, m = self._main(), x.rows.shape[0] // self.axis.size
         partial, received, memory = self._begin_scatter(x.rows.shape[0], n, weight)
         self._after(self.side, main)
-        for i, group in enumerate(reversed(self._groups)):  # the own piece last: nobody waits for it
+        for i, group in enumerate(reversed(self._groups)):  # the own piece is last: no rank waits for it
             stream, own = (main, self.side)[i % 2], i + 1 == len(self._groups)
             with OnStream(stream, main):
                 rows = group.rows(m)
@@ -219,13 +225,14 @@ class SymmetricMemoryComm:
             if not own:
                 self._after(self.copies, stream)
                 with OnStream(self.copies, main):
-                    memory.barrier()  # everyone has produced as many pieces
+                    memory.barrier()  # all ranks have produced this piece
                     self._receive(memory, group, received)
         self._after(main, self.side)
         self._after(main, self.copies)
         return self._sum_parts(received)
 
     def start_gather(self, x: Payload) -> Arriving[Payload]:
+        """Begin to gather the payloads of all ranks."""
         parts, whole, memory = self._begin_gather(x)
         with OnStream(self.copies, self._main()):
             self._publish(memory, parts)
@@ -234,7 +241,7 @@ class SymmetricMemoryComm:
         return _Gathering(x, _Copied(self, "gather", whole, parts))
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
-        """The product stays whole; its parts travel beside what the current stream does next."""
+        """Launch the whole product; its parts travel beside what the current stream does next."""
         partial, received, memory = self._begin_scatter(x.rows.shape[0], n, weight)
         main = self._main()
         product(x, weight, partial)
@@ -249,12 +256,12 @@ class SymmetricMemoryComm:
         return torch.cuda.current_stream(self.device.index)  # without an index torch looks for the device first
 
     def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """Order what is launched on `later` from here on after what `earlier` has."""
+        """Let `later` wait for what has been launched on `earlier` so far."""
         self._event.record(earlier)
         later.wait_event(self._event)
 
     def _begin_gather(self, x: Payload) -> tuple[list[Tensor], list[Tensor], SharedBuffer]:
-        """(the parts of x, space for everyone's, memory that all see)."""
+        """Return the parts of x, space for the parts of all ranks, and memory that all see."""
         parts = [part.contiguous() for part in x.parts()]
         whole = [part.new_empty(self.axis.size * part.shape[0], *part.shape[1:]) for part in parts]
         memory = self._memory("gather", sum(map(_room, parts)))
@@ -262,8 +269,9 @@ class SymmetricMemoryComm:
         return parts, whole, memory
 
     def _publish(self, memory: SharedBuffer, parts: list[Tensor]) -> None:
-        for part, there in zip(parts, _places(memory, self.axis.rank, parts)):
-            there.copy_(part)
+        """Write this rank's parts to memory that all see, and tell the others."""
+        for part, place in zip(parts, _places(memory, self.axis.rank, parts)):
+            place.copy_(part)
         memory.barrier()
 
     def _fetch(self, memory: SharedBuffer, group: _Group, whole: list[Tensor]) -> list[Tensor]:
@@ -276,13 +284,13 @@ class SymmetricMemoryComm:
         return [out[group.rows(m)] for out, m in zip(whole, rows)]
 
     def _begin_scatter(self, m: int, n: int, like: Tensor) -> tuple[Tensor, Tensor, SharedBuffer]:
-        """(space [m, n] that others see, space [tp, m/tp, n] for what they have for this rank, memory that all see)."""
+        """Return space [m, n] that all see, space [tp, m/tp, n] for what they have for this rank, and the memory."""
         memory = self._memory("scatter", m * n * like.itemsize)
         received = like.new_empty(self.axis.size, m // self.axis.size, n)
         return memory.view(self.axis.rank, torch.Size((m, n)), like.dtype, 0), received, memory
 
     def _receive(self, memory: SharedBuffer, group: _Group, received: Tensor) -> None:
-        """Copy what these ranks have for this one."""
+        """Copy the rows that these ranks have computed for this one."""
         for source in group.sources:
             piece = received[source]
             piece.copy_(memory.view(source, piece.shape, piece.dtype, self.axis.rank * piece.numel()))
@@ -294,7 +302,7 @@ class SymmetricMemoryComm:
         if not buffers or buffers[0].nbytes < need:
             self.axis.activity.enter("rendezvous", self.axis, need)
             torch.cuda.synchronize()
-            dist.barrier(self.axis.group)  # someone may still read the old memory
+            dist.barrier(self.axis.group)  # another rank may still read the old memory
             self.axis.activity.leave()
             buffers[:] = [SharedBuffer(self.axis, need, self.device) for _ in range(2)]
         buffers.reverse()
@@ -307,7 +315,7 @@ class SymmetricMemoryComm:
 
 
 class _Copied(Arriving[T]):
-    """A result that the copies so far bring, not those of another use that begins meanwhile. parts: read until then."""
+    """A result that arrives with the copies launched so far. parts: what they read, kept alive until then."""
 
     __slots__ = ("comm", "use", "parts")
 
@@ -324,7 +332,7 @@ class _Copied(Arriving[T]):
 
 
 class _Scattered(_Copied[Tensor]):
-    """The other ranks' partial sums, which wait() adds up."""
+    """The other ranks' partial sums under way; wait() adds them up."""
 
     __slots__ = ()
 
@@ -333,34 +341,34 @@ class _Scattered(_Copied[Tensor]):
 
 
 class _Group(NamedTuple):
-    """Ranks [first, first + len(sources)), in the order in which this rank reads from them."""
+    """Ranks first ... first + len(sources) - 1; sources: the same, in the order in which this rank reads from them."""
 
     first: int
     sources: list[int]
 
     def rows(self, m: int) -> slice:
-        """Return where their pieces of m rows are."""
+        """Return the rows that these ranks have, m each."""
         return slice(self.first * m, (self.first + len(self.sources)) * m)
 
 
 def _groups(size: int, rank: int) -> list[_Group]:
-    """List whose pieces are one product: the rank itself, its neighbour, the other two of four, the other four of 8.
+    """Group the ranks whose rows one product has: the rank itself, its neighbour, the other 2 of 4, the other 4 of 8.
 
-    Those in a rank's i-th group have the rank in their own i-th one, so they produce its piece before the same barrier
-    as it does theirs. At any time everyone reads from another one.
+    If rank a is in the i-th group of rank b, then b is in the i-th group of a: so each produces the other's piece
+    before the same barrier. At any time all ranks read from different ones.
     """
     blocks = [range(1)] + [range(2**i, 2 ** (i + 1)) for i in range(size.bit_length() - 1)]
     return [_Group(rank // len(block) * len(block) ^ block.start, [rank ^ i for i in block]) for block in blocks]
 
 
 def _places(memory: SharedBuffer, rank: int, parts: list[Tensor]) -> list[Tensor]:
-    """Return tensors like `parts`, one after another, in the buffer of `rank`."""
+    """Return views like `parts`, one after another, in the buffer of `rank`."""
     starts = accumulate(map(_room, parts), initial=0)
     return [memory.view(rank, part.shape, part.dtype, start // part.itemsize) for part, start in zip(parts, starts)]
 
 
 def _room(part: Tensor) -> int:
-    """Count the bytes from the start of this part to that of the next."""
+    """Return the bytes that a part takes in a buffer, rounded up to where the next may start."""
     return -(-part.nbytes // 256) * 256
 
 
@@ -370,7 +378,7 @@ LinearComm = AllReduceComm | ProcessGroupComm | SymmetricMemoryComm
 def choose(
     axis: Axis, device: torch.device, *, sequence_parallel: bool, overlap: bool, sum_parts: Callable[[Tensor], Tensor]
 ) -> LinearComm:
-    """Choose how linear layers communicate over `axis`; the fastest that can run. Collective over the axis."""
+    """Choose how linear layers communicate over `axis`: the fastest way that can run. Collective over the axis."""
     if axis.size == 1 or not sequence_parallel:
         return AllReduceComm(axis, overlap)
     power_of_two = axis.size & (axis.size - 1) == 0

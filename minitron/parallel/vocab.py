@@ -2,13 +2,14 @@
 
 Problem: the embedding, the head and above all the logits [s, b, v] of a large vocabulary take more memory than a block.
 The idea (Shoeybi et al. 2019): every rank has the rows of v/tp tokens. It looks up the tokens that it has and leaves
-zeros for the others, and the sum over the ranks is the embedding; of a cross-entropy it needs its own columns' maximum
-and sum, and no rank ever holds whole logits.
+zeros for the others; the sum over the ranks is the embedding. For the cross-entropy ranks exchange the maximum and the
+sum of their own columns, so that no rank ever holds whole logits.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +19,23 @@ from minitron.comm import collectives
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
-from minitron.kernels.param import Shard
+from minitron.kernels.param import Param, Shard
 from minitron.parallel.layout import Layout
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table that holds `first <= id < first + len(table)`; zeros for other ids."""
+    """Lookup in a table that has the rows of ids `first` to `first + len(table) - 1`."""
 
     @staticmethod
-    def forward(ctx, ids, table, first, ops, in_order):
+    def forward(ctx: Any, ids: Tensor, table: Param, first: int, ops: ModuleType, in_order: bool) -> Tensor:
         local = ids - first
-        elsewhere = (local < 0) | (local >= table.shape[0])
+        outside = (local < 0) | (local >= table.shape[0])
         ctx.table, ctx.first, ctx.ops, ctx.in_order = table, first, ops, in_order
         ctx.save_for_backward(ids)
-        return F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return F.embedding(local.masked_fill(outside, 0), table).masked_fill_(outside.unsqueeze(-1), 0)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), table = ctx.saved_tensors, ctx.table
         slot = table.slot
         if slot is None:
@@ -46,8 +47,8 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def lookup(ids: Tensor, table: nn.Parameter, first: int, ops: ModuleType, in_order: bool = False) -> Tensor:
-    """table[id - first], zeros for ids beyond the table: ids [...], table [v, h] -> [..., h].
+def lookup(ids: Tensor, table: Param, first: int, ops: ModuleType, in_order: bool = False) -> Tensor:
+    """Look up table[id - first], zeros for ids outside of the table: ids [...], table [v, h] -> [..., h].
 
     in_order: ranks with the same ids and the same dy get the same gradient, bit by bit.
     """
@@ -66,6 +67,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = layout.parameter((vocab, hidden), Shard(0, layout.axis, (vocab,)), std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Look up the tokens. Collective over tp."""
         axis = self.layout.axis
         x = lookup(ids, self.weight, axis.rank * self.weight.shape[0], self.layout.kernels.ops)
         return collectives.reduce_scatter(x, axis) if self.layout.sequence_parallel else collectives.all_reduce(x, axis)
@@ -73,7 +75,7 @@ class VocabParallelEmbedding(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, axis, ops, num_ids):
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, ops: ModuleType, num_ids: int | None) -> Tensor:
         first = axis.rank * logits.shape[-1]
         top, total, picked = ops.softmax_sums(logits, labels, first, num_ids)
         highest = top.clone()
@@ -86,7 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         return lse - sums[1]
 
     @staticmethod
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
         return ctx.ops.softmax_gradient_(logits, labels, ctx.first, lse, dloss, ctx.num_ids), None, None, None, None
 
@@ -96,8 +98,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Compute the loss of each token from logits split over the vocabulary, in float32 and without gathering them.
 
-    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces of [s, b] numbers over `axis`. Of this
-    rank's columns the first num_ids (None: all; 0: none) are token ids; the others pad the vocabulary and are left
-    out. The backward pass uses the logits up: their memory becomes their gradient.
+    logits [s, b, v/tp], labels [s, b] global ids -> [s, b]. Two all-reduces over `axis`, of 1 and of 2 numbers a token.
+    The first num_ids of this rank's columns (None: all; 0: none) are token ids; the others pad the vocabulary and are
+    left out. The backward pass overwrites the logits with their gradient.
     """
     return _CrossEntropy.apply(logits, labels, axis, ops, num_ids)

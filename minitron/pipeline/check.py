@@ -19,8 +19,11 @@ Left out: whether the values are right.  The executor's tests compare them with 
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
-from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, Transfer, input_of, output_of
+from minitron.pipeline.schedule import Backward, Exchange, Forward, Operation, Schedule, Transfer, input_of, output_of
+
+Ran = tuple[type[Operation], int, int]  # Forward or Backward, mb, chunk
 
 
 def check(schedule: Schedule) -> None:
@@ -46,7 +49,7 @@ def match_exchanges(schedule: Schedule) -> list[dict[int, tuple[tuple[int, int],
                     sends[rank, t.peer].append((index, t.kind, t.mb, t.stage))
                 for t in action.recvs:
                     recvs[t.peer, rank].append((index, t.kind, t.mb, t.stage))
-    meets: list[dict] = [defaultdict(tuple) for _ in schedule.ranks]
+    meets: list[dict[int, tuple[tuple[int, int], ...]]] = [defaultdict(tuple) for _ in schedule.ranks]
     for source, target in sorted(sends.keys() | recvs.keys()):
         sent, received = sends[source, target], recvs[source, target]
         for n in range(max(len(sent), len(received))):
@@ -60,7 +63,7 @@ def match_exchanges(schedule: Schedule) -> list[dict[int, tuple[tuple[int, int],
     return meets
 
 
-def _message(messages: list[tuple], n: int) -> str:
+def _message(messages: Sequence[tuple[int, str, int, int]], n: int) -> str:
     if n >= len(messages):
         return "nothing"
     index, kind, mb, stage = messages[n]
@@ -70,20 +73,21 @@ def _message(messages: list[tuple], n: int) -> str:
 def _check_rank(schedule: Schedule, rank: int) -> None:
     """Walk one rank's actions, keeping what it has run, received and not yet sent."""
     pp, vp, m = schedule.pp, schedule.vp, schedule.num_microbatches
-    ran: set[tuple[type, int, int]] = set()  # (Forward or Backward, mb, chunk)
+    ran: set[Ran] = set()
     received: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
     exchanges = 0
     unsent: set[Transfer] = set()
     backwards_all = Counter(action.chunk for action in schedule.ranks[rank] if type(action) is Backward)
     for index, action in enumerate(schedule.ranks[rank]):
-        if type(action) is Exchange:
+        if isinstance(action, Exchange):
             exchanges += 1
             problem = _exchange_problem(action, received, unsent, exchanges)
         else:
             problem = _operation_problem(action, ran, (m, vp), backwards_all) or _route_problem(
                 action, received, input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
             )
-            received.pop(action.input, None)
+            if action.input is not None:
+                received.pop(action.input, None)
             ran.add((type(action), action.mb, action.chunk))
             if action.output is not None:
                 unsent.add(action.output)
@@ -98,7 +102,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
         raise ValueError(f"rank {rank} never uses {next(iter(received))}, which it receives")
 
 
-def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int], backwards: Counter) -> str:
+def _operation_problem(op: Operation, ran: set[Ran], sizes: tuple[int, int], backwards: Counter[int]) -> str:
     """Say why `op` cannot run now; '' if it can."""
     if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
         return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
@@ -115,9 +119,7 @@ def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int],
     return ""
 
 
-def _route_problem(
-    op: Forward | Backward, received: dict[Transfer, int], needed: Transfer | None, made: Transfer | None
-) -> str:
+def _route_problem(op: Operation, received: dict[Transfer, int], needed: Transfer | None, made: Transfer | None) -> str:
     """Say why the input and output of `op` are not those of its stage, or not there; '' if they are."""
     if op.input != needed or op.output != made:
         return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"

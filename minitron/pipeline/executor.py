@@ -55,7 +55,7 @@ class Executor:
         """
         all_reduce_(torch.zeros(1, device=self.device), self.pp)
 
-    def train(self, batches: Sequence, seed: Tensor | float) -> Tensor:
+    def train(self, batches: Sequence[object], seed: Tensor | float) -> Tensor:
         """Run forward and backward of every microbatch; the backward of a loss sum begins with `seed`.
 
         Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last
@@ -65,7 +65,7 @@ class Executor:
         return self._run(self.actions(make, len(batches)), batches, seed)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence) -> Tensor:
+    def evaluate(self, batches: Sequence[object]) -> Tensor:
         """Return the sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
         for chunk in self.chunks:
             chunk.eval()
@@ -77,14 +77,14 @@ class Executor:
     def _actions(self, kind: Callable[[int, int, int], Schedule], num_microbatches: int) -> tuple[Action, ...]:
         return kind(self.pp.size, len(self.chunks), num_microbatches).ranks[self.pp.rank]
 
-    def _run(self, actions: tuple[Action, ...], batches: Sequence, seed: Tensor | None) -> Tensor:
+    def _run(self, actions: tuple[Action, ...], batches: Sequence[object], seed: Tensor | None) -> Tensor:
         run = _Run(self, batches, seed)
         activity = self.pp.activity
         for action in actions:
             activity.begin(action)
-            if type(action) is Forward:
+            if isinstance(action, Forward):
                 run.forward(action)
-            elif type(action) is Backward:
+            elif isinstance(action, Backward):
                 run.backward(action)
             else:
                 run.exchange(action)
@@ -95,7 +95,7 @@ class Executor:
 class _Run:
     """What is under way in one pass through a schedule."""
 
-    def __init__(self, executor: Executor, batches: Sequence, seed: Tensor | None):
+    def __init__(self, executor: Executor, batches: Sequence[object], seed: Tensor | None):
         self.executor, self.batches, self.seed = executor, batches, seed
         self.loss = torch.zeros((), device=executor.device)
         self.received: dict[Transfer, Tensor] = {}
@@ -122,6 +122,7 @@ class _Run:
         self.executor.begin_backward(op.chunk, op.first, op.last)
         torch.autograd.backward(edge, self.seed if gradient is None else gradient)
         if op.output is not None:
+            assert x is not None and x.grad is not None
             self.pending_sends[op.output] = x.grad
 
     def exchange(self, action: Exchange) -> None:

@@ -96,7 +96,8 @@ class Exchange:
     after: int = field(default=0, repr=False)
 
 
-Action = Forward | Backward | Exchange
+Operation = Forward | Backward
+Action = Operation | Exchange
 TICKS = {Forward: 1, Backward: 2}
 # A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of who receives.
 IN_FLIGHT = 8
@@ -133,7 +134,7 @@ def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
     return Schedule(pp, vp, num_microbatches, _with_exchanges(pp, vp, num_microbatches, ranks))
 
 
-def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forward | Backward]:
+def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Operation]:
     """List what a rank of `make` computes: its actions without the Exchanges and without their routes.
 
     Some forwards to warm up, then forward and backward in turn, then the backwards that are left.
@@ -180,10 +181,13 @@ def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
     return order
 
 
-def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[tuple[Action, ...], ...]:
+def _with_exchanges(
+    pp: int, vp: int, m: int, operations: Sequence[Sequence[Operation]]
+) -> tuple[tuple[Action, ...], ...]:
     """Merge each rank's operations and Exchanges by the tick at which they finish, operations first."""
     ticks = _finish_ticks(pp, vp, m, operations)
-    sends, recvs = ([{} for _ in operations] for _ in range(2))  # of a rank: tick -> Transfers
+    sends: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]  # of a rank: tick -> Transfers
+    recvs: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]
     for rank, order in enumerate(operations):
         for op, tick in zip(order, ticks[rank]):
             value = output_of(op, rank, pp, vp)
@@ -205,9 +209,10 @@ def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Actio
     An operation waits for the Exchange that brought its input, and for all before it: NCCL runs a rank's Exchanges in
     order, so what those sent has gone, too.
     """
-    exchanges, arrived = 0, {}  # arrived: Transfer -> number of Exchanges that must be complete before it is used
+    exchanges = 0
+    arrived: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
     for action in actions:
-        if type(action) is Exchange:
+        if isinstance(action, Exchange):
             yield replace(action, after=max(0, exchanges - IN_FLIGHT))
             exchanges += 1
             arrived |= dict.fromkeys(action.recvs, exchanges)
@@ -216,7 +221,7 @@ def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Actio
             yield replace(action, input=value, output=made, after=0 if value is None else arrived[value])
 
 
-def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list[int]]:
+def _finish_ticks(pp: int, vp: int, m: int, operations: Sequence[Sequence[Operation]]) -> list[list[int]]:
     """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there."""
     stages = pp * vp
     finished = {Forward: [0] * (stages * m), Backward: [0] * (stages * m)}  # [stage * m + mb]; 0 is not yet
@@ -243,7 +248,7 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list
     return ticks
 
 
-def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
+def input_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
     """Return what `op` on `rank` must have received; None: the first stage's forward, the last stage's backward."""
     stage = op.chunk * pp + rank
     if type(op) is Forward:
@@ -251,7 +256,7 @@ def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | 
     return Transfer("gradient", op.mb, stage, (rank + 1) % pp) if stage < pp * vp - 1 else None
 
 
-def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
+def output_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
     """Return what `op` on `rank` makes for another; None: the last stage's forward, the first stage's backward."""
     stage = op.chunk * pp + rank
     if type(op) is Forward:

@@ -132,7 +132,7 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
     memory, action = walk.peak()
     return Report(
         mesh.rank,
-        mesh.cell(),
+        mesh.coordinates(),
         {part: memory.get(part, 0) for part in PARTS},
         action,
         walk.timeline(),
@@ -160,8 +160,8 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
     """Build a trainer as it is in the middle of a run. Collective over the world."""
     trainer = build(cfg, mesh)
     for chunk in trainer.chunks:
-        if chunk.formats.scaling is not None:
-            chunk.formats.scaling.follow_history()
+        if chunk.fp8_state.scaling is not None:
+            chunk.fp8_state.scaling.follow_history()
     return trainer
 
 

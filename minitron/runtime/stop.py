@@ -155,5 +155,6 @@ class Stop:
 
     def _end(self, number: signal.Signals, why: str) -> None:
         self.listener.end(
-            f"{self.mesh.cell()} got {number.name} {why}: ends without saving in {self.mesh.activity}", 128 + number
+            f"{self.mesh.coordinates()} got {number.name} {why}: ends without saving in {self.mesh.activity}",
+            128 + number,
         )

@@ -59,7 +59,7 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
         if watch.hangs:
             sleep(watch.grace)  # the others have ended before this one: the report has said it all
         log.alarm(
-            f"error: {mesh.cell()} failed in {mesh.activity}; most likely another rank has died, and the first "
+            f"error: {mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died, and the first "
             "error says why. The traceback is in this rank's log",
             traceback.format_exc(),
         )
@@ -84,7 +84,9 @@ class _Watch:
                 end.start()
                 host = f"  host: {self.mesh.activity}{self.mesh.activity.partners()}"
                 self.log.alarm(
-                    "\n".join([f"{self.mesh.cell()} has not moved for {idle:.0f} s", host, *self._device(), *stacks()])
+                    "\n".join(
+                        [f"{self.mesh.coordinates()} has not moved for {idle:.0f} s", host, *self._device(), *stacks()]
+                    )
                 )
                 return self._tell_others()
 

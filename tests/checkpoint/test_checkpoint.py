@@ -218,7 +218,7 @@ def test_fp8_histories_follow_their_layers(ranks, tmp_path):
     more = dataclasses.replace(cfg, precision=dataclasses.replace(cfg.precision, fp8_bf16_layers=1))
     save(start_trainer(more)[0], saving(more, tmp_path / "fewer"), 6)
     trainer, _ = start_trainer(saving(cfg, tmp_path / "fewer"))
-    assert trainer.chunks[0].formats.scaling.cold  # not all of its layers have one: it looks first
+    assert trainer.chunks[0].fp8_state.scaling.cold  # not all of its layers have one: it looks first
 
 
 # ---- weights only -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import HISTORY, DelayedScaling, Formats, Fp8Gemm, choose_backend
+from minitron.kernels.fp8 import HISTORY, DelayedScaling, Fp8Gemm, Fp8State, choose_backend
 from minitron.kernels.fp8_torch import Operand, limit
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
@@ -37,9 +37,9 @@ def precision(recipe: str, **keys) -> PrecisionConfig:
     return PrecisionConfig(fp8=recipe, fp8_backend="torch", **keys)
 
 
-def formats_of(recipe: str, mesh: Mesh) -> Formats:
+def state_of(recipe: str, mesh: Mesh) -> Fp8State:
     """Those of a model of one block."""
-    return Formats(precision(recipe), range(1), 1, mesh, choose_backend(precision(recipe), CPU), Gemm())
+    return Fp8State(precision(recipe), range(1), 1, mesh, choose_backend(precision(recipe), CPU), Gemm())
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:
@@ -99,9 +99,9 @@ def two_layers(recipe, tp, by, sequence_parallel, recompute):
     mesh = Mesh.create(tp=tp)
     layout = Layout(by(mesh.tp), dtype=torch.bfloat16)
     assert layout.sequence_parallel is sequence_parallel
-    formats = formats_of(recipe, mesh)
-    column = ColumnParallelLinear(H, (F,), layout, std=0.1, bias=False, gemm=formats.gemm(0))
-    row = RowParallelLinear(F, H, layout, std=0.1, bias=False, gemm=formats.gemm(0))
+    state = state_of(recipe, mesh)
+    column = ColumnParallelLinear(H, (F,), layout, std=0.1, bias=False, gemm=state.gemm(0))
+    row = RowParallelLinear(F, H, layout, std=0.1, bias=False, gemm=state.gemm(0))
     for layer, name, shape in ((column, "w1", (F, H)), (row, "w2", (H, F))):
         with torch.no_grad():
             layer.weight.copy_(layer.weight.spec.shard.cut(randn(name, *shape)))
@@ -167,13 +167,13 @@ def test_products_are_near_the_exact_ones(recipe):
 def histories(magnitudes, mesh_shape):
     """Scales after each step, on one of tp x dp ranks whose x have their own magnitudes [steps][ranks]."""
     mesh = Mesh.create(tp=mesh_shape[0])
-    formats = formats_of("delayed", mesh)
-    gemm, scales = formats.gemm(0), []
+    state = state_of("delayed", mesh)
+    gemm, scales = state.gemm(0), []
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
             gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
-        formats.on_weights_updated()
-        scales.append(float(formats.scaling.scale[0]))
+        state.on_weights_updated()
+        scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 
 
@@ -251,7 +251,7 @@ def test_recomputation_changes_nothing(recipe, recompute):
     losses, plain = run(cfg, 3)
     again, trainer = run(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, recompute=recompute)), 3)
     assert again == losses
-    for mine, other in zip(trainer.chunks[0].formats.gemms, plain.chunks[0].formats.gemms):
+    for mine, other in zip(trainer.chunks[0].fp8_state.gemms, plain.chunks[0].fp8_state.gemms):
         assert mine.history is None or torch.equal(mine.history, other.history)
 
 
@@ -264,12 +264,12 @@ def test_what_is_cast_how_often(monkeypatch):
     """Weights once per step; activations and gradients once per microbatch."""
     cfg = toy("delayed", precision={"fp8_bf16_layers": 1})
     trainer, casts = build(cfg, mesh_of(cfg)), []
-    formats, scale = trainer.chunks[0].formats, Fp8Gemm._scale
+    state, scale = trainer.chunks[0].fp8_state, Fp8Gemm._scale
     monkeypatch.setattr(Fp8Gemm, "_scale", lambda self, role, *rest: casts.append(role) or scale(self, role, *rest))
     run(cfg, 3, trainer)
     gemms = 4 * (MODEL["num_layers"] - 2)
     microbatches = TRAIN["global_batch_size"] // TRAIN["micro_batch_size"]
-    assert len(formats.gemms) == gemms
+    assert len(state.gemms) == gemms
     assert {role: casts.count(role) for role in casts} == {
         "weight": 3 * gemms,
         "x": 3 * gemms * microbatches,
@@ -291,14 +291,14 @@ def test_histories_are_all_that_a_run_needs_to_go_on():
     }
     saved = {name: gemm.history.clone() for name, gemm in gemms.items()}
     assert len(saved) == 4 * MODEL["num_layers"] and "blocks.0.attention.qkv" in saved
-    old = trainer.chunks[0].formats.scaling
+    old = trainer.chunks[0].fp8_state.scaling
     fresh = DelayedScaling(("x", "weight", "dy") * len(saved), (), CPU)
-    for gemm in trainer.chunks[0].formats.gemms:
+    for gemm in trainer.chunks[0].fp8_state.gemms:
         gemm.scaling = fresh
     for name, gemm in gemms.items():
         gemm.history.copy_(saved[name])
     fresh.follow_history()
-    trainer.chunks[0].formats.scaling = fresh
+    trainer.chunks[0].fp8_state.scaling = fresh
     assert torch.equal(fresh.scale, old.scale)
     assert run(cfg, 3, trainer, first=3)[0] == whole[3:]
 

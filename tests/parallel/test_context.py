@@ -1,4 +1,4 @@
-"""Context parallelism: every style equals one masked softmax, and the blocks cover what they must."""
+"""Context parallelism: every style equals one masked softmax, and the tiles cover what they must."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
-from minitron.parallel.context import as_documents, attention, gathered_blocks, local_positions, ring_blocks
+from minitron.parallel.context import as_documents, attention, gathered_tiles, local_positions, ring_tiles
 from minitron.testing import assert_close_rel
 
 SEQ_LEN, BATCH, HEAD_DIM = 48, 2, 8
@@ -120,7 +120,7 @@ def test_every_style_equals_one_masked_softmax(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bf16_is_as_exact_as_one_kernel_call(ranks, world):
-    """Sums over blocks are float32: splitting costs one more rounding, of the parts. Two alike add up to sqrt(2)."""
+    """Sums over tiles are float32: splitting costs one more rounding, of the parts. Two alike add up to sqrt(2)."""
     cases = [Case(style, 8, 4, documents, dtype=torch.bfloat16) for style in STYLES for documents in (False, True)]
     for (case, actual), (_, single) in zip(run_whole(ranks, world, cases), run_whole(ranks, 1, cases)):
         for name, value in expect(case).items():
@@ -170,7 +170,7 @@ def test_sums_over_ranks_are_rounded_to_bf16_once(ranks):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_scores_far_beyond_the_range_of_exp(ranks, world):
-    """exp(89) is infinite in float32; blocks' lse of +-200 are merged all the same."""
+    """exp(89) is infinite in float32; tiles' lse of +-200 are merged all the same."""
     for far in (200.0, -200.0):
         cases = [Case(style, 4, 4, documents, shift=far) for style in STYLES for documents in (False, True)]
         for case, actual in run_whole(ranks, world, cases):
@@ -223,7 +223,7 @@ def test_one_rank_without_documents_is_one_call_on_views(style):
     assert out.is_contiguous()  # so the [s, b, n d] that the output projection wants is a view
 
 
-# ---- positions and blocks: no ranks needed --------------------------------------------------------------------------
+# ---- positions and tiles: no ranks needed --------------------------------------------------------------------------
 
 
 @st.composite
@@ -238,53 +238,53 @@ def layouts(draw):
     return seq_len, size, as_documents(boundaries)
 
 
-def count_pairs(counts, blocks, queries, keys):
-    """Add 1 at every global (sample, query, key) that a block computes; queries, keys: the global positions at hand."""
-    for block in blocks:
-        rows, columns = queries[block.queries], keys[block.keys]
-        assert len(rows) and len(columns) and (not block.causal or len(rows) == len(columns))
-        pairs = np.tri(len(rows), dtype=int) if block.causal else np.ones((len(rows), len(columns)), dtype=int)
-        counts[block.samples, rows[:, None], columns[None, :]] += pairs
+def count_pairs(counts, tiles, queries, keys):
+    """Add 1 at every global (sample, query, key) that a tile computes; queries, keys: the global positions at hand."""
+    for tile in tiles:
+        rows, columns = queries[tile.queries], keys[tile.keys]
+        assert len(rows) and len(columns) and (not tile.causal or len(rows) == len(columns))
+        pairs = np.tri(len(rows), dtype=int) if tile.causal else np.ones((len(rows), len(columns)), dtype=int)
+        counts[tile.samples, rows[:, None], columns[None, :]] += pairs
 
 
 @settings(max_examples=300, deadline=None)
 @given(layouts())
-def test_blocks_cover_each_allowed_pair_once(layout):
+def test_tiles_cover_each_allowed_pair_once(layout):
     seq_len, size, documents = layout
     expected = np.stack([allowed_pairs(seq_len, None if b is None else np.array(b)) for b in documents or [None]])
     ring, gathered = np.zeros((2, *expected.shape), dtype=int)
     held = [local_positions(seq_len, size, rank, "ring") for rank in range(size)]
     for rank in range(size):
         for source in range(size):
-            count_pairs(ring, ring_blocks(seq_len, size, rank, source, documents), held[rank], held[source])
-        count_pairs(gathered, ring_blocks(seq_len, size, rank, rank, documents), held[rank], held[rank])
-        count_pairs(gathered, gathered_blocks(seq_len, size, rank, documents), held[rank], np.arange(seq_len))
+            count_pairs(ring, ring_tiles(seq_len, size, rank, source, documents), held[rank], held[source])
+        count_pairs(gathered, ring_tiles(seq_len, size, rank, rank, documents), held[rank], held[rank])
+        count_pairs(gathered, gathered_tiles(seq_len, size, rank, documents), held[rank], np.arange(seq_len))
     np.testing.assert_array_equal(ring, expected)
     np.testing.assert_array_equal(gathered, expected)
 
 
 @settings(max_examples=100, deadline=None)
 @given(layouts())
-def test_own_blocks_cover_every_local_query_and_key_once(layout):
+def test_own_tiles_cover_every_local_query_and_key_once(layout):
     """What lets step 0 of the ring write where later steps add."""
     seq_len, size, documents = layout
     for rank in range(size):
         for side in ("queries", "keys"):
             counts = np.zeros((len(documents or [None]), seq_len // size), dtype=int)
-            for block in ring_blocks(seq_len, size, rank, rank, documents):
-                counts[block.samples, getattr(block, side)] += 1
+            for tile in ring_tiles(seq_len, size, rank, rank, documents):
+                counts[tile.samples, getattr(tile, side)] += 1
             assert (counts == 1).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_without_documents_a_step_is_one_block_and_the_ranks_are_in_balance(size):
+def test_without_documents_a_step_is_one_tile_and_the_ranks_are_in_balance(size):
     seq_len = 16 * size
     for rank in range(size):
         for source in range(size):
-            [block] = ring_blocks(seq_len, size, rank, source, None)
-            num_pairs = (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
+            [tile] = ring_tiles(seq_len, size, rank, source, None)
+            num_pairs = (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
             assert num_pairs == (16 * 16 if rank == source else 16 * 16 // 2)
-        assert len(gathered_blocks(seq_len, size, rank, None)) == (2 if 0 < rank < size - 1 else 1)
+        assert len(gathered_tiles(seq_len, size, rank, None)) == (2 if 0 < rank < size - 1 else 1)
 
 
 @pytest.mark.parametrize("style", STYLES)

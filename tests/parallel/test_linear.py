@@ -11,7 +11,7 @@ import minitron
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.kernels import plain
-from minitron.kernels.fp8 import Formats, choose_backend
+from minitron.kernels.fp8 import Fp8State, choose_backend
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout
@@ -42,8 +42,8 @@ def gemms_of(fp8: str, add_product):
     if fp8 == "none":
         return lambda: Gemm(add_product)
     precision, mesh = PrecisionConfig(fp8=fp8, fp8_backend="torch"), Mesh.offline()
-    formats = Formats(precision, range(1), 1, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
-    return lambda: formats.gemm(0)
+    state = Fp8State(precision, range(1), 1, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
+    return lambda: state.gemm(0)
 
 
 @pytest.mark.parametrize("by", [AllReduceComm, ProcessGroupComm])

@@ -1,0 +1,285 @@
+"""SwiGLU with and without its FP8 cast, rotary positions and dropout in Triton: see kernels/fused.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitron.kernels.plain import Cast, Rope
+
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < f
+    gate = tl.load(x + row * 2 * f + columns, inside).to(tl.float32)
+    up = tl.load(x + row * 2 * f + f + columns, inside).to(tl.float32)
+    tl.store(y + row * f + columns, gate * tl.sigmoid(gate) * up, inside)
+
+
+@triton.jit
+def _swiglu_backward(dy, x, dx, f, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < f
+    gate = tl.load(x + row * 2 * f + columns, inside).to(tl.float32)
+    up = tl.load(x + row * 2 * f + f + columns, inside).to(tl.float32)
+    grad = tl.load(dy + row * f + columns, inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(dx + row * 2 * f + columns, grad * up * (sigmoid + silu * (1 - sigmoid)), inside)
+    tl.store(dx + row * 2 * f + f + columns, grad * silu, inside)
+
+
+def swiglu_forward(x: Tensor) -> Tensor:
+    """Compute silu(gate) * up: [..., 2f] -> [..., f]."""
+    x, f = x.contiguous(), x.shape[-1] // 2
+    y = x.new_empty(*x.shape[:-1], f)
+    _swiglu_forward[(y.numel() // f, triton.cdiv(f, 2048))](x, y, f, BLOCK=2048, num_warps=8)
+    return y
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Compute dx [..., 2f] from dy [..., f] and the input x."""
+    dy, x, f = dy.contiguous(), x.contiguous(), dy.shape[-1]
+    dx = torch.empty_like(x)
+    _swiglu_backward[(dy.numel() // f, triton.cdiv(f, 2048))](dy, x, dx, f, BLOCK=2048, num_warps=8)
+    return dx
+
+
+@triton.jit
+def _as_bf16(value):
+    """Round to bf16, which is never written, so that the cast equals that of the plain path."""
+    return value.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _note(amax, magnitude, inside):
+    tl.atomic_max(amax, tl.max(tl.where(inside, magnitude, 0.0)), sem="relaxed")
+
+
+@triton.jit
+def _cast_tile(value, scale, rows, columns, i, j, inside, m, n, COLUMNS: tl.constexpr):
+    """Store a tile of the [m, n] result, and its transpose."""
+    small = (value * scale).to(rows.dtype.element_ty)  # saturates
+    tl.store(rows + i.to(tl.int64)[:, None] * n + j[None, :], small, inside)
+    if COLUMNS:
+        tl.store(columns + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(small), tl.trans(inside))
+
+
+@triton.jit
+def _swiglu_cast(
+    x,
+    scale,
+    rows,
+    inverse,
+    columns,
+    amax,
+    m,
+    f,
+    COLUMNS: tl.constexpr,
+    NOTE: tl.constexpr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+):
+    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
+    source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
+    gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
+    value, factor = _as_bf16(gate * tl.sigmoid(gate) * up), tl.load(scale)
+    if NOTE:
+        _note(amax, tl.abs(value), inside)
+    _cast_tile(value, factor, rows, columns, i, j, inside, m, f, COLUMNS)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse, tl.div_rn(1.0, factor))
+
+
+@triton.jit
+def _swiglu_backward_cast(
+    dy,
+    x,
+    scale,
+    rows,
+    inverse,
+    columns,
+    amax,
+    m,
+    f,
+    COLUMNS: tl.constexpr,
+    NOTE: tl.constexpr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+):
+    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
+    source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
+    gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
+    grad = tl.load(dy + i.to(tl.int64)[:, None] * f + j[None, :], inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu, factor = gate * sigmoid, tl.load(scale)
+    of_gate, of_up = _as_bf16(grad * up * (sigmoid + silu * (1 - sigmoid))), _as_bf16(grad * silu)
+    if NOTE:
+        _note(amax, tl.maximum(tl.abs(of_gate), tl.abs(of_up)), inside)
+    _cast_tile(of_gate, factor, rows, columns, i, j, inside, m, 2 * f, COLUMNS)
+    _cast_tile(of_up, factor, rows, columns, i, j + f, inside, m, 2 * f, COLUMNS)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse, tl.div_rn(1.0, factor))
+
+
+def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """Compute silu(gate) * up and its FP8 cast; see kernels/plain.py."""
+    m, f = x.shape[0], x.shape[1] // 2
+    tile = dict(M=64, F=64, num_warps=8)
+    return _run_cast(_swiglu_cast, tile, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
+
+
+def swiglu_backward_cast(
+    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
+) -> Cast:
+    """Compute the gradient of SwiGLU's input and its FP8 cast; see kernels/plain.py."""
+    m, f = dy.shape
+    tile = dict(M=32, F=64, num_warps=4)
+    return _run_cast(
+        _swiglu_backward_cast, tile, (dy.contiguous(), x.contiguous()), (m, f), 2 * f, scale, amax, kind, columns
+    )
+
+
+def _run_cast(
+    kernel: Any,
+    tile: dict[str, int],
+    inputs: tuple[Tensor, ...],
+    grid: tuple[int, int],
+    n: int,
+    scale: Tensor,
+    amax: Tensor | None,
+    kind: torch.dtype,
+    columns: bool,
+) -> Cast:
+    """Run a kernel over tiles of `grid` [m, f]; its result is cast to [m, n]. Tile sizes: the fastest measured."""
+    m, f = grid
+    rows, inverse = scale.new_empty(m, n, dtype=kind), torch.empty_like(scale)
+    transposed = scale.new_empty(n, m, dtype=kind) if columns else None
+    kernel[(triton.cdiv(m, tile["M"]), triton.cdiv(f, tile["F"]))](
+        *inputs,
+        scale,
+        rows,
+        inverse,
+        rows if transposed is None else transposed,
+        scale if amax is None else amax,
+        m,
+        f,
+        COLUMNS=columns,
+        NOTE=amax is not None,
+        **tile,
+    )
+    return rows, inverse, transposed
+
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate(
+    x,
+    y,
+    cos,
+    sin,
+    batch,
+    heads,
+    x_row,
+    x_sample,
+    x_head,
+    y_row,
+    y_sample,
+    y_head,
+    rope_batch,
+    SIGN: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Turn channels i and i + HALF of every head of one token by SIGN * angle; SIGN 0 copies."""
+    token = tl.program_id(0)
+    row, sample = (token // batch).to(tl.int64), token % batch
+    head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = head < heads
+    source = x + row * x_row + sample * x_sample + head * x_head + channel
+    target = y + row * y_row + sample * y_sample + head * y_head + channel
+    first, second = tl.load(source, inside), tl.load(source + HALF, inside)
+    if SIGN != 0:
+        angle = (row * rope_batch + sample % rope_batch) * HALF + channel
+        c, s = tl.load(cos + angle), tl.load(sin + angle) * SIGN
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
+    tl.store(target, first, inside)
+    tl.store(target + HALF, second, inside)
+
+
+def _turn(x: Tensor, y: Tensor, rope: Rope | None, sign: int) -> None:
+    """Write x turned by sign * angle to y. x, y [s, b, n, d], last stride 1; rope: cos and sin [s, b or 1, 1, d/2]."""
+    s, b, n, d = x.shape
+    assert x.stride(-1) == y.stride(-1) == 1 and d & (d - 1) == 0
+    cos, sin = rope if rope is not None else (x, x)
+    _rotate[(s * b,)](
+        x,
+        y,
+        cos,
+        sin,
+        b,
+        n,
+        *x.stride()[:3],
+        *y.stride()[:3],
+        cos.shape[1],
+        SIGN=sign,
+        HALF=d // 2,
+        HEADS=triton.next_power_of_2(n),
+        num_warps=4,
+    )
+
+
+def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:
+    """Turn q and k in place: qkv [s, b, n + 2g, d] -> views q, k, v of it. d is a power of 2."""
+    turned = qkv[:, :, : sizes[0] + sizes[1]]
+    _turn(turned, turned, rope, 1)
+    return qkv.split(sizes, 2)
+
+
+def split_heads_backward(grads: tuple[Tensor, Tensor, Tensor], rope: Rope) -> Tensor:
+    """Turn dq and dk back and join: dq, dk, dv [s, b, n or g, d] -> dqkv [s, b, n + 2g, d]."""
+    s, b, _, d = grads[0].shape
+    sizes = [g.shape[2] for g in grads]
+    out = grads[0].new_empty(s, b, sum(sizes), d)
+    for grad, part, sign in zip(grads, out.split(sizes, 2), (-1, -1, 0)):
+        _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), part, rope if sign else None, sign)
+    return out
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x):
+    """Mix as minitron.kernels.rng does: in uint32, where products wrap by themselves."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _drop_elements(x, y, token_words, channel_words, threshold, factor, h, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < h
+    words = tl.load(token_words + row).to(tl.uint32) ^ tl.load(channel_words + columns, inside).to(tl.uint32)
+    value = tl.load(x + row * h + columns, inside).to(tl.float32) * factor
+    tl.store(y + row * h + columns, tl.where(_mix(words).to(tl.int64) >= threshold, value, 0.0), inside)
+
+
+def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
+    """Zero what its random word is too small for, scale the rest; see kernels/rng.py."""
+    x, h = x.contiguous(), x.shape[2]
+    y = torch.empty_like(x)
+    grid = x.numel() // h, triton.cdiv(h, 2048)
+    _drop_elements[grid](x, y, token_words.contiguous(), channel_words, threshold, factor, h, BLOCK=2048, num_warps=8)
+    return y

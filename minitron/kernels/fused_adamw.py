@@ -1,0 +1,83 @@
+"""The AdamW update in Triton: see kernels/fused.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitron.kernels.plain import AdamHyper, AdamState
+
+
+@triton.jit
+def _adamw(
+    master,
+    grad,
+    average,
+    square,
+    param,
+    corrections,
+    divisor,
+    found_inf,
+    lr,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    decay,
+    n,
+    CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(found_inf) == 0.0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < n
+        g = tl.load(grad + i, inside) / tl.load(divisor)
+        p = tl.load(master + i, inside) * (1 - lr * decay)
+        m = tl.load(average + i, inside) * beta1 + g * rest1
+        v = tl.load(square + i, inside) * beta2 + g * g * rest2
+        p -= lr / tl.load(corrections) * m / (tl.sqrt(v / tl.load(corrections + 1)) + eps)
+        tl.store(master + i, p, inside)
+        tl.store(average + i, m, inside)
+        tl.store(square + i, v, inside)
+        if CAST:
+            tl.store(param + i, p, inside)
+
+
+def adamw_(
+    states: list[AdamState],
+    steps: Tensor,
+    divisor: Tensor,
+    found_inf: Tensor,
+    hyper: AdamHyper,
+    updated: Callable[[int], None],
+) -> None:
+    """Update each state in one pass over memory; see kernels/plain.py."""
+    corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
+    rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
+    for i, s in enumerate(states):
+        n = s.master.numel()
+        _adamw[(triton.cdiv(n, 4096),)](
+            s.master,
+            s.grad,
+            s.average,
+            s.square,
+            s.param,
+            corrections,
+            divisor,
+            found_inf,
+            hyper.lr,
+            *hyper.betas,
+            *rests,
+            hyper.eps,
+            s.decay,
+            n,
+            CAST=s.param.dtype != torch.float32,
+            BLOCK=4096,
+            num_warps=8,
+        )
+        updated(i)
