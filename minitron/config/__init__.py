@@ -1,1 +1,1 @@
-"""What a run is: its keys, their rules and the formulas that follow from them; no torch."""
+"""The configuration of a run: its keys, their rules and the formulas that follow from them; no torch."""

@@ -58,9 +58,9 @@ def user_errors(
 ) -> Iterator[None]:
     """Turn an error of this kind inside into one line on stderr and exit status 1.
 
-    While parsing and building, every ValueError is the user's to mend; later only narrower kinds are.
-    quiet: leave the line to another rank, which finds the same mistake, and time to print it: torchrun ends all ranks
-    when the first one exits.
+    While the command line is parsed and the run is built, every ValueError is a mistake of the user; later only
+    narrower kinds are. quiet: let another rank, which finds the same mistake, print the line, and exit some seconds
+    later, since torchrun ends all ranks when the first one exits.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def user_errors(
 
 
 def load(argv: list[str]) -> Config:
-    """Return the Config of YAML files and overrides. Raises ValueError for whatever is not one of these."""
+    """Return the Config of YAML files and overrides. Raises ValueError for any other argument and for a wrong value."""
     files, overrides = [], []
     for arg in argv:
         if not arg.startswith("-") and re.match(r"[\w.]+=", arg):
@@ -81,7 +81,7 @@ def load(argv: list[str]) -> Config:
         elif not arg.startswith("-") and arg.endswith((".yaml", ".yml")):
             files.append((read_file(arg), f"{arg}: "))
         else:
-            raise ValueError(_stranger(arg))
+            raise ValueError(_unknown_argument(arg))
     cfg = functools.reduce(lambda cfg, file: merge(cfg, *file), files, Config())
     changed = functools.reduce(merge, overrides, cfg)
     if cfg.precision.dtype == "fp16" != changed.precision.dtype:  # the files' loss scale goes with their fp16
@@ -91,12 +91,12 @@ def load(argv: list[str]) -> Config:
 
 
 def from_tree(tree: dict, origin: str) -> Config:
-    """Return the Config of a mapping from JSON, checked like a file. Errors are ValueErrors that begin with `origin`."""
+    """Return the Config of a mapping from JSON, checked like a file. Raises ValueError that begins with `origin`."""
     return merge(Config(), from_json(tree), f"{origin}: ")
 
 
 def _override(arg: str) -> dict:
-    """Return the mapping that a file with the key of `section.key=value` alone would hold."""
+    """Return `section.key=value` as the mapping that a file would give: {"section": {"key": value}}."""
     key, text = arg.split("=", 1)
     if not all(key.split(".")):
         raise ValueError(f"{short(arg)} has an empty part before '='; write section.key=value")
@@ -112,7 +112,7 @@ def _override(arg: str) -> dict:
     return functools.reduce(lambda tree, section: {section: tree}, reversed(sections), {name: value})
 
 
-def _stranger(arg: str) -> str:
+def _unknown_argument(arg: str) -> str:
     """Say what to type instead of an argument that is neither a file nor an override."""
     theirs, option = arg.split("=")[0], arg.startswith("-")
     if option or "=" in arg:

@@ -2,9 +2,9 @@
 
     {"log": {"dir": Plain("010"), "every": Plain("1")}}    ->    LogConfig(dir="010", every=1)
 
-A value that does not fit ends with one line: where it came from, the key, the value as typed, what the key takes and an
-example that it takes. A key that there is not ends with the one that was meant: a misspelled one, one of another section,
-or that of NeMo or Megatron (`minitron.config.names`).
+A value that does not fit raises an error of one line: where it came from, the key, the value as typed, what the key
+takes, and an example. For an unknown key the error names the key that was meant: with the right spelling, in another
+section, or ours for a name of NeMo or Megatron (`minitron.config.names`).
 
 Left out: interpolation (`${...}`); a config has to mean the same on every machine.
 """
@@ -32,16 +32,16 @@ BOOLEANS = {
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
 NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
 PLURALS = {int: "integers", float: "numbers", str: "texts"}
-# Of types, for keys whose default is no example.
+# A value of each type, for errors about keys whose default shows none.
 EXAMPLES = {int: "8", float: "0.5", str: "NAME", tuple[int, ...]: "[8, 8]", tuple[str, ...]: "[NAME]"}
 
 
 class Unfit(Exception):
-    """A value that a key does not take. Its message: the rule and the fix, empty if it is of another type."""
+    """A key does not take this value. The message has the rule and the fix; it is empty if the type is wrong."""
 
 
 def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
-    """Return `section` with the keys of a tree, converted. origin: what its errors begin with.
+    """Return a copy of `section` with the keys of `tree`, converted. origin: the first words of every error.
 
     Raises ValueError for an unknown key and for a wrong value.
     """
@@ -50,30 +50,30 @@ def merge(section: Any, tree: dict, origin: str = "", prefix: str = "") -> Any:
         key = f"{prefix}{name}"
         if name not in known:
             raise ValueError(f"{origin}unknown key {_meant(prefix, name, value, list(known))}")
-        found = kinds(type(section))[name]
-        if is_dataclass(found[0]) and isinstance(value, dict):
-            changes[name] = merge(getattr(section, name) or found[0](), value, origin, f"{key}.")
+        accepted = kinds(type(section))[name]
+        if is_dataclass(accepted[0]) and isinstance(value, dict):
+            changes[name] = merge(getattr(section, name) or accepted[0](), value, origin, f"{key}.")
             continue
         try:
-            changes[name] = convert(found, value)
+            changes[name] = convert(accepted, value)
         except Unfit as error:
-            why = str(error) or f"is not {_expected(found, value)}; {_instead(key, found[0], known[name])}"
+            why = str(error) or f"is not {_expected(accepted, value)}; {_example(key, accepted[0], known[name])}"
             raise ValueError(f"{origin}{key}={shown(value)} {why}") from None
     return replace(section, **changes)
 
 
-def convert(found: tuple, value: Any) -> Any:
-    """Return the value that was read as one of these types. Raises Unfit."""
-    kind, plain = found[0], isinstance(value, Plain)
+def convert(accepted: tuple, value: Any) -> Any:
+    """Convert the value that was read to one of the accepted types. Raises Unfit."""
+    kind, plain = accepted[0], isinstance(value, Plain)
     if isinstance(value, str):
         if "${" in value:
             raise Unfit("holds an interpolation ${...}, which is not expanded; write the value itself")
         if not value.strip():
-            other = "null" if NoneType in found else "drop the key"
+            other = "null" if NoneType in accepted else "drop the key"
             raise Unfit(f"is empty, as a shell variable that is not set; give a value, or {other}")
-    if plain and value in NULLS and NoneType in found:
+    if plain and value in NULLS and NoneType in accepted:
         return None
-    if plain and value in BOOLEANS and bool in found:
+    if plain and value in BOOLEANS and bool in accepted:
         return BOOLEANS[value]
     if get_origin(kind) is tuple and isinstance(value, list):
         items = get_args(kind)
@@ -84,7 +84,7 @@ def convert(found: tuple, value: Any) -> Any:
     elif kind is str and isinstance(value, str):
         if UNPRINTABLE.search(value):
             raise Unfit("holds a character that cannot be printed; rename it")
-        if not plain or not (value in (*NULLS, *BOOLEANS, "???") or bool in found and NUMBER.fullmatch(value)):
+        if not plain or not (value in (*NULLS, *BOOLEANS, "???") or bool in accepted and NUMBER.fullmatch(value)):
             return str(value)
     elif kind is int and plain and INTEGER.fullmatch(value):
         if len(value.lstrip("+-")) > 18:
@@ -102,7 +102,7 @@ def convert(found: tuple, value: Any) -> Any:
 
 
 def _meant(prefix: str, name: str, value: Any, siblings: list[str]) -> str:
-    """Name the unknown key, and the key of ours that was meant."""
+    """Name the unknown key and the keys that may have been meant."""
     for theirs in _leaves(prefix + name, value):
         if ours := our_key(theirs):
             return f"{short(theirs)}; use {ours}"
@@ -120,7 +120,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _instead(key: str, kind: Any, field: Field) -> str:
+def _example(key: str, kind: Any, field: Field) -> str:
     if is_dataclass(kind):
         first = fields(kind)[0]
         return f"set its keys, for example {key}.{first.name}={shown(first.default)}"
@@ -131,18 +131,18 @@ def _instead(key: str, kind: Any, field: Field) -> str:
     return f"write for example {key}={example}"
 
 
-def _expected(found: tuple, value: Any) -> str:
+def _expected(accepted: tuple, value: Any) -> str:
     finite = isinstance(value, str) and re.fullmatch(r"[+-]?(inf(inity)?|nan)", value, re.I)
-    return type_name(found).replace("a number", "a finite number") if finite else type_name(found)
+    return type_name(accepted).replace("a number", "a finite number") if finite else type_name(accepted)
 
 
-def type_name(found: tuple, within: str | None = None) -> str:
-    """Say what a key of these types takes, its first type in an interval: "an integer in [1, inf), or null"."""
-    kind, args = found[0], get_args(found[0])
+def type_name(accepted: tuple, within: str | None = None) -> str:
+    """Say what a key takes: "an integer in [1, inf), or null". within: the interval of the first of the types."""
+    kind, args = accepted[0], get_args(accepted[0])
     if get_origin(kind) is Literal:
         name = "one of " + ", ".join(args)
     elif get_origin(kind) is tuple:
         name = f"a list of {'' if args[-1] is Ellipsis else f'{len(args)} '}{PLURALS[args[0]]}"
     else:
         name = "a section" if is_dataclass(kind) else NAMES[kind]
-    return ", or ".join([name + (f" in {within}" if within else ""), *(NAMES[other] for other in found[1:])])
+    return ", or ".join([name + (f" in {within}" if within else ""), *(NAMES[other] for other in accepted[1:])])

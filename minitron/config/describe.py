@@ -1,8 +1,8 @@
-"""Describe every key, to a reader (`--help`) and to an editor (`--schema`), from what `minitron.config.schema` declares.
+"""Describe every key to a reader (`--help`) and to an editor (`--schema`), as `minitron.config.schema` declares it.
 
-An editor with a YAML language server completes and checks a file whose first line names the JSON schema, as the recipes'
-do: `# yaml-language-server: $schema=schema.json`. The schema knows types, choices and intervals; what keys must keep
-together only a run or `--dry-run` tells.
+An editor with a YAML language server completes and checks a file whose first line names the JSON schema, as those of
+the recipes do: `# yaml-language-server: $schema=schema.json`. The schema knows types, choices and intervals. Rules that
+involve several keys are checked by a run and by `--dry-run` alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def help_text(description: str) -> str:
     ]
     for section in fields(Config):
         lines += ["", f"{section.name}: {section.metadata['help']}"]
-        for key, found, f in keys(kinds(Config)[section.name][0], f"{section.name}."):
+        for key, accepted, f in keys(kinds(Config)[section.name][0], f"{section.name}."):
             lines += [
-                f"  {key}={shown(f.default)}   ({type_name(found, f.metadata['within'])})",
+                f"  {key}={shown(f.default)}   ({type_name(accepted, f.metadata['within'])})",
                 *(f"      {line}" for line in textwrap.wrap(f.metadata["help"], 110)),
             ]
     return "\n".join(lines)
@@ -52,11 +52,11 @@ def json_schema() -> str:
     return json.dumps(schema | _typed((Config,)), indent=1)
 
 
-def _typed(found: tuple, within: str | None = None) -> dict[str, Any]:
-    """Return the JSON schema of a value of these types, its numbers in an interval."""
-    kind, args = found[0], get_args(found[0])
+def _typed(accepted: tuple, within: str | None = None) -> dict[str, Any]:
+    """Return the JSON schema of a value of the accepted types. within: the interval of its numbers."""
+    kind, args = accepted[0], get_args(accepted[0])
     if get_origin(kind) is Literal:
-        return {"enum": [*args, *([None] if NoneType in found else [])]}
+        return {"enum": [*args, *([None] if NoneType in accepted else [])]}
     if is_dataclass(kind):
         properties = {f.name: _described(kinds(kind)[f.name], f) for f in fields(kind)}
         first, rest = ["object"], {"properties": properties, "additionalProperties": False}
@@ -64,15 +64,15 @@ def _typed(found: tuple, within: str | None = None) -> dict[str, Any]:
         size = {} if Ellipsis in args else {"minItems": len(args), "maxItems": len(args)}
         first, rest = ["array"], {"items": _typed(args[:1], within), **size}
     else:
-        first = ["string"] if kind is str and bool in found else JSON_TYPES[kind]
+        first = ["string"] if kind is str and bool in accepted else JSON_TYPES[kind]
         rest = _bounds(within) if within else {}
-    names = [*first, *(name for other in found[1:] for name in JSON_TYPES[other])]
+    names = [*first, *(name for other in accepted[1:] for name in JSON_TYPES[other])]
     return {"type": names if len(names) > 1 else names[0], **rest}
 
 
-def _described(found: tuple, f: Any) -> dict[str, Any]:
+def _described(accepted: tuple, f: Any) -> dict[str, Any]:
     default = {} if f.default is MISSING else {"default": f.default}
-    return {"description": f.metadata["help"], **default, **_typed(found, f.metadata["within"])}
+    return {"description": f.metadata["help"], **default, **_typed(accepted, f.metadata["within"])}
 
 
 def _bounds(within: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Read files that a user names: they may be pipes, devices, a terabyte, or JSON that is made to hurt.
+"""Read files that a user names, which may be pipes, devices, a terabyte large, or JSON made to do harm.
 
 Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN and infinite numbers and
 gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is.
@@ -17,17 +17,17 @@ JSON_BYTES = 64 << 20  # more than any description of a model or of its files
 
 
 def size_of(path: str | os.PathLike) -> int:
-    """Return the bytes of a regular file. Raises OSError, also for a pipe, a device or a folder."""
-    found = os.stat(path)
-    if stat.S_ISDIR(found.st_mode):
+    """Return the size of a regular file in bytes. Raises OSError, also for a pipe, a device or a folder."""
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-    return found.st_size
+    return status.st_size
 
 
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
-    """Read a regular file of at most so many bytes. Raises OSError."""
+    """Read a regular file of at most `most` bytes. Raises OSError."""
     if (size := size_of(path)) > most:
         raise OSError(errno.EFBIG, f"its {size} bytes are more than {most}", os.fspath(path))
     with open(path, "rb") as file:
@@ -40,7 +40,7 @@ def read_json(path: str | os.PathLike, most: int = JSON_BYTES) -> object:
 
 
 def parse_json(text: str | bytes) -> object:
-    """Parse JSON: no NaN, no infinity, no number that is one in float64. Raises ValueError."""
+    """Parse JSON. Raises ValueError, also for NaN, infinity, and numbers too large for float64."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:

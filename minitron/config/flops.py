@@ -1,20 +1,20 @@
-"""How many floating-point operations a training step takes, and how close to the GPU's peak that brings a run.
+"""Count the floating-point operations of a training step, and compare a run with the peak of its GPUs.
 
 Problem: "TFLOP/s" and "MFU" are quotients whose numerator is a convention, and published figures use three.
 The idea: a matrix product of [m, k] by [k, n] takes 2 m k n operations, and the backward pass takes twice the
 forward. So a weight costs 6 operations per token. Attention scores add 12 h s per layer and token, of which a causal
-mask needs half. The conventions differ in what they count of that:
+mask needs half. The three conventions count different parts of that:
 
     full      every score, masked or not; nothing for recomputation     NVIDIA's published MFU figures
     causal    half of the scores                                        Megatron-LM today
-    hardware  every score; what recomputation repeats counts again      BigScience, and the `TFLOPs:` of Megatron logs
+    hardware  every score; what recomputation repeats counts twice      BigScience, and the `TFLOPs:` of Megatron logs
 
 Example, GPT-3 175B (96 layers, h 12288, vocabulary 51200), one sequence of 2048 tokens: 6 x 175e9 x 2048 = 2.15e15 for
 the weights and 12 x 96 x 12288 x 2048² = 5.9e13 for attention make `full` 2.20e15. At two sequences per GPU every
 8.91 s that is 494.9 TFLOP/s per GPU: half of an H100's 989.
 
-Frozen weights (LoRA) have no gradient, one product of three: 2/3, which NVIDIA's recipes apply to the whole. `hardware`
-counts a pass less. Padding of packed sequences is no work, so callers leave it out of `tokens`.
+A frozen weight (LoRA) has no gradient, so two of its three products are left: NVIDIA's recipes take 2/3 of the whole
+count, and `hardware` counts a pass less. Padding of packed sequences is no work: callers leave it out of `tokens`.
 
 `V` is the padded vocabulary. Norms, activations, softmax and the optimizer are not counted in any convention.
 """
@@ -28,15 +28,13 @@ from minitron.config.sizes import linear_sizes
 
 # Dense TFLOP/s of the data sheets: (16 bit, FP8).
 _PEAKS = {"H100": (989.0, 1979.0), "H200": (989.0, 1979.0), "A100": (312.0, None), "B200": (2250.0, 4500.0)}
-
-
-FROZEN = 2 / 3  # of the operations are left where weights have no gradient
+FROZEN = 2 / 3  # share of the operations that is left where weights have no gradient
 
 
 def full(m: ModelConfig, tokens: float, squared_lengths: float | None = None) -> float:
-    """Operations, forward and backward, of one sequence of `tokens`, all attention scores counted.
+    """Count the operations, forward and backward, of one sequence of `tokens`, with all attention scores.
 
-    Sequences packed of documents: `tokens` in all, and the sum of the documents' squared lengths.
+    For sequences packed of documents: `tokens` of all, and squared_lengths, the sum of the documents' squared lengths.
     Source: the formulas of NVIDIA's DGXC benchmarking recipes. Per token, Llama: 12 L h² (1 + g/a + s/h) + 18 L f h
     + 6 V h; GPT-3, where g = a, f = 4 h and the MLP's 18 is 12: 24 L h² + 12 L h s + 48 L h² + 6 V h.
     """
@@ -44,7 +42,7 @@ def full(m: ModelConfig, tokens: float, squared_lengths: float | None = None) ->
 
 
 def causal(m: ModelConfig, tokens: float, squared_lengths: float | None = None) -> float:
-    """As `full`, with the half of the scores that a causal mask leaves.
+    """Count as `full` does, but only the half of the scores that a causal mask leaves.
 
     Source: `num_floating_point_operations` of Megatron-LM today, printed as `throughput per GPU (TFLOP/s/GPU)`.
     """
@@ -52,7 +50,7 @@ def causal(m: ModelConfig, tokens: float, squared_lengths: float | None = None) 
 
 
 def hardware(m: ModelConfig, seq_len: int, *, recompute: bool, frozen: bool = False) -> float:
-    """Operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
+    """Count the operations of one sequence that the GPU runs: with `recompute` the blocks' forward pass counts twice.
 
     c f s L h² (1 + s / 6h + V / 16 L h), f = 4 passes with recomputation, else 3, one less where weights are frozen;
     c = 24, or 32 for a gated MLP. It takes the MLP to be 4 h wide, ignores grouped queries, and selective recomputation
@@ -66,12 +64,12 @@ def hardware(m: ModelConfig, seq_len: int, *, recompute: bool, frozen: bool = Fa
 
 
 def tflops_per_gpu(operations: float, seconds: float, gpus: int) -> float:
-    """TFLOP/s of each GPU when `gpus` of them do `operations` in `seconds`. Over the peak, that is the MFU."""
+    """Return the TFLOP/s of each GPU when `gpus` of them do `operations` in `seconds`; divided by the peak: the MFU."""
     return operations / seconds / gpus / 1e12
 
 
 def peak_tflops(device_name: str, fp8: bool) -> float | None:
-    """The dense peak of a GPU by the name that CUDA gives it ("NVIDIA H100 80GB HBM3"), or None if it is not known.
+    """Return the dense peak in TFLOP/s of a GPU that CUDA names so ("NVIDIA H100 80GB HBM3"), None if it is not known.
 
     fp8: the peak of FP8 instead of bf16 and fp16 matrix products (an A100 has none). PCIe and NVL cards of the H100 and
     H200 are slower than the figures here, so they are unknown too.
@@ -89,6 +87,6 @@ def _weights(m: ModelConfig) -> float:
 
 
 def _scores(m: ModelConfig, tokens: float, squared_lengths: float | None) -> float:
-    """q k^T and probabilities times v: 12 h operations per layer and pair of positions."""
+    """Count q k^T and probabilities times v: 12 h operations per layer and pair of positions."""
     pairs = tokens**2 if squared_lengths is None else squared_lengths
     return 12 * m.num_layers * m.hidden_size * pairs

@@ -13,7 +13,7 @@ from minitron.config.text import read_file
 
 
 def our_key(theirs: str) -> str | None:
-    """Return our key for a name that ends with one of the table, or with one of our own: training.model.num_layers.
+    """Return our key for a name that ends with a name of the table or with a key of ours, as training.model.num_layers.
 
     Dashes count as underscores, capitals as small letters. The `--` of an option and the `+` of Hydra do not count.
     """
@@ -23,7 +23,7 @@ def our_key(theirs: str) -> str | None:
 
 @functools.cache
 def table() -> dict[str, str]:
-    """Return our key by their name, and every key of ours by itself."""
+    """Map every name of names.yaml, and every key of ours, to our key."""
     rows = read_file(str(Path(__file__).with_name("names.yaml")))
     return {name: key for key, names in rows.items() for name in names.split()} | {key.name: key.name for key in keys()}
 

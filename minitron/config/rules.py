@@ -1,12 +1,13 @@
 """The rules that keys must keep together: dividing sizes, enough ranks, a GPU that has the number format.
 
 Each `_check_*` raises ValueError at the first broken rule, in one line: the value, the rule, the fix. The fix of a size
-that does not divide is computed from all that it has to divide, so that following it does not lead to the next error:
+that does not divide is computed from every size that it has to divide, so that the fix does not break another rule:
 
     heads 8, key and value heads 4, ffn 390     parallel.tp=8 does not divide model.num_kv_heads=4; use 1 or 2
 
-A key that would change nothing is a mistake, too: IDLE lists what such a key needs.
-Nothing here looks at files, devices or process groups; what only a file or a kernel can tell, its reader does.
+A key that would change nothing is a mistake, too: IDLE lists the setting that each such key needs.
+Nothing here looks at files, devices or process groups: whoever reads a file or chooses a kernel checks what only these
+can tell.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from minitron.config.text import shown
 from minitron.pipeline.schedule import stage_layers
 
 MAX_LAYERS = 10_000
-LARGEST = {int: 10**12, float: 1e38}  # of what has no bound of its own; float32 ends at 3.4e38
+LARGEST = {int: 10**12, float: 1e38}  # for keys without a bound of their own; float32 ends at 3.4e38
 
 
 class Idle(NamedTuple):
-    """Keys that begin with `keys` change nothing unless `other` has one of `needed`, or any value if that is empty."""
+    """Keys that begin with `keys` change nothing unless `other` is one of `needed`; () stands for anything but None."""
 
     keys: str
     other: str
@@ -68,7 +69,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
 
 
 def _check_ranges(section, prefix: str) -> None:
-    """Check that every number lies in the interval beside its key, and that every `~NAME` is somebody's home."""
+    """Check that every number lies in the interval beside its key, and that every `~NAME` is the home of a user."""
     for f in fields(section):
         value, within = getattr(section, f.name), f.metadata["within"]
         if is_dataclass(value):
@@ -145,15 +146,9 @@ def _check_layout(cfg: Config, world: int) -> None:
             f"{_either(_multiples(ranks, world))}, or change tp, pp or cp"
         )
     heads = {"model.num_heads" if m.num_kv_heads is None else "model.num_kv_heads": m.kv_heads}
-    _check_divides(
-        "parallel.tp",
-        p.tp,
-        heads
-        | {
-            "model.ffn_hidden_size": m.ffn_hidden_size,
-            f"the padded vocabulary (model.vocab_size={m.vocab_size}, vocab_multiple={m.vocab_multiple})": m.padded_vocab_size,
-        },
-    )
+    padded = f"the padded vocabulary (model.vocab_size={m.vocab_size}, vocab_multiple={m.vocab_multiple})"
+    others = {"model.ffn_hidden_size": m.ffn_hidden_size, padded: m.padded_vocab_size}
+    _check_divides("parallel.tp", p.tp, heads | others)
     if p.cp > 1 and p.cp_style == "ulysses":
         _check_divides("parallel.tp*cp (ulysses)", p.tp * p.cp, heads)
     if p.vp > 1 and p.pp == 1:
@@ -237,10 +232,10 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
             f"precision.fp8_bf16_layers={kept} at both ends leave none of model.num_layers={m.num_layers} "
             f"in FP8; use at most {(m.num_layers - 1) // 2}, or precision.fp8=none"
         )
-    # Every dim of a GEMM is the summed one in one of its three products: forward, input and weight gradient.
+    # Of the three products (forward, input gradient, weight gradient) each sums over another dim of the GEMM.
     unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
     rows, parts = "train.seq_len*micro_batch_size/cp", p.cp
-    if fp8 == "block" and p.sequence_parallel:  # what is cast is what one rank gives to a gather
+    if fp8 == "block" and p.sequence_parallel:  # a rank casts its part before the gather
         rows, parts = f"{rows}/tp", p.cp * p.tp
     for name, size in (
         ("model.hidden_size/tp", m.hidden_size // p.tp),
@@ -271,7 +266,7 @@ def _check_optimizer(cfg: Config) -> None:
         )
     if o.lr_schedule != "constant" and o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} exceeds optimizer.lr={o.lr}; use at most {o.lr}")
-    # Without a decay of its own the run's length ends it, and a short run may well end in its warm-up.
+    # Without decay_steps or decay_samples the decay ends with the run, and a short run may end within its warm-up.
     batch = cfg.train.global_batch_size
     warmup = o.warmup_steps * batch if o.warmup_samples is None else o.warmup_samples
     end = o.decay_samples if o.decay_steps is None else o.decay_steps * batch
@@ -347,7 +342,7 @@ def _check_log(cfg: Config, world: int) -> None:
         raise ValueError(f"profile.ranks={list(p.ranks)} must name ranks of the world of {world}; use 0 to {world - 1}")
 
 
-# ---- their fixes --------------------------------------------------------------------------------------------------
+# ---- the fixes ----------------------------------------------------------------------------------------------------
 
 
 def _check_divides(name: str, value: int, wholes: dict[str, int]) -> None:

@@ -1,9 +1,9 @@
 """Configuration: frozen dataclasses, one per section, and every rule that a combination of keys must keep.
 
-Problem: a run has seventy settings, most combinations of which are wrong, and a wrong one should not be found by a
-thousand GPUs ten minutes later. The idea: a key is a typed field with its meaning and its range beside it; what
-involves several keys is a rule of `minitron.config.rules`, run by its `check`, which needs the number of ranks and the
-kind of GPU but neither torch nor a process group. A broken rule is one line with the value, the rule and the fix:
+Problem: a run has seventy settings, and most of their combinations are wrong. A wrong one must be found at once, not
+ten minutes later by a thousand GPUs. The idea: a key is a typed field with its meaning and its range beside it; what
+involves several keys is a rule of `minitron.config.rules`. Its `check` runs all rules; it needs the number of ranks and
+the kind of GPU but neither torch nor a process group. The error of a broken rule is one line: value, rule and fix:
 
     parallel.tp=3 does not divide model.num_kv_heads=8; use 1, 2, 4 or 8
 
@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hi
 
 
 def key(default, meaning: str, within: str | None = None):
-    """Declare a key: its default, the sentence that `--help` and `--schema` print, the interval of its numbers."""
+    """Declare a key: its default, the sentence that `--help` and `--schema` print, and the interval of its numbers."""
     metadata = {"help": meaning, "within": within}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -273,9 +273,9 @@ class Key(NamedTuple):
 def keys(cls: type = Config, prefix: str = "") -> Iterator[Key]:
     """List the keys of a section in order, each followed by the keys of the section that it may hold."""
     for f in fields(cls):
-        section = (found := kinds(cls)[f.name])[0]
+        section = (accepted := kinds(cls)[f.name])[0]
         if not is_dataclass(section) or f.default is None:
-            yield Key(f"{prefix}{f.name}", found, f)
+            yield Key(f"{prefix}{f.name}", accepted, f)
         if is_dataclass(section):
             yield from keys(section, f"{prefix}{f.name}.")
 

@@ -1,7 +1,7 @@
 """Sizes that the trainer allocates by and the planner counts by.
 
-They stand here because nothing in this room imports torch: so a plan takes a second, and there is no second copy that
-could become wrong. What only one of the two needs stands where it is used.
+They stand here because nothing in this room imports torch, so a plan takes a second, and because a second copy could
+become wrong. A size that only one of the two needs stands where it is used.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 # Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the
 # one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
 BUCKET_BYTES = 256 << 20
-# Of one rank's slice of gradients between GPUs that read each other's memory: a stage has room for one of each other.
+# GPUs that read each other's memory fetch gradients in pieces of at most so many bytes: a staging buffer has room for
+# one piece of every other rank.
 PIECE_BYTES = 64 << 20
 FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
 MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
-ROUNDED_ONCE = 2  # attention blocks: a sum of more terms is kept in float32, as each addition would round it again
+ROUNDED_ONCE = 2  # attention blocks; a sum of more is kept in float32, since each addition in bf16 rounds once more
 
 
 def stream_length(cfg: Config) -> int:

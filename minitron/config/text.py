@@ -1,8 +1,8 @@
 """Read YAML so that every value stays the text that was typed, and write it so that it is read back.
 
-Problem: YAML guesses. To it 2026_11_22 is an integer, 010 is eight, 1:30 is ninety, and `a #b` is a. The idea: only the
-key knows what a value is. So the parser's events become mappings, lists, texts in quotes (str) and texts without
-(Plain), and `minitron.config.convert` gives each Plain the type of its key:
+Problem: YAML guesses. It reads 2026_11_22 as an integer, 010 as eight, 1:30 as ninety, and `a #b` as a. The idea: only
+the key knows what a value is. So the parser's events become mappings, lists, texts in quotes (str) and texts without
+quotes (Plain), and `minitron.config.convert` gives each Plain the type of its key:
 
     log: {dir: 010, every: 1}    ->    {"log": {"dir": Plain("010"), "every": Plain("1")}}
 
@@ -36,7 +36,7 @@ class Plain(str):
 
 
 def read_file(path: str) -> dict:
-    """Read the mapping that a YAML file holds. Raises ValueError."""
+    """Read the mapping that a YAML file holds, {} from an empty file. Raises ValueError."""
     try:
         tree = parse(read_bytes(path, FILE_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -52,7 +52,7 @@ def read_file(path: str) -> dict:
 
 
 def parse(text: str) -> Any:
-    """Parse the one document of a text, None if there is none. Raises yaml.YAMLError."""
+    """Parse a text of one YAML document; None if it has none. Raises yaml.YAMLError."""
     events = (event for event in yaml.parse(text, Loader=EVENTS) if not isinstance(event, FRAME))
     tree = next((_node(event, events, 0) for event in events), None)
     for event in events:
@@ -88,7 +88,7 @@ def _fail(problem: str, event: yaml.Event) -> NoReturn:
 
 
 def from_json(tree: Any) -> Any:
-    """Return a value of JSON as a file would have it."""
+    """Turn a value of JSON into what `read_file` would have read: all but texts become Plain."""
     if isinstance(tree, dict):
         return {str(key): from_json(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -102,7 +102,7 @@ def to_yaml(cfg: Config) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that are something else without quotes here, and not for YAML: 1e3. Writes no aliases."""
+    """Puts quotes around texts that PyYAML would leave bare and that are numbers here, as 1e3. Writes no aliases."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         quotes = "'" if text == "???" or NUMBER.fullmatch(text) else None
@@ -127,6 +127,6 @@ def shown(value: Any) -> str:
 
 
 def short(text: object, most: int = SHOWN) -> str:
-    """Put a text on one line, without what a terminal would obey, the end of a long one cut off."""
+    """Put a text on one line, without control characters, cut off after `most` characters."""
     line = UNPRINTABLE.sub("?", " ".join(str(text).split()))
     return line if len(line) <= most else f"{line[:most]}..."

@@ -15,10 +15,10 @@ from minitron.parallel.packed import Documents
 class Batch:
     """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
 
-    `order` are the places of the s/cp tokens in the full sequence; `positions` count from the start of each document
-    when documents are kept apart, else they equal `order`. `documents` are each sample's boundaries [0, ..., s], on
-    the host. All that differs from step to step on the device is in the tensors, and those of a loader are views of
-    `packed`, so that one copy brings them.
+    `order`: the places of the s/cp tokens in the full sequence. `positions` count from the start of each document
+    when documents are kept apart, else they equal `order`. `documents`: each sample's boundaries [0, ..., s], on
+    the host. All that differs from step to step on the device is in the tensors. In a batch of a Loader they are views
+    of `packed`, so that one copy moves them all.
     """
 
     tokens: Tensor  # [s/cp, b]
@@ -31,11 +31,11 @@ class Batch:
     step: Tensor | int = 0  # 0-d int64, for dropout
     documents: Documents | None = None
     squared_lengths: float = 0.0  # summed over documents, where they are kept apart, without padding
-    padding: int = 0  # positions at the ends of samples that only fill them and are no work
+    padding: int = 0  # how many positions, at the ends of samples, only fill them and are no work
     packed: Tensor | None = None  # bytes
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to the device, without waiting where the host's memory is pinned. Only for a batch that is packed."""
+        """Copy to the device, without waiting if the host's memory is pinned. Only for a batch that has `packed`."""
         packed = self.packed.to(device, non_blocking=True)
         moved = {}
         for name in TENSORS:
@@ -50,7 +50,7 @@ ALIGNMENT = 128  # bytes, of each tensor in `packed`: kernels read wide
 
 
 def pack(arrays: dict[str, np.ndarray], pinned: bool) -> dict[str, Tensor]:
-    """Copy the arrays, named TENSORS, into one buffer: {"packed": the buffer, name: its view}."""
+    """Copy the arrays of TENSORS into one buffer; return it as "packed", and each tensor, a view of it, by its name."""
     starts, size = {}, 0
     for name in TENSORS:
         starts[name], size = size, size + -(-arrays[name].nbytes // ALIGNMENT) * ALIGNMENT

@@ -6,11 +6,12 @@ lowest i.  After any number of steps every dataset is within about one sample of
     weights .5 .3 .2      step 0 1 2 3 4 5 6 7 8 9
                           draw 0 1 2 0 1 0 2 0 1 0
 
-The rule is a loop, and ten million steps of Python take minutes.  Yet it forgets its past: two runs whose counts differ
-soon draw what the other lacks, and meet.  So the steps are cut into chunks that run side by side in NumPy, each from
-guessed counts (its shares, rounded); then every chunk whose predecessor ended elsewhere than it began is run again from
-there, until all joints agree.  Agreement is checked, not hoped for: the first chunk is exact, so each round makes at
-least one more chunk exact, and in practice a few rounds settle all of them.  The order is the loop's, bit for bit.
+The rule is a loop, and ten million steps of Python take minutes.  But a wrong start corrects itself: from slightly
+different counts the rule soon reaches the same counts, since it draws what is missing.  So the steps are cut into
+chunks that run side by side in NumPy, each from guessed counts (its shares, rounded).  Each chunk that did not begin
+with the counts at the end of the chunk before is then run once more, from those, until there is none left.  The first
+chunk is exact, so each round makes at least one more chunk exact; in practice a few rounds are enough.  The order is
+the loop's, bit for bit.
 
 Left out: blending by dataset size without weights.
 """
@@ -55,7 +56,7 @@ class BlendedDataset:
 
 
 def normalize(weights: Sequence[float]) -> np.ndarray:
-    """float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
+    """Return float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(
@@ -71,12 +72,12 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
 
 
 def part_samples(num_samples: int, share: float) -> int:
-    """Samples that a part of this normalized weight must be able to give."""
+    """Count the samples that a part of this normalized weight must be able to give."""
     return math.ceil(math.ceil(num_samples * share) * SURPLUS)
 
 
 def greedy_order(shares: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """(part int16 [num_samples], sample within that part int64 [num_samples]) of the greedy rule, exactly."""
+    """Compute the greedy rule exactly: part int16 [num_samples], sample within that part int64 [num_samples]."""
     # Megatron normalizes here once more; it can move the last bit of a share, and with it a tie.
     shares = shares / np.sum(shares)
     chunks = max(1, min(MAX_CHUNKS, math.isqrt(num_samples)))
@@ -111,7 +112,7 @@ def _run_chunks(shares: np.ndarray, first: np.ndarray, counts: np.ndarray, steps
 
 
 def _rounded_shares(shares: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """A guess of the counts before each step, float64 [parts, steps]: rounded down, the rest to those cut most."""
+    """Estimate the counts before each step, float64 [parts, steps]: rounded down, one more for those cut most."""
     exact = shares[:, None] * step
     counts = np.floor(exact)
     rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)

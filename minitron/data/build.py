@@ -1,4 +1,4 @@
-"""From the keys of `data` to a training and a validation set: the one door to this layer.
+"""From the keys of `data` to a training and a validation set: all others build data through this file alone.
 
     source    made of                                                        tokenizer
     corpus    the Python standard library (corpus.py)                        its own
@@ -10,12 +10,13 @@ Every rank calls `build_datasets` with the same arguments; what has to be built 
 split cuts the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
 503 to 718 for validation and the rest for tests.
 
-Everything that can be wrong with data is said here, before a model exists: a missing or foreign file, a split that
+Everything that can be wrong with data is found here, before a model exists: a missing or foreign file, a split that
 leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  Every index is read
-in full at every start, every .bin of at most 1 GiB once per vocabulary (about a second; the cache remembers it); of a
-larger one the first million tokens, and the others as they are drawn, unless tools/check_data.py has read them before.
+in full at every start.  A .bin of at most 1 GiB is read in full once per vocabulary (about a second; the cache
+remembers it).  Of a larger one the first million tokens are read, the others when they are drawn; tools/check_data.py
+reads it in full before a run.
 
-Left out: separate files for validation, but for sft; the test split is only set aside.
+Left out: separate files for validation, except for sft; the test split is only set aside.
 """
 
 import itertools
@@ -49,10 +50,10 @@ class Datasets(NamedTuple):
     """What `build_datasets` returns.
 
     train, valid: `len()` and `[i] -> gpt.Sample`; valid is None when no validation samples are asked for.
-    tokenizer: None for mock data, and for files of others when data.tokenizer is left at "corpus".
-    info: a JSON-able record of what was built; its `train` and `valid` identify the order of samples, and the corpus
-    adds `unigram_entropy`, in nats per token.  Its `tokenizer` is that one's fingerprint.
-    note: a line for the log, how well documents were packed; empty where they were not.
+    tokenizer: None for mock data, and for indexed data when data.tokenizer is left at "corpus".
+    info: a record, for JSON, of what was built; `train` and `valid` identify the order of samples, `tokenizer` is the
+    tokenizer's fingerprint, and the corpus adds `unigram_entropy`, in nats per token.
+    note: a line for the log that says how well documents were packed; empty if none were.
     """
 
     train: Dataset
@@ -123,7 +124,10 @@ def build_datasets(
 def _mock(
     longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
-    """Training and validation differ in the seed; documents of a quarter sample give separate_documents work."""
+    """Make random data, with another seed for validation.
+
+    Without data.document_length a document has a quarter of a sample on average, so that separate_documents has work.
+    """
     mean = max(1, MOCK_DOCUMENT * seq_len) if longest is None else None
     train, valid = (
         MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
@@ -136,7 +140,7 @@ def _mock(
 def _sft(
     data: DataConfig, cache_dir: Path, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
-    """The order of samples does not depend on their number, which is therefore no part of what identifies it."""
+    """Tokenize and pack the files. The number of samples does not change their order, so `info` leaves it out."""
     corpus = data.tokenizer == "corpus"
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
@@ -146,8 +150,8 @@ def _sft(
         return TokenizedFiles(paths, tokenizer, cache_dir)
 
     def part(documents: TokenizedFiles, which: int, samples: int) -> SFTDataset:
-        apart = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
-        return SFTDataset(documents, apart, samples, seq_len, seed)
+        chosen = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
+        return SFTDataset(documents, chosen, samples, seq_len, seed)
 
     documents = read(data.paths)
     train, valid = part(documents, TRAIN, train_samples), None
@@ -163,7 +167,7 @@ def _sft(
 
 
 def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """One prefix, or weight and prefix in turn -> prefixes and weights (None for one bare prefix).
+    """Split data.paths, one prefix or weight and prefix in turn, into prefixes and weights (None for one bare prefix).
 
     `~` at the start of a prefix is the home directory.
     """
@@ -182,7 +186,7 @@ def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 
 def split_ranges(split: str, num_sequences: int) -> list[range]:
-    """Sequences of the training, validation and test parts of a split such as "969,30,1"."""
+    """Return the sequences of the training, validation and test parts of a split such as "969,30,1"."""
     try:
         parts = [float(part) for part in split.split(",")]
     except ValueError:
@@ -209,7 +213,7 @@ def _sequences(file: IndexedDataset | TokenizedFiles, split: str, which: int) ->
 
 
 def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, cache_dir: Path) -> IndexedDataset:
-    """Open a dataset; check its index, its ids and, by PREFIX.json, that they are those of the tokenizer."""
+    """Open a dataset; check its index, its ids and, by PREFIX.json, that this tokenizer made it."""
     file = IndexedDataset(prefix)
     check_index(file)
     sidecar = read_sidecar(prefix)

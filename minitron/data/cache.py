@@ -3,8 +3,8 @@
 Every rank of every job calls `build_once(directory, build)`.  The first to take the file lock builds into
 `directory.partial` and renames it; a rename is atomic, so `directory` is complete or absent.  The others wait for the
 lock, find the directory and read it.  A build that is killed leaves only a `.partial`, which the next builder deletes;
-the kernel drops the lock of a killed process, so nobody waits for ever.  Whoever reads the directory does so under
-`reading`, which tells a user what to do when a file in it was lost or cut short later.
+the kernel drops the lock of a killed process, so nobody waits for ever.  Code that reads the
+directory does so under `reading`, which tells a user what to do when a file in it was later lost or cut short.
 
     rank 0   lock ---- build into index-3f.partial ---- rename to index-3f ---- unlock
     rank 1   waits ------------------------------------------------------------ finds index-3f
@@ -47,7 +47,7 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
 
 @contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Around whatever reads a finished directory: turns a missing or damaged file into a ValueError with the fix."""
+    """Turn the error of a missing or damaged file, read inside, into a ValueError that names the fix."""
     try:
         yield
     except (OSError, EOFError, ValueError) as error:

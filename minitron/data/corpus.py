@@ -6,16 +6,16 @@ structure at every scale; a small model learns them visibly in minutes.  `build_
     read every .py     -> shuffle the files -> train a SentencePiece BPE -> encode -> corpus.bin/.idx, meta.json
     skip undecodable      by hash of name      of `vocab_size` pieces       + </s>
 
-The files are ordered by the hash of their names, so the validation split is no last letter of the alphabet, and a new
-file moves no other.  The tokenizer loses nothing: decode(encode(text)) == text, white space and line ends included
-(identity normalization, no dummy prefix, unknown characters as their bytes).
+The files are ordered by the hash of their names: the validation split is a random choice of files, not the last ones of
+the alphabet, and a new file leaves the others in their order.  The tokenizer loses nothing: decode(encode(text)) ==
+text, white space and line ends included (identity normalization, no dummy prefix, unknown characters as their bytes).
 
 `meta.json` holds the Python version, the fingerprint of the sources, counts, and the unigram entropy -sum p ln p in
-nats per token: the loss of a model that knows how often each token occurs, and nothing of context.  Below it begins
-learning.
+nats per token: the loss of a model that knows how often each token occurs, and nothing of context.  A lower loss
+shows that a model has learned from context.
 
 A first fine-tuning needs no download either: some thousand functions of these sources have a docstring that begins with
-a sentence, which makes a task that a small model pretrained on the corpus can learn in minutes.  `build_docstrings`
+a sentence.  To write it is a task that a small model, pretrained on the corpus, learns in minutes.  `build_docstrings`
 keeps the pairs as JSONL, read from there like any other file (sft.py):
 
     {"prompt": "Explain random.Random.shuffle(self, x):", "completion": " Shuffle list x in place, and return None."}
@@ -44,7 +44,7 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.tokenizers import SentencePieceTokenizer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-TRAINING_PIECE = 1000  # characters a training sentence; SentencePiece drops sentences beyond 4192 bytes
+TRAINING_PIECE = 1000  # characters of a training sentence; SentencePiece drops sentences beyond 4192 bytes
 SPACE_MARK = "\u2581"  # SentencePiece's own sign for a space
 TRAINER = dict(
     model_type="bpe",
@@ -97,13 +97,15 @@ def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.P
     )
     with reading(folder):
         tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
-        IndexedDataset(folder / "corpus")  # complains of a missing or truncated file
+        IndexedDataset(folder / "corpus")  # raises for a missing or truncated file
         return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
 def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes]]:
-    """(relative name, content) of every non-empty .py file below root, by default this Python's standard library,
-    ordered by the hash of the name.  Raises ValueError when there is none."""
+    """Read every non-empty .py file below root: (relative name, content), ordered by the hash of the name.
+
+    root: by default this Python's standard library.  Raises ValueError when there is none.
+    """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -121,7 +123,7 @@ def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes
 
 
 def fingerprint_of(sources: list[tuple[str, bytes]], made_by: bytes) -> str:
-    """16 hex digits of the sources and of how something is made from them."""
+    """Hash the sources, and `made_by`, how something is made from them, to 16 hex digits."""
     digest = hashlib.sha256(made_by)
     for name, content in sources:
         digest.update(f"{name}\n{len(content)}\n".encode() + content)
@@ -180,7 +182,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes:
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:
-    """-sum p ln p over the token frequencies of a dataset, in nats per token."""
+    """Compute -sum p ln p over the token frequencies of a dataset, in nats per token."""
     counts = np.bincount(dataset.tokens(0, dataset.num_tokens))
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
@@ -213,9 +215,9 @@ def explained(name: str, content: bytes) -> Iterator[tuple[str, str]]:
     """Yield (signature, first sentence of the docstring) of a module's public functions and methods, top to bottom."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python no longer likes
+        with warnings.catch_warnings(action="ignore"):  # about escapes that newer Pythons deprecate
             tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # templates and files of another Python
+    except (SyntaxError, ValueError):  # a template, or a file for another Python
         return
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ Example, s = 4, documents A (5 tokens), B (3), C (6), shuffled to B C A:
     stream   B0 B1 B2 C0 C1 C2 C3 C4 C5 A0 A1 A2 A3 A4
     cuts     0           4           8           12        rows (0, 0) (1, 1) (1, 5) (2, 3): three samples
 
-As many epochs are laid out as the requested samples need.  If the last would be used for less than 80 %, it is shuffled
-apart, so that no document is seen an extra time before the others had their turn.  All shuffles come from one
+As many epochs are laid out as the requested samples need.  If less than 80 % of the last one would be used, it is
+shuffled apart from the others, so that its documents come last.  All shuffles come from one
 `numpy.random.RandomState(seed)`, which makes the order equal to Megatron's.
 
 The arrays are a pure function of their key (data, sequences, samples, s, seed); they are built once, cached as .npy and
@@ -45,7 +45,7 @@ class Sample(NamedTuple):
     starts: int32, ascending offsets in `tokens` at which a new document begins, without 0; from the index, not from
         end-of-document tokens.  s itself is possible: then only the last label is of the new document.
     mask: float32 [s] loss weights of the labels, or None for all ones.
-    padding: so many of the s inputs, the last ones, are there to fill the sample, and are no work.
+    padding: how many of the s inputs, at the end, only fill the sample and are no work.
     """
 
     tokens: np.ndarray
@@ -55,8 +55,10 @@ class Sample(NamedTuple):
 
 
 class EpochPlan(NamedTuple):
-    """How many epochs the document index holds, and how many samples precede a last epoch that is shuffled apart
-    (`first_samples == samples` when it is not)."""
+    """How many epochs the document index holds, and how many samples they give.
+
+    first_samples: those before a last epoch that is shuffled apart; `samples` if it is not.
+    """
 
     epochs: int
     samples: int
@@ -119,8 +121,11 @@ class GPTDataset:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model.vocab_size") -> int:
-    """The largest id (0 of no tokens).  Raises DataError, naming the place, the id and the key that sets vocab_size,
-    unless all ids lie in 0 .. vocab_size - 1."""
+    """Return the largest id, 0 if there are no tokens.
+
+    Raises DataError, naming the place, the id and the key that sets vocab_size, unless all ids lie in
+    0 .. vocab_size - 1.
+    """
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high >= vocab_size:
         fix = "copy or preprocess the data again" if low < 0 else "set it to the vocabulary the data were made with"
@@ -132,7 +137,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model
 
 
 def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size", count: int | None = None) -> int:
-    """The largest id among the first `count` tokens of a file, by default all.
+    """Return the largest id among the first `count` tokens of a file, by default all.
 
     Raises DataError, naming the position, for an id outside 0 .. vocab_size - 1, and for a file without token ids.
     """
@@ -156,7 +161,7 @@ def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> EpochPlan:
-    """Epochs needed for `num_samples` samples, and whether the last is shuffled apart (Megatron's rule)."""
+    """Plan the epochs for `num_samples` samples, and whether the last is shuffled apart (Megatron's rule)."""
     epochs = max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
     samples = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
@@ -166,9 +171,10 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> EpochP
 
 
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
-    """[num_samples + 1, 2]: (position in document_index, offset in tokens) of stream token k * seq_len.
+    """Find where sample k begins, stream token k * seq_len: rows (position in document_index, offset in tokens).
 
-    lengths: int32 [sequences].  The dtype is int32 while positions fit, as in Megatron.
+
+    lengths: int32 [sequences] -> [num_samples + 1, 2], int32 while positions fit, as in Megatron.
     """
     fits = len(document_index) <= np.iinfo(np.int32).max
     rows = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
@@ -188,7 +194,7 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
 
 
 def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: range) -> None:
-    """Build the three arrays of `key` and write them into `folder`, with the key beside them for the curious."""
+    """Build the three arrays of `key` and write them into `folder`, and the key as key.json, for people to read."""
     tokens = int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     if tokens < key["seq_len"] + 1:
         raise ValueError(

@@ -52,13 +52,16 @@ _DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check
 
 
 class DataError(ValueError):
-    """A file of tokens is missing, damaged, or not what it was taken for.  During training no other ValueError is the
-    user's to mend, so an entry point can print one line for this one and a traceback for the rest."""
+    """A file of tokens is missing, damaged, or of another kind.
+
+    During training no other ValueError is a mistake of the user, so an entry point prints one line for this one and a
+    traceback for the rest.
+    """
 
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Turns the OSError of a file that is there and cannot be read into a DataError."""
+    """Turn the OSError of a file that exists but cannot be read into a DataError."""
     try:
         yield
     except OSError as error:
@@ -66,7 +69,7 @@ def _readable() -> Iterator[None]:
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Megatron's rule for token ids: uint16 below 65,500 ids, else int32."""
+    """Choose the dtype of token ids by Megatron's rule: uint16 below 65,500 ids, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -95,7 +98,7 @@ class IndexedDataset:
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens offset .. offset + length - 1 of a sequence (to its end by default), a read-only view [length].
+        """Return tokens offset .. offset + length - 1 of a sequence, by default to its end: a read-only view [length].
 
         Raises DataError when the sequence does not lie within .bin.
         """
@@ -114,7 +117,7 @@ class IndexedDataset:
         return int(self.lengths.sum(dtype=np.int64))
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """Tokens begin .. end - 1 of the whole .bin, whatever their sequence: a view for scans."""
+        """View tokens begin .. end - 1 of the whole .bin, across sequences, for scans."""
         return np.frombuffer(self._bin, self.dtype, end - begin, begin * self.dtype.itemsize)
 
     @functools.cached_property
@@ -131,7 +134,7 @@ class IndexedDataset:
         if not os.path.isfile(path):
             raise DataError(f"{path}: no such file, but {self.prefix}.idx is there; copy the .bin beside its .idx")
         size = os.path.getsize(path)
-        # The last sequence ends the file, in whatever Megatron writes; this much is told without reading all pointers.
+        # Megatron's writers end the file with the last sequence, so this check needs no other pointer.
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
         if size != needed:
             raise DataError(
@@ -173,7 +176,7 @@ class IndexedWriter(AbstractContextManager):
         finally:
             try:
                 with _writing(self.prefix):
-                    self._bin.close()  # writes what is buffered, which a full disk refuses
+                    self._bin.close()  # writes what is buffered; a full disk raises
             finally:
                 for name in "bin", "idx":
                     Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
@@ -226,7 +229,7 @@ class IndexedWriter(AbstractContextManager):
 
 @_readable()
 def read_sidecar(prefix: str | os.PathLike) -> dict | None:
-    """PREFIX.json, which says what tokenizer made the dataset; None where there is none (a foreign dataset)."""
+    """Read PREFIX.json, which says what tokenizer made the dataset; None if there is none (a dataset of others)."""
     path = Path(f"{os.fspath(prefix)}.json")
     if not path.is_file():
         return None
@@ -274,7 +277,7 @@ def check_index(dataset: IndexedDataset) -> None:
 
 
 def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
-    """dtype, sequences and document indices, checked against the size of PREFIX.idx."""
+    """Read the dtype and the numbers of sequences and document indices, checked against the size of PREFIX.idx."""
     path = f"{prefix}.idx"
     if not os.path.isfile(path):
         raise DataError(

@@ -3,8 +3,8 @@
 The order is a function of the number of samples consumed so far and of nothing else. A step takes the next
 global_batch_size samples; of each run of micro_batch_size * dp samples, data-parallel rank r takes the r-th part:
 
-    mbs 2, dp 2, 8 samples a step     microbatch 0: rank 0 [0 1]  rank 1 [2 3]     microbatch 1: rank 0 [4 5]  rank 1
-    [6 7]
+    mbs 2, dp 2, 8 samples a step     microbatch 0   rank 0 [0 1]   rank 1 [2 3]
+                                      microbatch 1   rank 0 [4 5]   rank 1 [6 7]
 
 so another dp size reads the same samples in the same step. Ranks of one tensor-, context- or pipeline-parallel group
 read the same samples; each context rank keeps its part of the sequence. The next step's samples are read while the
@@ -36,7 +36,7 @@ class Loader:
         self.ahead: tuple[int, Future] | None = None
 
     def step(self, consumed: int, step: int) -> list[Batch]:
-        """This rank's microbatches of the step that begins after `consumed` samples."""
+        """Return this rank's microbatches of the step that begins after `consumed` samples."""
         if self.ahead is not None and self.ahead[0] == consumed:
             host = self.ahead[1].result()
         else:
@@ -90,7 +90,7 @@ def squared_lengths(bounds: np.ndarray | None, padding: int) -> float:
 
 
 def _view(sample: Sample, separate: bool) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """(mask [s], positions [s], document boundaries [0, ..., s]) of one sample; the latter two only when kept apart.
+    """Make mask [s], positions [s] and document boundaries [0, ..., s] of a sample; without `separate` the mask alone.
 
     With documents apart, the label after a document's last token belongs to the next one: it does not count.
     """

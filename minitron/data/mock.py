@@ -1,8 +1,8 @@
 """Random tokens without any files: for speed measurements, tests and a first run on a new machine.
 
-Item i depends on (seed, i) alone, so every rank, layout and restart sees the same sample i.  With `document_length` the
-sample is cut into documents whose lengths are geometric with that mean, as if drawn from a long stream of documents;
-with `longest` their lengths are uniform from 1 to that, as of packed questions and answers.
+Sample i depends on (seed, i) alone, so it is the same on every rank, in every layout and after a restart.  With
+`document_length` the sample is cut into documents whose lengths are geometric with that mean, as if drawn from a long
+stream of documents; with `longest` their lengths are uniform from 1 to that, as of packed questions and answers.
 
 Left out: anything to learn.  The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
 """
@@ -13,8 +13,10 @@ from minitron.data.gpt import Sample
 
 
 class MockDataset:
-    """`num_samples` samples of seq_len + 1 uniform token ids; document_length: mean tokens a document, longest: at most
-    so many, None for both: one document a sample."""
+    """`num_samples` samples of seq_len + 1 uniform token ids.
+
+    document_length: mean tokens of a document. longest: most tokens of one. None for both: one document a sample.
+    """
 
     def __init__(
         self,
@@ -37,9 +39,9 @@ class MockDataset:
             raise IndexError(f"sample {i} of {self.num_samples}")
         rng = np.random.default_rng((self.seed, i))
         tokens = rng.integers(self.vocab_size, size=self.seq_len + 1, dtype=np.int64)
-        begins = np.zeros(self.seq_len, bool)  # of tokens 1 .. s: a geometric length is a coin at every token
+        begins = np.zeros(self.seq_len, bool)  # of tokens 1 .. s: whether one is the first of its document
         if self.document_length is not None:
-            begins = rng.random(self.seq_len) < 1 / self.document_length
+            begins = rng.random(self.seq_len) < 1 / self.document_length  # so lengths are geometric
         if self.longest is not None:
             ends = np.cumsum(rng.integers(1, self.longest + 1, size=self.seq_len))
             begins[ends[ends <= self.seq_len] - 1] = True

@@ -1,10 +1,10 @@
-"""Documents of any length packed into sequences of one length, with hardly a hole.
+"""Pack documents of any length into sequences of one length, with little padding.
 
 A question with its answer is short (200 tokens in SQuAD, paragraph included) and a sequence long (4096): with one
 document each, 95 % of the work would be padding.  Best fit decreasing closes the gap: take documents from the longest
 to the shortest, put each where it leaves the least room, open another sequence if it fits nowhere.
 
-Only lengths matter for that, so what is packed is their histogram, and what comes out are patterns.  Capacity 10:
+Only lengths matter for that, so the input is their histogram, and the output is patterns of lengths.  Capacity 10:
 
     2 documents of 6 tokens, 1 of 4, 5 of 2     1 x (6, 4)   1 x (6, 2, 2)   1 x (2, 2, 2)
 
@@ -12,8 +12,8 @@ All sequences with equal room left are filled at once, so a million documents ta
 length goes where, and the order of the sequences, are drawn anew in every epoch from (seed, epoch) alone: sample i is
 sequence i mod n of epoch i div n, whatever the layout, the steps of the run, and where it was resumed.
 
-The last sequence of an epoch is mostly a hole.  Left out: balancing the attention work of sequences, which differs with
-the square of the documents' lengths.
+The last sequence of an epoch is mostly padding.  Left out: balancing the attention work of sequences, which differs
+with the square of the documents' lengths.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +24,10 @@ import numpy as np
 
 
 def pack(counts: np.ndarray, capacity: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Best fit decreasing: counts [capacity + 1], documents by length -> (how many sequences, the lengths in each)."""
+    """Pack by best fit decreasing.
+
+    counts [capacity + 1]: documents of each length -> (how many sequences, the lengths in each of them).
+    """
     assert len(counts) <= capacity + 1 and not counts[0]
     groups: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # room left -> patterns with it
     rooms: list[int] = []  # the keys of groups, ascending
@@ -68,7 +71,7 @@ class Packing:
         self._epoch = lru_cache(2)(self._draw)
 
     def documents(self, i: int) -> np.ndarray:
-        """The documents of sample i of the endless order."""
+        """Return the documents of sample i of the endless order."""
         epoch, place = divmod(i, self.num_sequences)
         members, order = self._epoch(epoch)
         end = self._ends[order[place]]
@@ -76,8 +79,8 @@ class Packing:
         return members[begin:end]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of an epoch: the document in every place, and the order of sequences."""
-        rng = np.random.RandomState([self.seed, epoch])  # whose numbers no version of NumPy changes
+        """Draw an epoch: return the document in every place, and the order of sequences."""
+        rng = np.random.RandomState([self.seed, epoch])  # gives the same numbers in every version of NumPy
         shuffled = rng.permutation(len(self.lengths))
         members = np.empty_like(shuffled)
         members[self._by_length] = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]

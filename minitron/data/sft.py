@@ -1,4 +1,4 @@
-"""Fine-tuning data: JSONL of questions and answers, packed so that only answers count and none sees another.
+"""Fine-tuning data: JSONL of questions and answers, packed so that only answers count and no document sees another.
 
 A line of a file is a document, in one of two forms, of which the second takes Llama 3's template:
 
@@ -12,12 +12,12 @@ A line of a file is a document, in one of two forms, of which the second takes L
 
 Documents are tokenized once, into a .bin/.idx pair of `data.cache_dir` that is named by the hash of files and
 tokenizer.  Its sequences are context and answer in turn, so the index already says which tokens count.  packing.py
-chooses the documents of a sample, which is one as pretraining has it (gpt.Sample); hence every layout does the same
-with it.  `starts` keeps documents apart, with positions from 0, and the mask has answers alone.  The hole at its end is
-a document of padding that counts nowhere.
+chooses the documents of a sample.  It is a gpt.Sample as in pretraining, so every layout treats it alike: `starts`
+keeps documents apart, with positions from 0, and the mask is 1 for answers alone.  What is left at its end is a
+document of padding that counts nowhere.
 
 A document that is too long is cut at its end, and reported; one whose prompt alone is too long is an error, as is
-everything else that is wrong with a line: it is named with its file and number.
+everything else that is wrong with a line; the error names the file and the line.
 
 Left out: tools and other roles, templates of other models, weights of files.
 """
@@ -37,7 +37,7 @@ from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
 from minitron.data.tokenizers import Tokenizer
 
-FORMAT = 1  # of what this file makes of a line: another one must not find the old tokens
+FORMAT = 1  # to be raised when this file makes other tokens of a line, so that cached ones are not taken for them
 HEADER = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
@@ -73,7 +73,7 @@ class TokenizedFiles:
         return len(self.lengths)
 
     def check(self, documents: range, seq_len: int) -> None:
-        """Raises ValueError for a prompt that leaves no room for any of its answer."""
+        """Raise ValueError for a prompt that leaves no room for any of its answer."""
         prompts = self._file.lengths[self._parts[documents.start : documents.stop]]
         if (prompts > seq_len).any():
             i = int((prompts > seq_len).argmax())
@@ -84,10 +84,10 @@ class TokenizedFiles:
             )
 
     def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
+        """Return the first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
         parts = [self._file.get(part) for part in range(self._parts[i], self._parts[i + 1])]
         answers = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
-        answers[0] = False  # nothing comes before it to tell it from
+        answers[0] = False  # no token comes before it from which it could be predicted
         return np.concatenate(parts, dtype=np.int64)[:limit], answers[:limit]
 
 
@@ -118,7 +118,7 @@ class SFTDataset:
         return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
 
     def describe(self) -> str:
-        """One line: how much there is, and how well it is packed."""
+        """Describe in one line how much there is, and how well it is packed."""
         n, sequences = len(self.part), self.packing.num_sequences
         cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
         return (
@@ -131,12 +131,12 @@ class SFTDataset:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """What a completion follows, in training as in generation."""
+    """Encode what a completion follows, in training as in generation."""
     return ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(prompt)
 
 
 def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int]]:
-    """Context and answer in turn, of as many assistant's messages as there are.
+    """Encode messages to context and answer in turn, one answer for each message of the assistant.
 
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
@@ -158,7 +158,7 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
 
 
 def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
-    """The document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
+    """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:
         _check_messages(row["messages"])
@@ -177,7 +177,7 @@ def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _check_messages(messages: object) -> None:
-    """An optional system message, then user and assistant in turn, with text in each, the assistant's last."""
+    """Check for an optional system message, then user and assistant in turn, the assistant last and with text."""
     if not (
         isinstance(messages, list)
         and messages
@@ -213,7 +213,7 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
 
 
 def _rows(path: str) -> Iterator[tuple[int, object]]:
-    """(line number, value) of every line that is not blank."""
+    """Yield (line number, value) of every line that is not blank."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -14,8 +14,8 @@ id and its priority, and one table says everything:
     ranks  b"a" 0  b"b" 1  b"ab" 2  b"abab" 3        "abab" -> a b a b -> ab ab -> abab = [3]
 
 `encode` treats its input as plain text: "<|endoftext|>" in a document is thirteen characters, never the special token.
-It adds nothing either; whoever separates documents appends `eod`.  `fingerprint` names a tokenizer by its content, so a
-dataset can say which one made it wherever the files lie.
+It adds nothing either: code that separates documents appends `eod`.  `fingerprint` names a tokenizer by its content, so
+a dataset can say which one made it wherever the files lie.
 
 Left out: downloads, a beginning-of-text token in pretraining data; chats are sft.py's.
 """
@@ -56,8 +56,11 @@ MAX_SPACES = 25_000
 
 
 class Tokenizer(Protocol):
-    """What data code needs of a tokenizer.  eod: the id that ends a document.  bos: the id that begins one where the
-    model's makers put one there, else None.  special: ids of the named special tokens.  fingerprint: 16 hex digits."""
+    """What data code needs of a tokenizer.
+
+    eod: the id that ends a document.  bos: the id that begins one, None if the model was trained without.  special: ids
+    of the named special tokens.  fingerprint: 16 hex digits.
+    """
 
     vocab_size: int
     eod: int
@@ -71,7 +74,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer that a spec of the table above names; `~` in it is the home directory.
+    """Load the tokenizer that a spec of the table above names; `~` in it is the home directory.
 
     key: what an error calls the spec.  Raises ValueError for an unknown kind or a bad file.
     """
@@ -147,11 +150,11 @@ class SentencePieceTokenizer:
 
 
 def load_gpt2(folder: Path) -> TiktokenTokenizer:
-    """DIR/encoder.json: {token: id}; DIR/vocab.bpe: a comment line, then one merge "left right" a line, by priority.
-    Without an encoder.json, vocab.json and merges.txt, which are the same under transformers' names.
+    """Load DIR/encoder.json, {token: id}, and DIR/vocab.bpe, a comment line and then a merge "left right" a line.
 
-    Both write a byte as a printable character.  The ids must follow the merges, as in the published files, because
-    tiktoken joins the pair of the lowest id first.
+    Without encoder.json: vocab.json and merges.txt, the same files under transformers' names. Merges are in the order
+    of their priority. Both files write a byte as a printable character.  The ids must follow the merges, as in the
+    published files, because tiktoken joins the pair of the lowest id first.
     """
     own, other = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
     names = other if os.path.exists(folder / other[0]) and not os.path.exists(folder / own[0]) else own
@@ -175,7 +178,7 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
 
 
 def load_llama3(path: Path) -> TiktokenTokenizer:
-    """tokenizer.model of Llama 3, 3.1 or later: lines "base64(token) rank"; 256 special tokens follow the last rank."""
+    """Load tokenizer.model of Llama 3 or later: lines "base64(token) rank"; 256 special tokens follow the last rank."""
     ranks = {}
     for number, line in enumerate(_read(path).splitlines(), start=1):
         try:
@@ -201,7 +204,7 @@ _LOADERS = {
 
 
 def cut_long_spaces(text: str) -> list[str]:
-    """The text in pieces, cut only inside runs of more than MAX_SPACES white-space characters."""
+    """Cut the text into pieces, only inside runs of more than MAX_SPACES white-space characters."""
     cuts = [0]
     for run in re.finditer(rf"(?<!\s)\s{{{MAX_SPACES}}}\s*", text):
         cuts.extend(range(run.start() + MAX_SPACES, run.end(), MAX_SPACES))
@@ -209,13 +212,13 @@ def cut_long_spaces(text: str) -> list[str]:
 
 
 def _printable_bytes() -> list[str]:
-    """The character that GPT-2's files write for each byte: itself if printable, else the next one from U+0100 on."""
+    """List the character that GPT-2's files write for each byte: itself if printable, else the next from U+0100 on."""
     spare = iter(range(256, 512))
     return [chr(b) if chr(b).isprintable() and b != 32 else chr(next(spare)) for b in range(256)]
 
 
 def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
-    """Ids 0 .. n - 1, each once, and every single byte among the tokens: then any text can be encoded."""
+    """Check that ids are 0 .. n - 1, each once, and that every byte is a token, so that any text can be encoded."""
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
         raise ValueError(
             f"{path}: ids must count from 0 without gaps and cover all 256 bytes; the file is damaged: copy it again"

@@ -1,9 +1,9 @@
 """errors.log of log.dir: the warnings and errors of all ranks in one file, so that nobody has to open a thousand.
 
-In it are alarms (a hang, a dead rank, a save that failed), the error that ended a rank, and what Python code warns of;
-not what libraries in C write to stderr. It is there only if there was something to say. Each record opens the file and
-appends in one write, since ranks of other nodes write there, too; a bucket keeps the last writer's alone. A file that
-cannot be written costs its record: rank-N.log and stderr have it as well.
+It holds alarms (a hang, a dead rank, a save that failed), the error that ended a rank, and warnings of Python code, but
+not what libraries in C write to stderr. Without any of these the file does not exist. Each record opens the file and
+appends in one write, since ranks of other nodes write there, too (on an object store only the last writer's records
+remain). If the file cannot be written, the record is missing there; rank-N.log and stderr still have it.
 """
 
 from __future__ import annotations

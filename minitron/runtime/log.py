@@ -10,16 +10,16 @@
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
       errors.log     warnings and errors of all ranks, if there were any (errors.py)
 
-A disk that fills up or fails under a run costs records and one warning, not the run. Each file takes whole records or
-none: what was written of one that did not fit is cut off again, and the files go on once there is room.
+A disk that fills up or fails during a run costs records and one warning, not the run. Each file takes whole records
+only: the written part of a record that did not fit is cut off, and the files go on once there is room.
 
-Every number arrives reduced over the ranks, as a host float, so that all ranks could print it and none communicates or
-waits here. Which FLOPs a rate counts is part of its name, see `minitron.config.flops`: the line of `megatron` prints
+Every number arrives here reduced over the ranks, as a host float: any rank can print it, and none communicates or waits
+here. The name of a rate says which FLOPs it counts, see `minitron.config.flops`: the line of `megatron` prints
 hardware TFLOPs, that of `megatron-core` causal ones, MFU is of the full ones, and metrics.jsonl has all three.
 
 A line covers the iterations since the line before, as Megatron's does: the mean loss of those that were not skipped,
-the mean time of all, how many were skipped or had a NaN loss. The rest is as it was in the last of them. If the last
-was skipped it has no gradient norm, and if all were, no loss: these fields are then left out, again as in Megatron.
+the mean time of all, how many were skipped or had a NaN loss. The other fields are those of the last of them. If the
+last was skipped it has no gradient norm, and if all were, no loss: these fields are then left out, as in Megatron.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
 
-RECENT = 20  # steps that the summary is of
+RECENT = 20  # how many steps the summary covers
 
 
 class Log:
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
-    device_name: of the GPU, whose peak the MFU is measured by; unknown GPUs, CPUs and fp32 runs have no MFU.
+    device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
     Raises ValueError if log.dir or log.tensorboard cannot be written, or TensorBoard is not installed.
     """
 
@@ -76,11 +76,11 @@ class Log:
             self._open_board(f"{cfg.log.dir}/tensorboard" if cfg.log.tensorboard is True else cfg.log.tensorboard)
 
     def start(self, **facts: float | str | None) -> None:
-        """The `run` record of metrics.jsonl: what is known before the first step, as the corpus' unigram entropy."""
+        """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy."""
         self._record("run", world=self.world, **facts)
 
     def iteration(self, it: Iteration) -> None:
-        """Record a step; every log.every steps, and after the last, also print the line. On every rank."""
+        """Record a step; every log.every steps, and after the last, also print the line. Every rank calls it."""
         self._skipped_total += int(it.skipped)
         self._nan_total += int(it.nan)
         self._steps, self._seconds = self._steps + 1, self._seconds + it.seconds
@@ -106,29 +106,28 @@ class Log:
         )
 
     def summary(self) -> None:
-        """The mean of the last steps, by which NVIDIA's fine-tuning recipes are judged: the first ones are slower."""
-        its, t = list(self._recent), self.cfg.train
-        if its:
-            seconds, rates = sum(it.seconds for it in its) / len(its), self._rates(its)
+        """Report the mean of the last steps, as NVIDIA's fine-tuning recipes do, since the first steps are slower."""
+        iterations, t = list(self._recent), self.cfg.train
+        if iterations:
+            seconds, rates = sum(it.seconds for it in iterations) / len(iterations), self._rates(iterations)
             mfu = "" if self.peak is None else f", MFU (full): {100 * rates['full'] / self.peak:.2f}%"
             self.info(
-                f"mean of the last {len(its)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
+                f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
                 f"{t.global_batch_size * t.seq_len / seconds:.0f}{mfu}"
             )
 
     def info(self, text: str) -> None:
-        """To every rank's log, and to stdout from rank 0."""
+        """Write to every rank's log, and from rank 0 to stdout."""
         self._print_from(0, text)
 
     def warn(self, text: str) -> None:
-        """As `info`, and from rank 0 to errors.log: all ranks say the same."""
+        """Write as `info` does, and from rank 0 to errors.log, since all ranks give the same warning."""
         self.info(text)
         if self._errors is not None and self.rank == 0:
             self._errors.write(f"warning: {text}")
 
     def alarm(self, text: str, traceback: str = "") -> None:
-        """To this rank's log, to errors.log and to stderr, from any rank. The traceback goes to stderr only if there is
-        no log."""
+        """Write to this rank's log, to errors.log and to stderr; to stderr without the traceback if there is a log."""
         logged = "\n".join(filter(None, (text, traceback)))
         self._note(logged)
         if self._errors is not None:
@@ -151,29 +150,29 @@ class Log:
     # ---- figures ------------------------------------------------------------------------------------------------
 
     def _line(self) -> Line:
-        its = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
-        t, rates = self.cfg.train, self._rates(its)
+        iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
+        t, rates, now = self.cfg.train, self._rates(iterations), datetime.now()
         mfu = None if self.peak is None else rates["full"] / self.peak
         return Line(
-            its, t.steps, t.global_batch_size, rates, datetime.now(), self._steps, self._seconds, mfu, self._val_loss
+            iterations, t.steps, t.global_batch_size, rates, now, self._steps, self._seconds, mfu, self._val_loss
         )
 
-    def _rates(self, its: Sequence[Iteration]) -> dict[str, float]:
-        """Mean TFLOP/s per GPU of some steps, by the three ways to count."""
+    def _rates(self, iterations: Sequence[Iteration]) -> dict[str, float]:
+        """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count."""
         t, m, frozen = self.cfg.train, self.cfg.model, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
         sizes = [
             (tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
-            for it in its
+            for it in iterations
         ]
         sequence = flops.hardware(m, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
         share = flops.FROZEN if frozen else 1.0
         operations = {
             "full": share * sum(flops.full(m, *size) for size in sizes),
             "causal": share * sum(flops.causal(m, *size) for size in sizes),
-            "hardware": len(its) * t.global_batch_size * sequence,
+            "hardware": len(iterations) * t.global_batch_size * sequence,
         }
-        seconds = sum(it.seconds for it in its)
+        seconds = sum(it.seconds for it in iterations)
         return {name: flops.tflops_per_gpu(count, seconds, self.world) for name, count in operations.items()}
 
     # ---- the files ----------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ class Log:
     def _print_from(self, rank: int, text: str) -> None:
         self._note(text)
         if self.rank == rank:
-            encoding = sys.stdout.encoding or "utf-8"  # which may not have a bar's blocks
+            encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
             try:
                 print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
             except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
@@ -219,13 +218,13 @@ class Log:
                 self._warn("stdout", error)
 
     def _say(self, text: str) -> None:
-        """To stderr, at once: other ranks write there, too. It may be gone, with the torchrun that read it."""
+        """Write to stderr at once, since other ranks write there, too. It may be closed, if torchrun has died."""
         with suppress(OSError):
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
     def _note(self, text: str) -> None:
-        """To this rank's log."""
+        """Write to this rank's log."""
         if self._rank_log is not None:
             now, lost = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"[:-3], self._rank_log.lost
             missing = f"{now} rank {self.rank}: {lost} messages before this one are lost: the disk was full or failed\n"
@@ -238,7 +237,7 @@ class Log:
             self._warn(file.path, error)
 
     def _warn(self, where: Path | str, error: OSError) -> None:
-        """Once, from rank 0: the others write to the same disk, or say it in their logs."""
+        """Warn once, from rank 0: the others write to the same disk, or note what is lost in their logs."""
         if not self._warned and self.rank == 0:
             self._warned = True
             reason = (error.strerror or str(error)).lower()
@@ -272,7 +271,7 @@ class Log:
         )
 
     def _record(self, kind: str, **values) -> None:
-        """One line of metrics.jsonl, written whole, and its numbers for TensorBoard."""
+        """Write one line to metrics.jsonl, whole or not at all, and its numbers to TensorBoard."""
         if self._metrics is not None:
             self._append(self._metrics, json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
         if self._board is not None and kind != "run":
@@ -285,14 +284,14 @@ class Log:
 
 
 class _File:
-    """A file that whole records are appended to, from any thread. lost: records since the last that was written.
+    """A file to which any thread appends whole records. lost: how many have failed since the last that was written.
 
-    After a failure each record opens it anew: a mount that comes back knows nothing of what was open.
+    After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
     """
 
     def __init__(self, path: Path):
         self.path, self.lost, self._lock = path, 0, threading.Lock()
-        self._torn: int | None = None  # where half of a record begins, which could not be cut off yet
+        self._torn: int | None = None  # where a half-written record begins that could not be cut off yet
         self._file: io.FileIO | None = open(path, "ab", buffering=0)
 
     def write(self, record: str | bytes) -> None:
@@ -320,7 +319,7 @@ class _File:
             self._close()
 
     def _cut(self, file: io.FileIO) -> None:
-        """Take back half of a record."""
+        """Cut off a half-written record, if there is one."""
         if self._torn is not None:
             if self._torn < file.seek(0, os.SEEK_END):
                 file.truncate(self._torn)
@@ -334,7 +333,7 @@ class _File:
 
 
 class _Board(_File):
-    """An event file of TensorBoard's. Its own writer dies, with a traceback, in a thread when the disk is full.
+    """An event file for TensorBoard, whose own writer dies with a traceback in a thread when the disk is full.
 
     Raises ImportError if TensorBoard is not installed.
     """
@@ -350,7 +349,7 @@ class _Board(_File):
         self.write(self._record(self._event(wall_time=now, file_version="brain.Event:2")))
 
     def event(self, step: int, scalars: dict[str, float]) -> bytes:
-        """The record of a step's scalars."""
+        """Make the record of a step's scalars."""
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         return self._record(
             self._event(wall_time=datetime.now().timestamp(), step=step, summary=self._summary(value=values))
@@ -362,5 +361,5 @@ class _Board(_File):
 
 
 def _finite(values: dict) -> dict:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -5,11 +5,11 @@
     nemo            NeMo: a progress bar when pretraining, fields between bars when fine-tuning
     dllogger.json   NVIDIA DLLogger: "DLLL " and one JSON object a step
 
-Every function is pure: a `Line` says what a line covers, and tests/runtime/test_log.py parses each form back with the
+Every function is pure: a `Line` holds what a line shows, and tests/runtime/test_log.py parses each form back with the
 patterns of the system that it imitates. NeMo and DLLogger count steps from 0 (`global_step` 49 is iteration 50, and
 `consumed_samples` are those of 50 steps), Megatron from 1; so do we in their forms.
 
-Figures that a step does not have are left out, as there: a skipped one has no gradient norm.
+Figures that a step does not have are left out, as in those systems: a skipped step has no gradient norm.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Iteration:
 
     step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
     clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
-    global batch, where they are kept apart (None: every sample is one document), without padding: positions that only
-    fill a sample. memory_gib, allocated_gib: peak of the GPU, and what stays allocated between steps.
+    global batch without padding, if they are kept apart (None: every sample is one document). padding: positions that
+    only fill a sample. memory_gib: the GPU's peak. allocated_gib: what stays allocated between steps.
     """
 
     step: int
@@ -55,13 +55,13 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Line:
-    """What an iteration line says of `its`, the steps since the line before.
+    """What an iteration line shows of `iterations`, the steps since the line before.
 
     steps: of the whole run, of which this process has done `done` in `elapsed` seconds. batch: samples per step.
-    tflops: per GPU, by the way to count. mfu: a fraction. val_loss: of the last evaluation.
+    tflops: per GPU, for each way to count (full, causal, hardware). mfu: a fraction. val_loss: of the last evaluation.
     """
 
-    its: tuple[Iteration, ...]
+    iterations: tuple[Iteration, ...]
     steps: int
     batch: int
     tflops: dict[str, float]
@@ -73,21 +73,21 @@ class Line:
 
     @property
     def last(self) -> Iteration:
-        return self.its[-1]
+        return self.iterations[-1]
 
     @property
     def seconds(self) -> float:
-        return sum(it.seconds for it in self.its) / len(self.its)
+        return sum(it.seconds for it in self.iterations) / len(self.iterations)
 
     @property
     def loss(self) -> float | None:
-        """Mean over the steps that were not skipped; None if all were."""
-        losses = [it.loss for it in self.its if it.advanced]
+        """Mean over the steps that were not skipped and had a finite loss; None without any."""
+        losses = [it.loss for it in self.iterations if it.advanced]
         return sum(losses) / len(losses) if losses else None
 
 
 def megatron(line: Line) -> str:
-    """Seconds, hardware TFLOPs; MFU and memory behind what Megatron has."""
+    """Format with seconds and hardware TFLOPs; MFU and memory follow after Megatron's fields."""
     return _fields(
         _progress(line),
         f"elapsed time per iteration (s): {line.seconds:.4f}",
@@ -100,7 +100,7 @@ def megatron(line: Line) -> str:
 
 
 def megatron_core(line: Line) -> str:
-    """The date, milliseconds, causal TFLOPs; MFU and memory behind what Megatron has."""
+    """Format with the date, milliseconds and causal TFLOPs; MFU and memory follow after Megatron's fields."""
     return _fields(
         f"[{line.now:%Y-%m-%d %H:%M:%S.%f}] {_progress(line)}",
         f"elapsed time per iteration (ms): {line.seconds * 1000:.1f}",
@@ -112,7 +112,7 @@ def megatron_core(line: Line) -> str:
 
 
 def nemo_bar(line: Line) -> str:
-    """The bar as it stands after the step; NeMo redraws one line, a log gets a line each."""
+    """Draw NeMo's bar as it is after the step. NeMo redraws one line; here each step has a line."""
     figures = {
         "reduced_train_loss": line.loss,
         "global_step": line.last.step - 1.0,
@@ -133,7 +133,7 @@ def nemo_bar(line: Line) -> str:
 
 
 def nemo_pipe(line: Line) -> str:
-    """NeMo's line of fine-tuning. Values have four digits, whole ones are integers; memory in bytes."""
+    """Format NeMo's line of fine-tuning: values with four digits, whole ones as integers, memory in bytes."""
     last = line.last
     figures = {
         "lr": last.lr,
@@ -164,7 +164,7 @@ FORMATS: dict[str, Callable[[Line], str]] = {
 
 
 def dllogger(step: int | str, data: dict, now: datetime, begun: datetime) -> str:
-    """A record of dllogger.json; `data` without NaN. The parameters of the run have the step "PARAMETER"."""
+    """Write a record of dllogger.json. data: without NaN. step: "PARAMETER" for the keys of the run."""
     return "DLLL " + json.dumps(
         {
             "timestamp": f"{now.timestamp():.6f}",
@@ -179,7 +179,7 @@ def dllogger(step: int | str, data: dict, now: datetime, begun: datetime) -> str
 
 
 def dllogger_step(it: Iteration) -> dict:
-    """The data of a step, under NeMo's names. Its backward timer measures nothing (the backward is in the step)."""
+    """Return the data of a step under NeMo's names. NeMo's backward timer is always 0: the step's time includes it."""
     return {
         "reduced_train_loss": it.loss,
         "lr": it.lr,
@@ -193,14 +193,14 @@ def dllogger_step(it: Iteration) -> dict:
 
 
 def flattened(tree: dict, prefix: str) -> dict:
-    """{"a": {"b": 1}} -> {"prefix/a/b": 1}."""
+    """Give nested names one level: {"a": {"b": 1}} -> {"prefix/a/b": 1}."""
     flat = {}
     for name, value in tree.items():
         flat |= flattened(value, f"{prefix}/{name}") if isinstance(value, dict) else {f"{prefix}/{name}": value}
     return flat
 
 
-# ---- their parts ------------------------------------------------------------------------------------------------
+# ---- the parts --------------------------------------------------------------------------------------------------
 
 
 def _fields(*fields: str) -> str:
@@ -220,8 +220,8 @@ def _common(line: Line) -> list[str]:
         fields.append(f"grad norm: {line.last.grad_norm:.3f}")
     return [
         *fields,
-        f"number of skipped iterations: {sum(int(it.skipped) for it in line.its):3d}",
-        f"number of nan iterations: {sum(int(it.nan) for it in line.its):3d}",
+        f"number of skipped iterations: {sum(int(it.skipped) for it in line.iterations):3d}",
+        f"number of nan iterations: {sum(int(it.nan) for it in line.iterations):3d}",
     ]
 
 
@@ -231,7 +231,7 @@ def _added(line: Line) -> list[str]:
 
 
 def _padded(x: float) -> str:
-    """As Lightning shows a number in its bar: tqdm's short form, filled up with zeros to five characters."""
+    """Write a number as Lightning does in its bar: tqdm's short form, filled up with zeros to five characters."""
     text = tqdm.format_num(x)
     if not text.lstrip("-").replace(".", "", 1).isdigit():  # 1.23e+6, nan
         return text

@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 class Meter:
-    """Turns device tensors into lines of `log`, one step late. Collective over the world."""
+    """Logs the figures of each step, device tensors, one step late. Collective over the world."""
 
     def __init__(self, log: Log, mesh: Mesh, stop: Stop):
         self.log, self.mesh, self.stop = log, mesh, stop
@@ -30,7 +30,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """What happened since the last step (an evaluation) does not count into the next one's time."""
+        """Begin the next step's time now, so that it does not include an evaluation since the last step."""
         self.last = Mark(self.mesh.device)
 
     def step(self, values: Tensor, shared_bytes: int, **known) -> None:
@@ -38,7 +38,7 @@ class Meter:
 
         values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. shared_bytes:
         GPU memory that torch's allocator does not count. known: the other fields of `Iteration` that the host has;
-        squared_lengths and padding are those of this data rank, and left out where each sample is one document.
+        squared_lengths and padding are those of this data rank, and missing if each sample is one document.
         """
         self.mesh.activity.begin("figures")
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
@@ -84,7 +84,7 @@ class Mark:
             self.time = time.perf_counter()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Waits until this moment has come."""
+        """Wait until this moment has come, and return the seconds since `earlier`."""
         if self.event is None:
             return self.time - earlier.time
         self.event.synchronize()

@@ -1,4 +1,4 @@
-"""Some steps of a run under a profiler: where the time goes, and the memory.
+"""Run some steps under a profiler: where does the time go, and the memory?
 
 Problem: a trace of a whole run is too large to open, and its first steps, which compile and allocate, say nothing about
 the others. The idea: `profiled` is the range of steps itself. It starts the profiler before profile.start_step and
@@ -12,9 +12,9 @@ stops it after profile.end_step, on profile.ranks alone:
     torch   a Chrome trace (ui.perfetto.dev opens it) and a table of the operations that took longest
     memory  a snapshot of the allocator, with the Python stack of each allocation, for pytorch.org/memory_viz
 
-The host runs ahead of a GPU, so the device is waited for at both ends, there and nowhere else: what lies between is
-these steps' work, all of it. A loop that ends early, be it by an error as of memory that ran out, leaves what there is.
-A disk without room costs the profile, not the run.
+The host runs ahead of a GPU, so it waits for the device before the first and after the last of these steps, and nowhere
+else: the profile has all of their work and no other. A loop that ends early, for example out of memory, leaves the
+profile up to there. A disk without room costs the profile, not the run.
 Left out: NVTX ranges of single operations, which would slow the steps that are measured.
 """
 
@@ -35,18 +35,18 @@ from minitron.runtime.log import Log
 TABLE_ROWS = 40
 MEMORY_EVENTS = 1_000_000  # the last allocations and frees that a snapshot holds
 
-# What marks a step in the trace, and what stops the profiler and says where to look.
+# Of a started profiler: mark(name) is a context that marks a step in the trace; stop() says where to find the profile.
 Started = tuple[Callable[[str], AbstractContextManager], Callable[[], str]]
 
 
 def check(profile: ProfileConfig, device: torch.device) -> None:
-    """Raises ValueError if this device has no such profiler."""
+    """Raise ValueError if this device has no such profiler."""
     if device.type != "cuda" and profile.kind in ("nsys", "memory"):
         raise ValueError(f"profile.kind={profile.kind} watches a GPU, and there is none; use profile.kind=torch")
 
 
 def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
-    """The same steps; those that cfg.profile names run under its profiler, on the ranks that it names."""
+    """Yield the same steps; run those of cfg.profile under its profiler, on the ranks of cfg.profile."""
     p = cfg.profile
     inside = range(max(steps.start, p.start_step), min(steps.stop, p.end_step + 1))
     if p.kind == "none" or mesh.rank not in p.ranks or not inside:
@@ -90,7 +90,7 @@ def _torch(stem: Path, device: torch.device) -> Started:
         with _whole(f"{stem}.json") as path:
             path.write_bytes(b"")
             profiler.export_chrome_trace(str(path))
-            with open(path, "rb") as trace:  # the library in which it is written says nothing of a disk that is full
+            with open(path, "rb") as trace:  # the library that writes it does not report a full disk
                 trace.seek(-min(16, os.fstat(trace.fileno()).st_size), os.SEEK_END)
                 if not trace.read().rstrip().endswith(b"}"):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -117,7 +117,7 @@ def _memory(stem: Path, _) -> Started:
 
 @contextmanager
 def _whole(path: str) -> Iterator[Path]:
-    """Around the writing of a file: a half one goes."""
+    """Remove the file that is written inside if writing it fails half-way."""
     try:
         yield Path(path)
     except OSError:

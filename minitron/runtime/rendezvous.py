@@ -1,15 +1,15 @@
 """Where the ranks of one start meet: in a part of the key-value store that no earlier start has used.
 
-Problem: `torchrun --max-restarts` keeps its store when it starts ranks again, and so the keys of those that died. torch
-writes the same names once more, but who reads early reads an old value, the address of a dead rank or an old NCCL id,
-and waits for it until the timeout (pytorch/pytorch#135712). torchrun's count of restarts is no help: each node has its
-own. The idea: all ranks of a start begin after all of the one before have ended, so rank 0 numbers the starts, and
-tells its number to whoever asks now.
+Problem: when `torchrun --max-restarts` starts ranks again it keeps its store, and so the keys of the ranks that died.
+torch writes the same keys once more, but a rank that reads too early gets an old value (the address of a dead rank, an
+old NCCL id) and waits for that until the timeout (pytorch/pytorch#135712). torchrun's count of restarts does not help:
+each node has its own. The idea: ranks start only after all ranks of the start before have ended. So rank 0 numbers the
+starts, and answers whoever asks with the number of the new one.
 
     rank 2   I ask question 7                  reads answer 7: this is start 3    counts itself into start 3
     rank 0   this is start 3, answers 1 to 7                                      until all are counted
 
-Answers to the dead do no harm: a question has a number of its own.
+A reply to a rank that has died is harmless: every question has its own number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """(store of this start, rank, world) as torchrun's environment has them. All ranks call it, once each.
+    """Return (store of this start, rank, world), from torchrun's environment. All ranks call it, once each.
 
     Raises TimeoutError on rank 0, and torch's DistStoreError on the others, unless all ranks come in time.
     """
@@ -34,7 +34,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def connect() -> dist.Store:
-    """The store of this start, by a connection of its own, for others may wait in theirs; of one rank, in memory."""
+    """Open another connection to the store of this start, since threads may wait in theirs; one rank: in memory."""
     return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
 
 

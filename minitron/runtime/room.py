@@ -1,4 +1,4 @@
-"""What a device has no room for, by name."""
+"""Name the part of the model for which a device has no room."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""Listens from a process's first moment to its last: to signals, and for the end of torchrun.
+"""Listen for signals and for the end of torchrun, from a process's first moment to its last.
 
 Problem: Python runs the handler of a signal in the main thread, between two steps of its interpreter, and that thread
-may stand in C for minutes: in a rendezvous, in a collective. A rank whose torchrun was killed (`kill -9`) hears of it
-nowhere: it trains on or waits for ever, and keeps its GPU. The idea: a thread.
+may stand in C for minutes: in a rendezvous, in a collective. A rank whose torchrun was killed (`kill -9`) is not
+told: it trains on or waits for ever, and keeps its GPU. The idea: a thread.
 
 1. The numbers of signals go to the thread by a socket (`signal.set_wakeup_fd`). They are blocked in all other threads,
-   for torch's store, interrupted in a wait, prints a page about it.
-2. Once a second it looks whether the parent process is still the same, if that is torchrun: nohup and setsid, which
-   leave orphans on purpose, start plain processes.
+   because torch's store prints a page of errors when a signal interrupts it in a wait.
+2. If torchrun started the process, the thread checks once a second that the parent process is still the same. A process
+   without torchrun may lose its parent on purpose (nohup, setsid).
 
     imports, data, rendezvous, model    SIGINT and SIGTERM end the process with one line; SIGUSR1 waits for the training
     training                            `stop.Stop` takes all three
-    afterwards                          SIGINT and SIGTERM end the process: all has been said
-    always                              without its torchrun a rank ends
+    afterwards                          SIGINT and SIGTERM end the process without a line
+    always                              a rank ends when its torchrun has died
 
 A SIGINT that is ignored when the process starts, as in the background of a script, stays ignored.
-Left out: C code that holds the interpreter's lock for ever, which stops this thread, too. It is no collective.
+Left out: C code that holds the interpreter's lock for ever, which stops this thread, too. Collectives release it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LOOK_SECONDS = 1.0
 class Listener:
     """Listens from `open` to `close`, or as a context manager. No torch is needed for it.
 
-    hear: takes a signal, in the thread; look: called in the thread about once a second; alarm: says a last line. All
-    three may be replaced at any time. kept: SIGUSR1 if it came before the training, else 0. torchrun: whether that
-    started this process, of whose `environ` it reads this.
+    The thread calls hear(signal) for each signal and look() about once a second; alarm(text) writes a last line. All
+    three may be replaced at any time. kept: SIGUSR1 if it came before the training, else 0. torchrun: whether torchrun
+    started this process, as its `environ` tells.
     """
 
     def __init__(self, environ: Mapping[str, str]):
         self.torchrun, self.parent = "TORCHELASTIC_RUN_ID" in environ, os.getppid()
-        self.quiet = environ.get("LOCAL_RANK", "0") != "0"  # the first rank of the node says it for all
+        self.quiet = environ.get("LOCAL_RANK", "0") != "0"  # the node's first rank writes the line for all
         self.alarm: Callable[[str], object] = _to_stderr
         self.kept, self.hear, self.look = 0, self._end_start, lambda: None
 
@@ -56,9 +56,9 @@ class Listener:
         return self
 
     def take(self) -> dict:
-        """Set handlers of ours, so that the wire gets the numbers; returns those before.
+        """Set handlers of ours, so that the numbers go to the wire; return the handlers before.
 
-        Once is not enough: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
+        Call it more than once: LLVM, in Triton's compiler, takes SIGUSR1 for itself when it compiles its first kernel.
         """
         return {number: signal.signal(number, lambda *_: None) for number in self.numbers}
 
@@ -76,7 +76,7 @@ class Listener:
         self.close()
 
     def end(self, text: str, status: int) -> None:
-        """End this process at once, whatever its main thread does, and say why."""
+        """End this process at once, whatever its main thread does; `text` says why."""
         try:
             self.alarm(text)
         finally:
@@ -101,7 +101,7 @@ class Listener:
                 self.look()
 
     def finish(self) -> None:
-        """The training is over."""
+        """End the process without a line at SIGINT or SIGTERM from now on: the training is over."""
         self.hear, self.look = self._end_quietly, lambda: None
 
     def _end_start(self, number: signal.Signals) -> None:
@@ -118,6 +118,6 @@ class Listener:
 
 
 def _to_stderr(text: str) -> None:
-    """At once, and past what Python has buffered, whose lock the main thread may have."""
+    """Write at once, without Python's buffer, whose lock the main thread may hold."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())

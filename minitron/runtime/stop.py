@@ -1,30 +1,32 @@
-"""Ends a run before its last step: when it is told to, and when it learns nothing any more.
+"""End a run before its last step: on a signal, or when it does not learn any more.
 
-**Signals.** A scheduler that wants its machines back sends SIGTERM (SIGUSR1: Slurm's `--signal=USR1@120`), and then a
-minute is left; a user presses Ctrl+C (SIGINT). Saving is a collective: all ranks must do it, after the same step. The
-idea:
+**Signals.** A scheduler that wants its machines back sends SIGTERM (or SIGUSR1: Slurm's `--signal=USR1@120`) a minute
+or so before it ends the run; a user presses Ctrl+C (SIGINT). Saving is a collective: all ranks must do it, after the
+same step. The idea:
 
 1. The number of the signal goes to a thread (`signals.Listener`).
-2. After each step a rank passes a gate. How many have been passed stands in the store in which the ranks met, and the
-   thread closes the first that nobody has passed. No rank waits for another, and the GPU, on which figures of a step
-   are known only at its end, has no part in it.
+2. After each step a rank passes a gate. The store in which the ranks met holds the number of gates passed so far, and
+   the thread closes the first gate that no rank has passed. No rank waits for another, and the GPU, where the result of
+   a collective would be known only after the step, takes no part.
 3. At the closed gate all ranks save and exit 0, after Ctrl+C 130.
 
     the store     "6"      "7"                          "8 15"
     rank 0           passes 7                                          at 8: stop, because of 15
     rank 1                     passes 7    SIGTERM closes 8    at 8: stop
 
-A GPU's host is ahead of it. It comes to the gate only when the GPU is through with the step's last forward
-(`Trainer.near_end`): a signal before that makes the step on the GPU the last one, a later one the next.
+The host runs ahead of its GPU. It comes to the gate only when the GPU has done the step's last forward
+(`Trainer.near_end`): with a signal before that, the step on the GPU is the last one; with a later signal, the next
+step.
 
-The same signal again ends a rank at once, but not within five seconds: there it is an echo, since Slurm signals every
-process and torchrun hands on what it gets. Of a SIGINT there is one echo, under torchrun: the terminal sends it to all
-processes and torchrun hands it on. So Ctrl+C pressed twice ends at once. And torchrun sends SIGTERM when a rank has
-died, for which a GPU would wait forever: whoever has been told to end and does not move gives up.
+The same signal a second time ends a rank at once, unless it comes within five seconds: then it counts as an echo, since
+Slurm signals every process and torchrun hands on what it gets. A SIGINT has exactly one echo, and only under torchrun:
+the terminal sends it to all processes and torchrun hands it on. So Ctrl+C pressed twice ends at once. torchrun also
+sends SIGTERM when a rank has died, and the GPUs of the others would wait for that rank forever: so a rank that has got
+SIGTERM and stands still ends without saving.
 
-**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 this is how the loss scale finds its
-height: each such step halves it. Only at a scale of 1, where it cannot fall and where other formats always are, does
-it say that something is broken; train.max_skipped of these in a row end the run.
+**Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 that is normal: such steps
+halve the loss scale until it fits. At a scale of 1, which cannot fall and which other formats always have, it means
+that something is broken: train.max_skipped such steps in a row end the run.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ class Diverged(ValueError):
 
 
 class Gate:
-    """One gate after another, on all ranks. A key of `store`, which is theirs, says how far the first of them has come.
+    """One gate after another, on all ranks. A key of `store`, which all share, says how far the foremost rank has come.
 
-    "7": gates up to 7 are passed, 8 is open. "8 15": nobody passes 8, because of signal 15. One atomic operation makes
-    the one or the other of "7", so that all see the same.
+    "7": gates up to 7 are passed, 8 is open. "8 15": gate 8 is closed because of signal 15. One atomic operation turns
+    "7" into either "8" or "8 15", so that all ranks see the same.
     """
 
     KEY = "gate"
@@ -65,7 +67,7 @@ class Gate:
         self.seen = self._swap("", "0")
 
     def next(self) -> int:
-        """Come to the next gate. Returns 0, or the number of the signal for which it is closed."""
+        """Come to the next gate; return 0 if it is open, else the number of the signal for which it is closed."""
         self.number += 1
         if " " not in self.seen and int(self.seen) < self.number:
             self.seen = self._swap(self.seen, str(self.number))
@@ -79,25 +81,25 @@ class Gate:
             seen = self._swap(seen, f"{int(seen) + 1} {why}")
 
     def _swap(self, old: str, new: str) -> str:
-        """The value after `old` has been replaced by `new`; what it is if that is not `old`."""
+        """Replace the value by `new` if it is `old`; return the value as it is then."""
         return self.store.compare_set(self.KEY, old, new).decode()
 
 
 class Stop:
     """Takes signals while it is used as a context manager, and counts skipped updates.
 
-    asked: the number of the first signal that this rank got, 0: none. agreed: of the one for which all ranks stop.
+    asked: the number of the first signal that this rank got. agreed: of the signal for which all ranks stop. 0: none.
     """
 
     def __init__(self, mesh: Mesh, log: Log, max_skipped: int, listener: Listener):
         self.mesh, self.log, self.max_skipped, self.listener = mesh, log, max_skipped, listener
         self.asked = self.agreed = self.skips = 0
         self.step_seconds = 0.0
-        self.first: dict[signal.Signals, float] = {}  # when each came, and how often
+        self.first: dict[signal.Signals, float] = {}  # when each signal came first; `times`: how often
         self.times: Counter[signal.Signals] = Counter()
 
     def now(self) -> bool:
-        """Whether the run stops here. All ranks ask in the same places, and get the same answer."""
+        """Tell whether the run stops here. All ranks ask in the same places, and get the same answer."""
         self.listener.take()
         self.mesh.activity.enter("agreement", self.mesh.world, 0)
         self.agreed = self.gate.next()
@@ -105,7 +107,7 @@ class Stop:
         return self.agreed > 0
 
     def saw(self, it: Iteration) -> None:
-        """Figures of a step have been read. Raises Diverged on all ranks alike."""
+        """Count skipped updates by the figures of a step. Raises Diverged, on all ranks alike."""
         self.step_seconds = it.seconds
         if not it.skipped:
             self.skips = 0
@@ -119,7 +121,7 @@ class Stop:
             )
 
     def report(self, step: int, saved: bool) -> None:
-        """The last line of a run that all ranks agreed to stop after `step`."""
+        """Log the last line of a run that all ranks agreed to stop after `step`."""
         name = signal.Signals(self.agreed).name
         self.log.info(
             f"{name}: stopped after iteration {step}"
@@ -145,7 +147,7 @@ class Stop:
         if pressed_again or passed > REPEAT_SECONDS:
             self._end(number, "a second time")
         self.asked = self.asked or number
-        with suppress(RuntimeError):  # a store that is gone: the main thread meets it, too, and says so
+        with suppress(RuntimeError):  # the store is gone: the main thread will find that, too, and report it
             self.gate.close(self.asked)
 
     def _give_up(self) -> None:

@@ -1,16 +1,17 @@
-"""Says where a run hangs, and ends it.
+"""Say where a run hangs, and end it.
 
 Problem: when one rank of a thousand stops (a lost disk, a driver, a branch only it took), the others wait for it in a
 collective: silently, and with GPUs that look busy. The idea:
 
-1. Each rank has an `Activity`: step, schedule action, collective. Whoever works overwrites it, a few attribute writes.
-   Every `Axis` carries it, so it is wherever ranks talk without being a global.
+1. Each rank has an `Activity`: step, schedule action, collective. The code of the step keeps it up to date, by a few
+   attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.
 2. A thread looks at it. When nothing was written for train.hang_seconds, this rank hangs.
 3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before: a stuck kernel soon
-   stops the host, too. Where the *device* stands is told by an event behind each action and torch's flight recorder.
+   stops the host, too. An event after each action and torch's flight recorder tell where the *device* stands.
 4. A rank that hangs leaves its activity in the store in which the ranks met, which needs no collective; the first to do
-   so lists all. Whoever is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy dump`).
-5. os._exit, for nothing else ends a process whose main thread stands in C; then torchrun ends the others.
+   so lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy
+   dump`).
+5. It ends by os._exit: nothing else ends a process whose main thread stands in C. Then torchrun ends the others.
 
     where all ranks stand:
       ranks 0, 1: step 3, Backward(mb=1, chunk=0, last=False), exchange over pp (8,192 bytes)
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from minitron.runtime.log import Log
 
 HUNG = 124  # exit status, as of timeout(1)
-# Actions that the host does at its own pace: no other rank is to blame if they take long. In "start" ranks meet.
+# Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
 OWN_PACE = frozenset({"data", "checkpoint", "load", "profile"})
-# Terabytes take a disk long, and that is no hang; a disk that is stuck is to be noticed all the same.
+# To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too.
 DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
 
 
 @contextmanager
 def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
-    """Ends this rank if inside it stands still for `seconds`, or if a collective fails: one line, exit status 1."""
+    """End this rank if it stands still for `seconds` inside, or if a collective fails: one line, exit status 1."""
     watch = _Watch(mesh, log, seconds)
     threading.Thread(target=watch.run, name="watch", daemon=True).start()
     try:
@@ -71,7 +72,7 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
 class _Watch:
     def __init__(self, mesh: Mesh, log: Log, seconds: float):
         self.mesh, self.log, self.seconds = mesh, log, seconds
-        self.grace = min(max(seconds / 10, 2.0), 30.0)  # for others to report, who may have stopped a step later
+        self.grace = min(max(seconds / 10, 2.0), 30.0)  # for the reports of others, which may have stopped a step later
         self.over, self.hangs = threading.Event(), False
 
     def run(self) -> None:
@@ -93,10 +94,10 @@ class _Watch:
     def _device(self) -> list[str]:
         if self.mesh.device.type != "cuda":
             return []
-        torch.cuda.set_device(self.mesh.device)  # of this thread, which else would open the first GPU
+        torch.cuda.set_device(self.mesh.device)  # for this thread, which would otherwise open the first GPU
         try:
             return [f"  device: {unfinished(self.mesh.activity)}", *unfinished_nccl()]
-        except RuntimeError as error:  # every question to a device that failed gets its failure as the answer
+        except RuntimeError as error:  # a device that has failed answers every call with that error
             return [f"  device: {str(error).splitlines()[0]}"]
 
     def _tell_others(self) -> None:
@@ -116,7 +117,7 @@ class _Watch:
 
 
 def unfinished(activity: Activity) -> str:
-    """The first action that the device is not through with."""
+    """Name the first action that the device has not finished."""
     waiting = (
         f"not through with step {step}, {action}" for event, step, action in activity.queued.copy() if not event.query()
     )
@@ -124,7 +125,7 @@ def unfinished(activity: Activity) -> str:
 
 
 def unfinished_nccl(at_most: int = 4) -> list[str]:
-    """The oldest NCCL operations that the device is not through with, as torch's flight recorder has them."""
+    """List the oldest NCCL operations that the device has not finished, by torch's flight recorder."""
     entries = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json())["entries"]
     return [
         f"  not finished: {e['profiling_name']} of group {e['process_group'][1]}, sizes {e['input_sizes']}"
@@ -134,7 +135,7 @@ def unfinished_nccl(at_most: int = 4) -> list[str]:
 
 
 def stacks() -> list[str]:
-    """The Python stack of the main thread and, on a GPU, of autograd's; without torch's own frames."""
+    """List the Python stack of the main thread and, on a GPU, of autograd's; without torch's own frames."""
     main = threading.main_thread().ident
     others = {thread.ident for thread in threading.enumerate()} - {main}  # autograd's is none of Python's
     lines = []

@@ -120,7 +120,7 @@ def test_nemo_s_lines_are_the_published_ones():
     gib = {"memory_gib": 70833405952 / 2**30, "allocated_gib": 44271689728 / 2**30}
     assert forms.nemo_pipe(line_of(50, 50, 12.394, 600, loss=11.9618, lr=7.4963e-6, **gib)) == PIPE
     assert forms.nemo_bar(replace(last, val_loss=6.25)) == BAR[:-1] + ", val_loss=6.250]"
-    lost = replace(last, its=(replace(last.last, skipped=1.0, loss=math.nan),))
+    lost = replace(last, iterations=(replace(last.last, skipped=1.0, loss=math.nan),))
     assert "reduced_train_loss" not in forms.nemo_bar(lost) + forms.nemo_pipe(lost)
     assert forms.nemo_pipe(replace(last, val_loss=math.nan)).endswith(" | val_loss: nan")
     half = replace(line_of(60, 100, 2.0, 20.0), done=10)  # resumed after step 50: 40 to go, 2 s each
