@@ -2,7 +2,7 @@
 
 The idea: all layouts of a world are some thousands, and most fall at a cheap test. In order of cost:
 
-    1. the rules of `Config.check`            tp divides the heads, the batch divides over dp, ...
+    1. the rules of `rules.check`             tp divides the heads, the batch divides over dp, ...
     2. memory; a layout takes the least recomputation with which it fits, since more is only slower
     3. a bound on the step from below: the slowest rank's work and the way to it and back
     4. the schedule, simulated, in the order of the bounds, until none that is left can be among the best

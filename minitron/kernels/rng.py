@@ -69,7 +69,7 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int, dro
 
 def attention_mask(
     p: float,
-    keys: Tensor,
+    counters: Tensor,
     layer: int,
     first_head: int,
     num_heads: int,
@@ -79,14 +79,18 @@ def attention_mask(
 ) -> Tensor:
     """Make factors for attention probabilities, 0 or 1/(1-p): [b, num_heads, s (query), s (key)] float32.
 
-    keys: [s, b] of `token_keys`. A tensor-parallel rank asks for its own heads, from the global index `first_head` on.
-    samples, queries, seen: which samples, which queries, and which of the attention's keys. Raises ValueError unless
-    0 <= p < 1.
+    counters: [s, b], the result of `token_keys`. A tensor-parallel rank asks for its own heads, from the global index
+    `first_head` on. samples, queries, seen: which samples, which queries, and which keys of the attention. Raises
+    ValueError unless 0 <= p < 1.
     """
-    heads = _hash(_CHANNEL, torch.arange(first_head, first_head + num_heads, device=keys.device), device=keys.device)
-    query_words = _mix(keys[queries, samples] ^ _hash(_QUERY, layer, device=keys.device)).T[:, None, :]  # [b, 1, s]
+    heads = _hash(
+        _CHANNEL, torch.arange(first_head, first_head + num_heads, device=counters.device), device=counters.device
+    )
+    query_words = _mix(counters[queries, samples] ^ _hash(_QUERY, layer, device=counters.device)).T[
+        :, None, :
+    ]  # [b, 1, s]
     query_words = _mix(query_words ^ heads[:, None])  # [b, num_heads, s]
-    key_words = _mix(keys[seen, samples] ^ _hash(_KEY, layer, device=keys.device)).T  # [b, s]
+    key_words = _mix(counters[seen, samples] ^ _hash(_KEY, layer, device=counters.device)).T  # [b, s]
     keep = _mix(query_words[:, :, :, None] ^ key_words[:, None, None, :]) >= _threshold(p)
     return keep.to(torch.float32) / (1 - p)
 

@@ -84,8 +84,8 @@ class Work:
         w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
         forward, backward = Parts(), Parts()
         for layer, (k, n) in linear_sizes(m).items():
-            n, k, beside = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
-            self._linear(n, k, beside, fp8, forward, backward)
+            n, k, message = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
+            self._linear(n, k, message, fp8, forward, backward)
         for layer, adapter in self.adapters.items():
             x, y = (self.slice, self.tokens / p.tp) if layer in COLUMN_PARALLEL else (self.tokens / p.tp, self.slice)
             x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
@@ -100,23 +100,23 @@ class Work:
             backward.update(forward)
         elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
             norm = 2 * self.slice * h
-            again = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
-            for layer, size in again.items():
+            remade = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
+            for layer, size in remade.items():
                 if not self.frozen or layer in self.adapters:
                     backward["pointwise"] += self.machine.moved(size * ITEM)
         return forward, backward
 
-    def _linear(self, n: int, k: int, beside: str, fp8: bool, forward: Parts, backward: Parts) -> None:
-        """Add three products, two of a frozen weight, and the messages beside them."""
+    def _linear(self, n: int, k: int, message: str, fp8: bool, forward: Parts, backward: Parts) -> None:
+        """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward."""
         product, t, frozen = self.machine.product, self.tokens, self.frozen
         y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True)
         forward["gemm"] += y
         backward["gemm"] += dx + dw
-        width = k if beside == "gather" else n  # h: what crosses ranks is hidden-sized
+        width = k if message == "gather" else n  # h: what crosses ranks is hidden-sized
         cast = 1 if fp8 else ITEM
         split = self.cfg.parallel.sequence_parallel
-        if beside == "gather":
+        if message == "gather":
             if split:
                 self._tp(forward, cast * width, y, pieces=True)
                 if not frozen:
@@ -127,13 +127,13 @@ class Work:
             if split:
                 self._tp(backward, cast * width, dx, pieces=True)
 
-    def _tp(self, parts: Parts, bytes_per_token: int, beside: float, *, pieces: bool = False) -> None:
-        """Add a message over tp beside a product of `beside` seconds. pieces: one needs the other, piece by piece."""
+    def _tp(self, parts: Parts, bytes_per_token: int, product_seconds: float, *, pieces: bool = False) -> None:
+        """Add a message over tp that runs beside a product. pieces: one needs the other, piece by piece."""
         p, exposed_share = self.cfg.parallel, self.machine.fabric.tp_exposed
         seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
         if not p.sequence_parallel:
             seconds *= 2  # an all-reduce
-        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else beside
+        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else product_seconds
         if pieces:
             can_hide /= 2  # the largest piece is half of the product
         hidden = min(seconds, can_hide) * (1 - exposed_share)

@@ -16,19 +16,19 @@ NAMES = (*AXES, "dp_cp", "embedding", "world")
 sizes = st.integers(1, 3)
 
 
-def lines_through(cells, cell):
-    """Per axis name the ranks of the line through `cell`: the twin, which only slices an array [pp, dp, cp, tp]."""
-    pp, dp, cp, tp = cell
-    column = cells[:, dp, cp, tp]
+def lines_through(ranks, place):
+    """Per axis name the ranks of the line through `place`: the twin, which only slices an array [pp, dp, cp, tp]."""
+    pp, dp, cp, tp = place
+    column = ranks[:, dp, cp, tp]
     ends = list(dict.fromkeys([column[0], column[-1]]))
     return {
         "pp": column,
-        "dp": cells[pp, :, cp, tp],
-        "cp": cells[pp, dp, :, tp],
-        "tp": cells[pp, dp, cp, :],
-        "dp_cp": cells[pp, :, :, tp].ravel(),
-        "world": cells.ravel(),
-        "embedding": ends if cells[cell] in ends else [cells[cell]],
+        "dp": ranks[pp, :, cp, tp],
+        "cp": ranks[pp, dp, :, tp],
+        "tp": ranks[pp, dp, cp, :],
+        "dp_cp": ranks[pp, :, :, tp].ravel(),
+        "world": ranks.ravel(),
+        "embedding": ends if ranks[place] in ends else [ranks[place]],
     }
 
 
@@ -41,14 +41,14 @@ def coordinates(mesh):
 
 @given(pp=sizes, dp=sizes, cp=sizes, tp=sizes)
 def test_offline_coordinates_are_lines_of_an_array_of_ranks(pp, dp, cp, tp):
-    cells = np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
-    for cell in np.ndindex(*cells.shape):
-        rank = int(cells[cell])
-        mesh = Mesh.offline(cells.size, rank, tp=tp, pp=pp, cp=cp)
+    ranks = np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
+    for place in np.ndindex(*ranks.shape):
+        rank = int(ranks[place])
+        mesh = Mesh.offline(ranks.size, rank, tp=tp, pp=pp, cp=cp)
         assert mesh.rank == rank
         assert coordinates(mesh) == {
             name: (name, list(line).index(rank), len(line), tuple(int(r) for r in line))
-            for name, line in lines_through(cells, cell).items()
+            for name, line in lines_through(ranks, place).items()
         }
         assert all(getattr(mesh, name).group is None for name in NAMES)
 

@@ -51,8 +51,8 @@ class NormedHeads(gpt.Attention):
         super().__init__(cfg, mesh, layout, *args)
         self.q_norm, self.k_norm = (layout.parameter((self.head_dim,), fill=1.0) for _ in range(2))
 
-    def forward(self, x, mb, remake=None):
-        qkv = self.qkv(x, remake, mb.local_keys).unflatten(-1, (-1, self.head_dim))
+    def forward(self, x, mb, recompute_input=None):
+        qkv = self.qkv(x, recompute_input, mb.local_keys).unflatten(-1, (-1, self.head_dim))
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
         q, k = (
             torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w)

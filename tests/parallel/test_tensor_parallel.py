@@ -43,7 +43,7 @@ in_order = partial(ProcessGroupComm, overlap=False)
 reduce_in_order = partial(AllReduceComm, overlap=False)
 
 
-def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
+def two_layers(tp, sequence_parallel, by, dtype, main_grad, recompute_input):
     """column -> relu -> row on one rank: y, dx, and gradients of the three parameters, each as this rank has it."""
     mesh = Mesh.create(tp=tp)
     dtype = DTYPES[dtype]
@@ -59,7 +59,7 @@ def two_layers(tp, sequence_parallel, by, dtype, main_grad, remake):
             p.slot = GradSlot(torch.full(p.shape, float("nan")), partial(reports.append, name))  # of the step before
     x = _part(_full("x", S, B, H, dtype=dtype), mesh, sequence_parallel).requires_grad_()
     inner = column(x)
-    y = row(inner.relu(), (lambda: inner.detach().relu()) if remake else None) + with_main_grad(row.bias)
+    y = row(inner.relu(), (lambda: inner.detach().relu()) if recompute_input else None) + with_main_grad(row.bias)
     y.backward(_part(_full("dy", S, B, H, dtype=dtype), mesh, sequence_parallel))
     grads = {name: (p.slot.main_grad if main_grad else p.grad) for name, p in params.items()}
     assert not main_grad or (sorted(reports) == sorted(params) and all(p.grad is None for p in params.values()))
@@ -84,7 +84,7 @@ def _plain_two_layers(dtype):
 
 
 @pytest.mark.parametrize(
-    "tp,sequence_parallel,by,dtype,main_grad,remake",
+    "tp,sequence_parallel,by,dtype,main_grad,recompute_input",
     [
         (1, False, AllReduceComm, "fp32", True, False),
         (2, True, ProcessGroupComm, "fp32", True, False),
@@ -97,8 +97,8 @@ def _plain_two_layers(dtype):
         (2, True, Pieces, "bf16", True, True),
     ],
 )
-def test_column_then_row(ranks, tp, sequence_parallel, by, dtype, main_grad, remake):
-    results = ranks(tp, two_layers_in_order, tp, sequence_parallel, by, dtype, main_grad, remake)
+def test_column_then_row(ranks, tp, sequence_parallel, by, dtype, main_grad, recompute_input):
+    results = ranks(tp, two_layers_in_order, tp, sequence_parallel, by, dtype, main_grad, recompute_input)
     check_two_layers(results, _plain_two_layers(DTYPES[dtype]), sequence_parallel, dtype)
 
 

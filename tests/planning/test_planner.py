@@ -1,4 +1,4 @@
-"""minitron/planner: operations, bytes and seconds against plain twins, the search against trying everything."""
+"""minitron/planning: operations, bytes and seconds against plain twins, the search against trying everything."""
 
 import json
 from collections import Counter
