@@ -74,8 +74,8 @@ class Trainer:
     def forward_backward(self, batches: list[Batch]) -> Tensor:
         """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
 
-        Nothing here is read by the host, and nothing differs from step to step but what device tensors hold: the batches,
-        the parameters, the scales of fp16 and FP8. So it can be recorded once and replayed.
+        Nothing here is read by the host. From step to step only the contents of device tensors differ: the batches, the
+        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed.
         """
         loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
         self.mesh.activity.begin("update")
@@ -140,7 +140,7 @@ class Trainer:
         return torch.ones(1, dtype=torch.float64, device=self.mesh.device) * (self.scaler.scale if self.scaler else 1.0)
 
     def contribution(self, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """Return what this rank adds to the world's sums of losses and tokens: only tp rank 0 of the last stage counts."""
+        """Return what this rank adds to the world's sums of losses and tokens: 0 but on tp rank 0 of the last stage."""
         counts = self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
         count = torch.full((), sum(b.count for b in batches) * counts, dtype=torch.float64, device=self.mesh.device)
         return loss_sum * counts, count

@@ -1,4 +1,4 @@
-"""A training run that is killed at random moments and started again in random layouts: for tests/checkpoint/test_kill.py, and
+"""Kill a training run at random moments, start it again in random layouts; for tests/checkpoint/test_kill.py, and
 
     python tests/kill_run.py --kills 100 --seed 1
 

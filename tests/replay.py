@@ -1,6 +1,6 @@
-"""Records one step's operations on a CPU and runs them again: what a CUDA graph does on a GPU.
+"""Record one step's operations on a CPU and run them again: what a CUDA graph does on a GPU.
 
-A graph launches the same kernels on the same memory, step after step. Whatever the host decided while it was captured is
+A graph launches the same kernels on the same memory, step after step. Whatever the host decided during the capture is
 baked in: a number passed as an argument, a tensor that the next step replaces by another. So such a step is wrong
 without an error, on GPUs only. `Recording` shows it on a laptop: it keeps every operation with the very tensors that it
 read and wrote, and every collective, and `replay` does all of it again without the code that asked for it.

@@ -8,7 +8,7 @@ import pytest
 
 import minitron
 
-# Top to bottom: entry points, then a room a line. Within a layer anything may be imported that closes no cycle, and what
+# Top to bottom: entry points, then a room a line. Within a layer any import is fine that closes no cycle, and what
 # `if TYPE_CHECKING` guards counts like any other import: who needs a name to be understood depends on it.
 LAYERS = [
     ("pretrain", "finetune"),

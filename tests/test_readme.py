@@ -115,7 +115,7 @@ def test_the_options_are_there(tool):
 
 
 def test_the_map_of_the_code_names_every_module():
-    """Each file of a room in the room's row, and no other; programs of the other folders and recipes in their READMEs."""
+    """A room's row names its files and no other; READMEs of other folders name their programs and recipes."""
     package = ROOT / "minitron"
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", prose(package / "README.md"), re.M)
     rooms = {room.strip("`/"): cells for room, cells in rows if room.endswith("/`")}

@@ -234,7 +234,7 @@ class GPT(nn.Module):
         yield from filter(None, (self.embedding, *self.blocks.values(), self.head))
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """Map hidden [s/cp/tp, b, h] of the stage before (None on the first) to hidden; on the last, to the loss sum."""
+        """Map hidden [s/cp/tp, b, h] (None on the first stage) to the next stage's, on the last to the loss sum."""
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()

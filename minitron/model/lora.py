@@ -93,7 +93,7 @@ class Adapter(nn.Module):
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None, keys: Tensor | None) -> Tensor:
-        """Map x [s', b, k]. keys [s', b]: dropout counters, None in evaluation. recompute_input: as of `column_linear`."""
+        """Map x [s', b, k]. recompute_input: as for `column_linear`; keys [s', b]: dropout counters or None."""
         return _Adapted.apply(x, self, recompute_input, keys, torch.is_grad_enabled(), self.a, *self.b.values())
 
     def product(self, x: Tensor, training: bool) -> Tensor:

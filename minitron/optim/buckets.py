@@ -83,7 +83,7 @@ class BucketPlan:
     size: int
 
     def owned(self, rank: int, ranks: int) -> Iterator[tuple[Span, int, int]]:
-        """Yield (span, first, last): elements [first, last) of the buffer are in the span and in the slice of `rank`."""
+        """Yield (span, first, last): elements [first, last) of the buffer are in the span and in `rank`'s slice."""
         length = self.size // ranks
         for span in self.spans:
             first = max(span.start, rank * length)
@@ -286,7 +286,7 @@ class Gradients:
         return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
 
     def square_sum(self) -> Tensor:
-        """Return this rank's share of the squared global norm, 0-d float64: the world's sum counts each element once."""
+        """Return this rank's part of the squared global norm, 0-d float64. The world's sum counts each element once."""
         counted = list(filter(self.counts, self.buckets))
         squares = [bucket.square for bucket in counted if bucket.norm_stream is not None]
         late = [bucket.grad_slice for bucket in counted if bucket.norm_stream is None]

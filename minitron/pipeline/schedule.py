@@ -88,7 +88,7 @@ class Exchange:
 
     A rank finishes at most one operation a tick, so there is at most one send, and at most one receive from each of
     the two neighbours.  The messages of a pair of ranks are thus received in the order of their sending.  NCCL needs
-    that: it has no tags.  after: the first so many of the rank's Exchanges must be complete, which lets their memory go.
+    that: it has no tags.  after: how many of the rank's first Exchanges must be complete, so that their memory can go.
     """
 
     sends: tuple[Transfer, ...]

@@ -494,7 +494,7 @@ def test_a_damaged_checkpoint_ends_the_run_and_names_another(ranks, tmp_path):
 
 
 def test_a_damaged_descendant_is_not_passed_over(ranks, tmp_path):
-    """With resume_step still on the command line, a restart must not begin at that step again and lose what followed."""
+    """A restart with resume_step still on its command line must not begin there again and lose what followed."""
     cfg = saving(config(LLAMA, LONG), tmp_path)
     ranks(2, leg, cfg, 2)
     back = saving(cfg, tmp_path, resume_step=2)

@@ -1,5 +1,6 @@
-"""The chart of launch/helm: what helm makes of it is valid Kubernetes, and a pod's command trains, run here as two nodes
-would run it.
+"""The chart of launch/helm: what helm makes of it is valid Kubernetes, and a pod's command trains.
+
+It is run here as two nodes would run it.
 
 The templates go through helm itself (`tests/run.sh` fetches it), so no test stands in for its template language.
 """

@@ -1,4 +1,4 @@
-"""JUBE's benchmark file: its patterns read our log and the benchmark's own, and JUBE makes the documented table of them.
+"""JUBE's benchmark file: its patterns read our log and the benchmark's, and JUBE makes the documented table of them.
 
 JUBE is no Python package; Debian has it (`apt install jube`). Where it is missing, the patterns are applied here.
 """

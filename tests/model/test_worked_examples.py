@@ -1,4 +1,4 @@
-"""The examples of minitron/README.md and tests/README.md, as they stand there: they run, and train the same everywhere."""
+"""The examples of minitron/README.md and tests/README.md, as they stand: they run, and train the same everywhere."""
 
 import os
 import subprocess

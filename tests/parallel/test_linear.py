@@ -1,4 +1,4 @@
-"""From a layer to its product are three calls, back from the autograd function four: what lies between costs the host."""
+"""From a layer to its product are three calls, back from the autograd function four: each call costs the host time."""
 
 import sys
 from pathlib import Path

@@ -139,7 +139,7 @@ def test_ctrl_c_saves_and_is_one_line(tmp_path):
 
 
 def test_ctrl_c_in_the_terminal_of_torchrun_saves(tmp_path):
-    """The terminal sends it to all processes of the group, and torchrun hands it on: no rank takes that for a second."""
+    """The terminal signals all processes of the group, and torchrun hands it on: no rank counts that as a second."""
     saved = tmp_path / "saved"
     with Run(tmp_path, "none", "parallel.tp=2", f"checkpoint.dir={saved}", ranks=2) as run:
         os.killpg(run.training().process.pid, signal.SIGINT)
