@@ -229,7 +229,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
 
 
 def keep_collector_out() -> None:
-    """Take what exists away from Python's garbage collector, which stops a rank, and so all, whenever it likes.
+    """Hide the objects made so far from Python's garbage collector, which stops one rank, and so all, at any time.
 
     What a step makes is freed by reference counts; the few cycles that remain are young and quickly found.
     """
@@ -238,7 +238,7 @@ def keep_collector_out() -> None:
 
 
 def evaluate(trainer: Trainer, data: Datasets, log: Log, stop: Stop, step: int) -> None:
-    """Log the mean loss per token over train.eval_steps global batches, the same ones each time: evaluations compare.
+    """Log the mean loss per token over train.eval_steps global batches, the same ones in every evaluation.
 
     `stop` ends it, without a result.
     """

@@ -1,8 +1,8 @@
 """Adapters and the weights that they belong to: one model again.
 
-Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and means nothing beside other weights. The
-idea: it records which weights those were, by where they lay and by a fingerprint of their values; and `open_weights`
-opens whatever holds a model, a Hugging Face folder, a checkpoint, or a LoRA checkpoint, as one thing that can be read.
+Problem: a LoRA checkpoint holds adapters alone, a thousandth of the model, and is useless with other weights than those
+it was trained with. The idea: it records these weights, by their path and by a fingerprint of their values; and
+`open_weights` reads a model from a Hugging Face folder, a checkpoint, or a LoRA checkpoint through one interface.
 
     open_weights("runs/lora").read("blocks.0.attention.qkv.weight", ...)       W + alpha/r B A, computed box by box
 
@@ -35,8 +35,8 @@ def open_weights(
 ) -> Weights:
     """Open the model in a folder, with the read interface of `reader.Reader`.
 
-    base: where the weights of an adapter lie now, None: where they did. vocab_multiple: how a Hugging Face folder's
-    vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
+    base: where an adapter's weights are now, None: at the path that its checkpoint records. vocab_multiple: how a
+    Hugging Face folder's vocabulary is padded. key: who named the folder, for errors. Raises CheckpointError.
     """
     folder = Path(os.path.expanduser(path))
     with disk_errors(folder):
@@ -70,7 +70,7 @@ def config_of(reader: Reader) -> Config:
 
 
 def best_kind(reader: Weights, name: str) -> str | None:
-    """Return the most exact kind that is stored of a tensor; None if it is no weight."""
+    """Return the most exact of the kinds in which a tensor is stored; None if it is no weight."""
     return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
 
 

@@ -2,7 +2,7 @@
 
 Problem: what a rank holds is a *flat* range of a *tensor-parallel slice* of a parameter (ZeRO cuts wherever a rank's
 share ends), and no two layouts cut alike. The idea: translate each range, once, into a few boxes of the whole tensor.
-From there on nobody knows of layouts: a wanted box is put together from the saved boxes that it meets.
+No other code knows of layouts: a wanted box is put together from the saved boxes that overlap it.
 
     local slice [4, 5], elements 3 to 14        of a tensor [8, 5] this rank has rows 4 to 7, so
         . . . a a                               a: row 4, columns 3 and 4
@@ -31,7 +31,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def meet(self, other: Box) -> Box | None:
-        """Return the box of the elements that both hold; None if there are none."""
+        """Return the box of the elements that are in both boxes; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         shape = tuple(min(a + m, b + n) - s for a, m, b, n, s in zip(*self, *other, start, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
@@ -94,7 +94,7 @@ def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Tell whether the boxes hold every element of a tensor of this shape exactly once.
 
     How often each element is held follows from corners alone: +1 from a box's first corner on, -1 from the next one
-    along each dim, and so on. The corners of all boxes must leave those of the whole; no pair of boxes is looked at.
+    along each dim, and so on. The sum over all boxes must equal that of the whole tensor; no pair of boxes is compared.
     """
     if not shape:
         return len(boxes) == 1

@@ -10,14 +10,14 @@ and other things may lie there. The idea:
 
   1. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
      and then `latest` is replaced. Killed before, it leaves everything as it was.
-  2. No lock, which a killed run could not give back: whoever starts takes the directory over, and the run before, if
-     it lives, finds that out before it deletes or renames anything.
-  3. Deleted, renamed and replaced is only what both its name and what lies in it show to be a save's. So a checkpoint
-     into which somebody has put a file of his own stays.
+  2. There is no lock, which a killed run could not release: a run that starts takes the directory over, and the run
+     before, if it still lives, checks this before it deletes or renames anything.
+  3. A save deletes, renames or replaces only what another save has made, as both its name and its content must show. So
+     a checkpoint into which a user has put a file of his own stays.
 
 1. is as good as the rename of a folder: atomic on disks, Lustre, NFS, and in a bucket with a hierarchical namespace. In
-others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it; without a `latest`, in a
-first save, it is an error, for index or checksums find it.
+others gcsfuse copies file by file, and a kill leaves half a folder. `latest` never names it. If the first save is
+killed so, there is no `latest`: opening the half is then an error, which the index or a checksum reveals.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def in_the_way(directory: Path, after: int, until: int) -> Path | None:
-    """Find what would keep one of these steps from being saved: a checkpoint by its name that no save wrote."""
+    """Find what would keep one of these steps from being saved: a folder that only has the name of a checkpoint."""
     return next(
         (path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)), None
     )
@@ -103,7 +103,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _begins(path: Path, text: bytes) -> bool:
-    """Tell whether a regular file begins with text, or is a part of it: a save may have been killed while it wrote."""
+    """Tell whether a file begins with text, or holds only a part of it, as after a save that was killed."""
     with suppress(OSError):
         if stat.S_ISREG(os.lstat(path).st_mode):
             with open(path, "rb") as file:

@@ -5,11 +5,11 @@ of the state, so resuming takes no more memory than a fresh start. Parameters ar
 all-gather brings the other ranks' slices.
 
 A checkpoint in checkpoint.dir is resumed, with all of its state and its data; else finetune.base or checkpoint.load
-gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and have
-to be those that the adapters began beside. What is damaged, missing or of another model ends the run before its first
-step. An older checkpoint is used when the user says so: checkpoint.resume_step=10 goes back, once. A checkpoint whose
-own configuration has that key descends from that step and is resumed in its place, so the same command may be started
-again.
+gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and must
+be the ones that the adapters were first trained with. What is damaged, missing or of another model ends the run before
+its first step. An older checkpoint is used when the user says so: checkpoint.resume_step=10 goes back, once. A
+checkpoint whose own configuration has that key descends from that step and is resumed in its place, so the same command
+may be started again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 class Start(NamedTuple):
     """What a run starts from: nothing, the weights of a checkpoint, or with `resume` all of it.
 
-    step, consumed_samples: done already. data: what identified the saved run's data, empty for a run of its own.
+    step, consumed_samples: done already. data: what identified the saved run's data, empty for a new run.
     frozen, mark: the weights beside which adapters are trained, and their fingerprint.
     """
 

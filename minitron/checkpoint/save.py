@@ -9,14 +9,15 @@ hashes counters, and the order of the data follows from the data and the samples
             |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one: a save
                          thread            |- files -|- rename -|   that comes too soon waits for the one before
 
-At 50 GB/s the 12 bytes are copied in 0.24 ns, and at 650 TFLOP/s 26,000 tokens of 6 operations take as long: a global
-batch of more hides the copy wholly, in any layout. What the next step changes sooner (FP8 histories, loss scale, step
-count) is tiny and copied before it begins. The host's memory is taken at the start: 12 bytes for each parameter whose
-state the rank holds (96 GB for 8 billion of them on one GPU), page-locked where a GPU is to write to it on its own.
+At 50 GB/s the 12 bytes of a parameter are copied in 0.24 ns. At 650 TFLOP/s its 6 operations a token take as long for
+26,000 tokens: a larger global batch hides the whole copy, in any layout. What the next step changes sooner (FP8
+histories, loss scale, step count) is tiny and copied before it begins. The host's memory is taken at the start: 12
+bytes for each parameter whose state the rank holds (96 GB for 8 billion of them on one GPU), page-locked where a GPU is
+to write to it on its own.
 
-All ranks write, each what no other writes: of a parameter that is replicated over tp or tied between stages the first
-copy only. They agree over a gloo group of their own, in the thread, where no training collective meets them: rank 0
-makes the folder, every rank reports what it wrote or what went wrong, rank 0 commits or clears up. So a failing disk
+All ranks write, and nothing twice: of a parameter that is replicated over tp or tied between stages only the first copy
+is written. The threads agree over a gloo group of their own, apart from the collectives of training: rank 0 makes the
+folder, every rank reports what it wrote or what went wrong, and rank 0 commits or clears up. So a failing disk
 costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once
 more, in a folder aside, and ends.
 """
@@ -108,7 +109,7 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
 class Checkpointer:
     """Saves a run into checkpoint.dir. Make it, `save` and `wait` on all ranks alike.
 
-    data: what identifies the order of samples (`Datasets.info`). step: that the run begins after, already saved or 0.
+    data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins, saved or 0.
     Raises CheckpointError, on all ranks: where a host has no memory for the copy, where nothing can be saved, and in
     `save` and `wait` if another run has taken the directory over.
     """
@@ -292,5 +293,5 @@ def decide(
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """Copy x to the host; the copy is complete when the current stream has come to it."""
+    """Copy x to the host; the copy is complete when the current stream has done it."""
     return x.to("cpu", non_blocking=True, copy=True)

@@ -1,6 +1,6 @@
 """A dry run: one step of any rank of any job, on a laptop, with the code that the job itself will run.
 
-Problem: whether a layout fits, and whether this very code path works at 2,048 ranks, is learnt in the queue. The idea:
+Problem: one waits in a queue to learn whether a layout fits, and whether this code works at 2,048 ranks. The idea:
 
   1. torch's meta device has tensors with shapes and without memory, and its `fake` process group is a world of any size
      in which every collective succeeds at once. So a rank of the job builds its part of the model and runs its schedule
@@ -11,8 +11,8 @@ Problem: whether a layout fits, and whether this very code path works at 2,048 r
 
     python -m minitron.pretrain configs/gpt3_175b.yaml --dry-run --world 2048 --ranks first,middle,last
 
-The step is one of the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out: what
-libraries allocate for themselves, time (see planning/plan.py), and errors that only arise between ranks.
+The step is like one in the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out:
+what libraries allocate for themselves, time (see planning/plan.py), and errors that only arise between ranks.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
 
 
 def replaced(trainer: Trainer) -> list[str]:
-    """List the kernels of a GPU that others stood in for: "what: its stand-in"."""
+    """List the kernels of a GPU that were replaced: "kernel: its replacement"."""
     cfg, found = trainer.cfg, ["Triton: minitron.kernels.plain"]
     if (name := trainer.kernels.attention.name) != "reference":
         found.append(f"attention by {name}: its formulas")

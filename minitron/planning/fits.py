@@ -1,4 +1,4 @@
-"""Whether a rank's part of the model can be held at all, asked before it is built."""
+"""Check that a device can hold a rank's part of the model, before the part is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minitron.runtime.room import ADVICE, OutOfMemory
 def check_room(cfg: Config, world: int, device: torch.device) -> None:
     """Raise OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
 
-    A machine without so much would not refuse an allocation: it would swap for hours, or kill the process.
+    A host would not refuse too large an allocation: it would swap for hours, or kill the process.
     """
     parts = Memory(cfg, world, gpus_per_node=1).lasting()
     has = (

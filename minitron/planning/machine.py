@@ -1,4 +1,4 @@
-"""What a GPU and the network between GPUs need for one operation: seconds of a product, of attention, of a message.
+"""Estimate the seconds of one operation on a GPU or between GPUs: a product, attention, a message.
 
 Problem: a data sheet's peak says little about a product of [2048, 9216] by [9216, 3072]. The idea: few constants a
 device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:

@@ -2,7 +2,7 @@
 
 Problem: a formula for the memory of a layout forgets what its author forgot. The idea: run the real code and look at
 every operation. A storage is born when an operation first returns it and dead when its last reference goes, which a
-weak reference tells; on the meta device it has a size and costs nothing. So the account has whatever autograd saved,
+weak reference tells; on the meta device it has a size and costs nothing. So the log has whatever autograd saved,
 what the schedule holds for other ranks, and how long a temporary really lived:
 
     operation           log                    total
@@ -51,11 +51,11 @@ class MemoryWalk(TorchDispatchMode):
         return result
 
     def begin(self, action: object) -> None:
-        """Note that the run does this from here on."""
+        """Note that `action` begins here."""
         self.actions.append((action, len(self.log)))
 
     def label(self, part: str, tensors: Iterable[Tensor] | None = None) -> None:
-        """Assign these tensors to a part of the account, unless they have one; None: all that are alive."""
+        """Assign tensors that have no part yet to this part of the memory; None: all tensors that are alive."""
         addresses = self.alive if tensors is None else (x.untyped_storage()._cdata for x in tensors)
         for address in addresses:
             number, _ = self.alive[address]

@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds: the bubble, the idle time, the live activations.
+"""Simulate a schedule: how long it takes, its bubble, the idle time of each rank.
 
 The model of the machine is the executor on GPUs.  Every rank has a compute stream and a communication stream:
 1. an operation starts when the previous one on its rank has ended and its input has arrived;

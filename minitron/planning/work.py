@@ -13,9 +13,9 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 
 Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
 first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
-stand alone (parallel/overlap.py, ProcessGroupComm), without overlap all do. `full` recomputation repeats the forward
-inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only they need,
-and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
+are exposed (parallel/overlap.py, ProcessGroupComm); without overlap all messages are. `full` recomputation repeats the
+forward inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only
+they need, and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
 
 The lengths of documents that are kept apart are known from the data alone; here they are those of random documents.
 Left out: adapters' messages, r numbers a token.
