@@ -1,0 +1,40 @@
+"""The mistakes of mistakes.toml: they can still be planted, and (-m slow) the tests catch every one."""
+
+from dataclasses import replace
+
+import pytest
+
+import plant
+
+MISTAKES = plant.read()
+
+
+def test_every_mistake_fits_the_code():
+    """A text that moved on must be written anew, or nothing proves that the mistake is still caught."""
+    assert [f"{m.name}: {m.problem()}" for m in MISTAKES if m.problem()] == []
+    assert len({m.name for m in MISTAKES}) == len(MISTAKES)
+    missing = [m.name for m in MISTAKES if not (plant.ROOT / m.tests.split()[0].split("::")[0]).is_file()]
+    assert not missing, "the file of their tests has another name now"
+
+
+def test_an_entry_that_does_not_fit_is_seen():
+    one = MISTAKES[0]
+    assert "occurs 0 times" in replace(one, old="no such text").problem()
+    assert "times in" in replace(one, old="\n").problem() and "changes nothing" in replace(one, new=one.old).problem()
+    assert "occurs 0 times" in replace(one, file="minitron/no_such_file.py").problem()
+
+
+def test_what_no_test_sees_is_missed(capsys):
+    """Of three small entries: one is caught, one passes its tests, and one has tests that fail without it."""
+    one = next(m for m in MISTAKES if m.name == "padding counts as a document")
+    harmless = replace(one, name="harmless", new=f"0.0 + {one.old}")
+    never = replace(one, name="never", tests="tests/runtime/test_meter.py -k no_such_test")
+    assert not plant.plant([one, harmless, never], jobs=2)
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    assert words == ["caught", "MISSED", "BROKEN", "3"]  # "3 mistakes in ..."
+
+
+@pytest.mark.slow
+def test_the_tests_catch_every_mistake():
+    """Some minutes for a core and a hundred mistakes."""
+    assert plant.plant(MISTAKES, jobs=2)
