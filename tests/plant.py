@@ -121,11 +121,12 @@ def plant(mistakes: list[Mistake], jobs: int) -> bool:
             verdicts.append(pool.submit(verdict, mistake))
         fine = True
         for mistake, future in zip(mistakes, verdicts):
-            word, why = future.result()
-            print(f"{word:14} {mistake.name}", flush=True)
+            word, output = future.result()
+            took = re.findall(r" in ([\d.]+)s", output)[-1:] or ["-"]  # as pytest says
+            print(f"{word:14} {took[0]:>6} s   {mistake.name}", flush=True)
             if word != "caught":
                 fine &= word == "not applicable"
-                print(f"    {mistake.tests}\n{why.strip()[-3000:]}".replace("\n", "\n    "), flush=True)
+                print(f"    {mistake.tests}\n{output.strip()[-3000:]}".replace("\n", "\n    "), flush=True)
     print(f"{len(mistakes)} mistakes in {time.monotonic() - started:.0f} s")
     return fine
 
