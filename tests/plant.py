@@ -30,6 +30,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
+LIST = ROOT / "tests" / "mistakes.toml"
 # Each test process is a fork of one that has imported what is slow to import, and nothing of minitron.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "numpy", "pytest", "hypothesis", "transformers"])
@@ -54,7 +55,7 @@ class Mistake:
         return "it changes nothing" if self.old == self.new else ""
 
 
-def read(path: Path = ROOT / "tests" / "mistakes.toml") -> list[Mistake]:
+def read(path: Path) -> list[Mistake]:
     return [Mistake(**entry) for entry in tomllib.loads(path.read_text())["mistake"]]
 
 
@@ -91,8 +92,13 @@ def _pytest(folder: str, tests: list[str]) -> None:
     for stream in (1, 2):
         os.dup2(os.open("output", os.O_WRONLY | os.O_APPEND), stream)
     sys.path[:] = [folder, *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
-    os.environ["PYTHONPATH"] = folder  # of the processes that tests start
+    # No GPU: the tests of a selection are those of a CPU, on every machine. The rest is for processes that tests start.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
     import pytest
+    import torch
+
+    torch.set_num_threads(1)
+    assert not any(name.split(".")[0] == "minitron" for name in sys.modules), "it would run without the mistake"
 
     options = ["-x", "-q", "--disable-warnings", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     sys.exit(int(pytest.main([*options, *tests])))
@@ -137,11 +143,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="mistakes at a time, by default as many as there are cores"
     )
+    parser.add_argument("--list", type=Path, default=LIST, help="another file than mistakes.toml")
     args = parser.parse_args(argv)
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the tests of a CPU, on every machine
-    chosen = [m for m in read() if not args.names or any(name in m.name for name in args.names)]
+    chosen = [m for m in read(args.list) if not args.names or any(name in m.name for name in args.names)]
     if not chosen:
-        parser.error(f"no mistake of mistakes.toml has {' or '.join(args.names)} in its name")
+        parser.error(f"no mistake in {args.list} has {' or '.join(args.names)} in its name")
     return 0 if plant(chosen, args.jobs) else 1
 
 

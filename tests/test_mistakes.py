@@ -1,12 +1,19 @@
 """The mistakes of mistakes.toml: they can still be planted, and (-m slow) the tests catch every one."""
 
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 
 import plant
 
-MISTAKES = plant.read()
+MISTAKES = plant.read(plant.LIST)
+
+
+def run_plant(*argv: str) -> subprocess.CompletedProcess:
+    """A process of its own: this one's fork server has imported minitron."""
+    return subprocess.run([sys.executable, plant.__file__, *argv], text=True, stdout=subprocess.PIPE)
 
 
 def test_every_mistake_fits_the_code():
@@ -24,17 +31,21 @@ def test_an_entry_that_does_not_fit_is_seen():
     assert "occurs 0 times" in replace(one, file="minitron/no_such_file.py").problem()
 
 
-def test_what_no_test_sees_is_missed(capsys):
-    """Of three small entries: one is caught, one passes its tests, and one has tests that fail without it."""
+def test_what_no_test_sees_is_missed(tmp_path):
+    """Of three small entries one is caught, one passes its tests, and of one there are no tests."""
     one = next(m for m in MISTAKES if m.name == "padding counts as a document")
     harmless = replace(one, name="harmless", new=f"0.0 + {one.old}")
     never = replace(one, name="never", tests="tests/runtime/test_meter.py -k no_such_test")
-    assert not plant.plant([one, harmless, never], jobs=2)
-    words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    tables = ("".join(f"{key} = '{value}'\n" for key, value in asdict(m).items()) for m in (one, harmless, never))
+    (tmp_path / "list.toml").write_text("".join(f"[[mistake]]\n{table}" for table in tables))
+    done = run_plant("--list", str(tmp_path / "list.toml"))
+    words = [line.split()[0] for line in done.stdout.splitlines() if line[:1].strip()]
     assert words == ["caught", "MISSED", "BROKEN", "3"]  # "3 mistakes in ..."
+    assert done.returncode == 1
 
 
 @pytest.mark.slow
 def test_the_tests_catch_every_mistake():
-    """Some minutes for a core and a hundred mistakes."""
-    assert plant.plant(MISTAKES, jobs=2)
+    """It takes a core some minutes for a hundred mistakes."""
+    done = run_plant()
+    assert done.returncode == 0, done.stdout
