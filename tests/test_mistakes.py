@@ -33,9 +33,9 @@ def test_an_entry_that_does_not_fit_is_seen():
 
 def test_what_no_test_sees_is_missed(tmp_path):
     """Of three small entries one is caught, one passes its tests, and of one there are no tests."""
-    one = next(m for m in MISTAKES if m.name == "padding counts as a document")
-    harmless = replace(one, name="harmless", new=f"0.0 + {one.old}")
-    never = replace(one, name="never", tests="tests/runtime/test_meter.py -k no_such_test")
+    one = next(m for m in MISTAKES if m.name == "uint16 is taken up to its last id")
+    harmless = replace(one, name="harmless", new=f"{one.old} and True")
+    never = replace(one, name="never", tests="tests/data/test_data_indexed.py -k no_such_test")
     tables = ("".join(f"{key} = '{value}'\n" for key, value in asdict(m).items()) for m in (one, harmless, never))
     (tmp_path / "list.toml").write_text("".join(f"[[mistake]]\n{table}" for table in tables))
     done = run_plant("--list", str(tmp_path / "list.toml"))
