@@ -45,7 +45,7 @@ from minitron.train import build, train
 def main(
     argv: list[str] | None = None, description: str = __doc__, finetune: bool = False, listener: Listener | None = None
 ) -> None:
-    """A run. description: for --help. finetune: what finetune.kind has to be set for. listener: that is open."""
+    """Run the command. description: for --help. finetune: what finetune.kind has to be set for. listener: is open."""
     with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
         stopped = run(argv, description, finetune, listener)
     if stopped == signal.SIGINT and not listener.torchrun:  # which would take a status for a failure
@@ -125,7 +125,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
 
 
 def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """The rank, of how many, both of all nodes and of this one: torchrun's word, or alone. Raises ValueError."""
+    """Read (rank, world) of all nodes and of this one, as torchrun says; alone without it. Raises ValueError."""
     found = []
     for name, default in ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"):
         if not re.fullmatch("[0-9]{1,9}", text := environ.get(name, default)):
@@ -143,7 +143,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, tuple[int, int] | None]:
-    """This rank's device, its name and CUDA capability. Raises ValueError if this node has fewer GPUs than ranks."""
+    """Choose this rank's device: it, its name, its CUDA capability. Raises ValueError if ranks outnumber GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "cpu", None
     gpus = torch.cuda.device_count()
@@ -157,7 +157,7 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
 
 
 def build_data(cfg: Config, start: Start = Start()) -> Datasets:
-    """What the run reads; of one that goes on, in the order it began with, however many steps it has now.
+    """Open what the run reads; a run that goes on keeps the order it began with, however many steps it has now.
 
     Safe on all ranks at once, and needs no process group. Raises ValueError.
     """
@@ -182,7 +182,7 @@ def build_data(cfg: Config, start: Start = Start()) -> Datasets:
 
 
 def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
-    """The mesh of torchrun's world; of this process alone, without any process group, if there is no other."""
+    """Make the mesh of torchrun's world; of this process alone, without a process group, if there is no other."""
     p = cfg.parallel
     if world == 1:
         return Mesh.offline(device=device)

@@ -92,7 +92,7 @@ class RankPool:
         self._num_jobs = 0
 
     def run(self, world_size: int, fn: Callable, *args, timeout: float = 60.0, **kwargs) -> list:
-        """Calls fn(*args, **kwargs) on `world_size` ranks and returns what each returned, in rank order.
+        """Call fn(*args, **kwargs) on `world_size` ranks and return what each returned, in rank order.
 
         Each rank has the default process group (gloo) of this job alone, one thread, and torch seeded with 0. Tensors
         arrive as copies without their graph. Raises RuntimeError, with the tracebacks, if a rank raises or dies, and,
@@ -150,7 +150,7 @@ class RankPool:
 
 
 def _collect(workers: list[_Worker], timeout: float, name: str) -> list:
-    """The value each rank returned. Raises RuntimeError if a rank failed or did not return in time."""
+    """Collect the value that each rank returned. Raises RuntimeError if one failed or did not return in time."""
     pending = {worker.connection: rank for rank, worker in enumerate(workers)}
     results, failures = {}, {}
     deadline = time.monotonic() + timeout
@@ -176,7 +176,7 @@ def _collect(workers: list[_Worker], timeout: float, name: str) -> list:
 
 
 def _stacks(workers: dict[int, _Worker], patience_seconds: float = 2.0) -> dict[int, str]:
-    """Where each worker is now. faulthandler answers the signal in C, so also while Python waits in a collective."""
+    """Ask each worker where it is. faulthandler answers the signal in C, so also while Python waits in a collective."""
     for worker in workers.values():
         os.kill(worker.process.pid, signal.SIGUSR1)
     texts, deadline = {}, time.monotonic() + patience_seconds
@@ -192,7 +192,7 @@ def _stacks(workers: dict[int, _Worker], patience_seconds: float = 2.0) -> dict[
 
 
 def _serve(connection: Connection, port: int, stack_file: str) -> None:
-    """A worker's life: one job after another, until the parent closes the pipe."""
+    """Serve as a worker: one job after another, until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -210,7 +210,7 @@ def _serve(connection: Connection, port: int, stack_file: str) -> None:
 
 
 def _run_job(store: dist.Store, rank: int, world_size: int, call: bytes) -> bytes:
-    """Pickled (True, what fn returned) or (False, traceback). Leaves the process group up for ranks still talking."""
+    """Run one job: pickled (True, fn's result) or (False, traceback). The process group stays up for other ranks."""
     try:
         # Longer than any job's timeout: it is the parent that decides, and shows the stacks.
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=1))
@@ -225,7 +225,7 @@ def _run_job(store: dist.Store, rank: int, world_size: int, call: bytes) -> byte
 
 
 def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: str = "") -> None:
-    """Asserts that the norm of actual - expected is at most `tol` times the norm of expected, all in float64.
+    """Assert that the norm of actual - expected is at most `tol` times the norm of expected, all in float64.
 
     A norm over the whole tensor, because single elements that nearly cancel carry no relative precision. If expected
     is zero there is nothing to be relative to: then the norm of actual is at most float32's rounding step at 1.

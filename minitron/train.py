@@ -59,8 +59,7 @@ class Trainer:
     base: str | None = None  # fingerprint of the weights beside which adapters are trained
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
-        """Forward, backward and update on this rank's microbatches of one global batch. Collective over the world."""
-        self.gradients.begin_step()
+        """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
         scale = self.backward_scale(len(batches))
         loss_sum = self.executor.train(batches, scale)
         self.mesh.activity.begin("update")
@@ -85,7 +84,7 @@ class Trainer:
                 return event.synchronize()
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
-        """[loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
+        """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
         total = torch.stack(self.contribution(self.executor.evaluate(batches), batches)).double()
         all_reduce_(total, self.mesh.world)
         return total
@@ -101,7 +100,7 @@ class Trainer:
         return self.chunks[0].layout.comm.nbytes + self.gradients.slices.nbytes
 
     def describe(self) -> str:
-        """One line: the model, the layout, the kernels."""
+        """Describe the model, the layout and the kernels in one line."""
         m, mesh = self.cfg.model, self.mesh
         here, trained = (
             sum(p.numel() for chunk in self.chunks for p in chunk.parameters() if p.requires_grad or every)
@@ -117,7 +116,7 @@ class Trainer:
         )
 
     def backward_scale(self, num_microbatches: int) -> Tensor | float:
-        """What a microbatch's loss sum is multiplied with before its backward.
+        """Return what a microbatch's loss sum is multiplied with before its backward.
 
         fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there it is scaled as a mean;
         the optimizer divides by the same number.
@@ -128,11 +127,11 @@ class Trainer:
         return self.scaler.scale / (t.micro_batch_size * t.seq_len * num_microbatches)
 
     def loss_scale(self) -> Tensor:
-        """[1] float64: fp16's loss scale as it is now, 1 in other formats."""
+        """Return fp16's loss scale as it is now, 1 in other formats: [1] float64."""
         return torch.ones(1, dtype=torch.float64, device=self.mesh.device) * (self.scaler.scale if self.scaler else 1.0)
 
     def contribution(self, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """What this rank adds to the world's sums of losses and tokens: nothing but on tp rank 0 of the last stage."""
+        """Return what this rank adds to the world's sums of losses and tokens: only tp rank 0 of the last stage counts."""
         counts = self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
         count = torch.full((), sum(b.count for b in batches) * counts, dtype=torch.float64, device=self.mesh.device)
         return loss_sum * counts, count
@@ -160,19 +159,15 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     rows = cfg.train.seq_len // mesh.cp.size // (mesh.tp.size if cfg.parallel.sequence_parallel else 1)
     executor = Executor(
-        chunks,
-        pp,
-        (rows, cfg.train.micro_batch_size, m.hidden_size),
-        dtype,
-        mesh.device,
-        on_last_backward=gradients.begin_last_backward,
+        chunks, pp, (rows, cfg.train.micro_batch_size, m.hidden_size), dtype, mesh.device, gradients.begin_backward
     )
+    executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
 
 
 def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:
-    """The steps of the run after the `done` ones, which took `consumed` samples, or until `stop`.
+    """Run the steps after the `done` ones, which took `consumed` samples, to the last or until `stop`.
 
     Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
     different copies of a parameter.
@@ -230,7 +225,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
 
 
 def keep_collector_out() -> None:
-    """Python's garbage collector, which stops a rank whenever it likes and so all ranks, leaves what exists alone.
+    """Take what exists away from Python's garbage collector, which stops a rank, and so all, whenever it likes.
 
     What a step makes is freed by reference counts; the few cycles that remain are young and quickly found.
     """

@@ -47,10 +47,6 @@ class Pending:
     def __init__(self, kind: str, axis: Axis, num_bytes: int, works: Sequence[dist.Work], tensors: Sequence[Tensor]):
         self.kind, self.axis, self.num_bytes, self.works, self.tensors = kind, axis, num_bytes, works, tensors
 
-    def is_completed(self) -> bool:
-        """Whether all of it has happened; waits for nothing. On the meta device there is nothing to happen."""
-        return all(x.is_meta for x in self.tensors) or all(work.is_completed() for work in self.works)
-
     def wait(self) -> None:
         """The first time; later calls find nothing to wait for, as a gloo work would wait for another message."""
         self.axis.activity.enter(self.kind, self.axis, self.num_bytes)

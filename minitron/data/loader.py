@@ -13,15 +13,13 @@ current one trains.
 
 from __future__ import annotations
 
-import dataclasses
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
 
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
-from minitron.data.batch import Batch
+from minitron.data.batch import Batch, pack
 from minitron.data.gpt import Sample
 from minitron.parallel.context import as_documents, local_positions
 
@@ -64,30 +62,25 @@ class Loader:
             positions = np.stack([positions for _, positions, _ in views], 1)[self.order]
         else:
             positions = self.order[:, None]
-        tensors = {
+        arrays = {
             "tokens": tokens[:-1][self.order],
             "labels": tokens[1:][self.order],
             "mask": mask,
             "positions": positions,
             "order": self.order,
             "samples": np.asarray(indices),
+            "step": np.zeros((), np.int64),
         }
-        host = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}
-        if self.mesh.device.type == "cuda":
-            host = {name: tensor.pin_memory() for name, tensor in host.items()}
         return Batch(
-            **host,
+            **pack(arrays, pinned=self.mesh.device.type == "cuda"),
             count=float(mask.sum(dtype=np.float64)),
             documents=as_documents(b for _, _, b in views) if self.separate else None,
             padding=tuple(sample.padding for sample in drawn),
         )
 
-    def _to_device(self, b: Batch, step: int) -> Batch:
-        moved = {
-            name: getattr(b, name).to(self.mesh.device, non_blocking=True)
-            for name in ("tokens", "labels", "mask", "positions", "order", "samples")
-        }
-        return dataclasses.replace(b, **moved, step=step)
+    def _to_device(self, batch: Batch, step: int) -> Batch:
+        batch.step.fill_(step)
+        return batch.to(self.mesh.device)
 
 
 def _view(sample: Sample, separate: bool) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:

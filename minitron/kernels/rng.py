@@ -41,9 +41,10 @@ _SAMPLE, _POSITION, _PLACE = 0x243F6A88, 0x05A308D3, 0x13198A2E
 _CHANNEL, _QUERY, _KEY = 0x03707344, 0x24093822, 0x299F31D0
 
 
-def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tensor:
+def token_keys(seed: int, step: int | Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """The keys of a microbatch: samples [b] and positions [s], int64 and global -> [s, b] int64.
 
+    step: a number or a 0-d int64 tensor, which a captured step reads anew each time.
     Positions count within the sample, across packed documents. A rank that holds a slice of the sequence passes its
     slice of the positions, or slices the keys.
     """

@@ -227,11 +227,11 @@ class GPT(nn.Module):
             weight.spec = replace(weight.spec, name="embedding.words.weight", tied=True, uses=uses)
 
     def units(self) -> Iterator[nn.Module]:
-        """The chunk's parts in the order in which a forward pass reaches them."""
+        """Yield the chunk's parts in the order in which a forward pass reaches them."""
         yield from filter(None, (self.embedding, *self.blocks.values(), self.head))
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """hidden [s/cp/tp, b, h] of the stage before, None on the first -> hidden; on the last the loss sum (0-d)."""
+        """Map hidden [s/cp/tp, b, h] of the stage before (None on the first) to hidden; on the last, to the loss sum."""
         stream = self._run_blocks(batch, hidden)
         if self.head is None:
             return stream.sum()
@@ -241,11 +241,11 @@ class GPT(nn.Module):
         return (losses * batch.mask).sum()
 
     def logits(self, batch: Batch) -> Tensor:
-        """[s/cp, b, v/tp] of a chunk that is the whole model."""
+        """Compute [s/cp, b, v/tp] with a chunk that is the whole model."""
         return self.head(self._run_blocks(batch, None))
 
     def on_weights_updated(self) -> None:
-        """Once per step: number formats drop their casts of weights. Collective over tp and dp_cp with delayed FP8."""
+        """Drop the number formats' casts of weights, once per step. Collective over tp and dp_cp with delayed FP8."""
         self.formats.on_weights_updated()
 
     def _run_blocks(self, batch: Batch, hidden: Tensor | None) -> Residual:
@@ -271,5 +271,5 @@ def whole_model(cfg: Config, mesh: Mesh) -> GPT:
 
 
 def output_std(m: ModelConfig) -> float:
-    """Standard deviation of the weights that write into the residual stream, of which there are 2 per layer (GPT-2)."""
+    """Return the standard deviation of weights that write into the residual stream: 2 matrices per layer (GPT-2)."""
     return m.init_std / (2 * m.num_layers) ** 0.5

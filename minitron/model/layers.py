@@ -29,7 +29,7 @@ class Residual(NamedTuple):
     bias: nn.Parameter | None = None  # [h]
 
     def sum(self) -> Tensor:
-        """One tensor, for where there is no norm: between pipeline stages."""
+        """Add up to one tensor, for where there is no norm: between pipeline stages."""
         if self.delta is None:
             return self.x
         if self.bias is None:
@@ -69,7 +69,7 @@ class Norm(nn.Module):
         self.eps, self.ops = eps, layout.kernels.ops
 
     def forward(self, stream: Residual) -> tuple[Tensor, Tensor]:
-        """The stream's sum and the norm of it, both [..., h]."""
+        """Return the stream's sum and the norm of it, both [..., h]."""
         return _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops)
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angle per position of each pair of channels: [d/2], float32 (Su et al. 2021).
+    """Compute the angle per position of each pair of channels: [d/2], float32 (Su et al. 2021).
 
     scaling: Llama 3.1's. Wavelengths longer than the old context are stretched by `factor`, those much shorter are
     left alone, those between are blended.
@@ -94,7 +94,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
-    """cos and sin of every angle: positions [s, b] (or [s, 1]) -> two of [s, b, 1, d/2], float32."""
+    """Compute cos and sin of every angle: positions [s, b] (or [s, 1]) -> two of [s, b, 1, d/2], float32."""
     angles = positions.float()[..., None, None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -111,7 +111,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops: ModuleType) -> tuple[Tensor, ...]:
-    """Heads side by side -> q, k, v, q and k rotated: qkv [s, b, n + 2g, d], sizes (n, g, g).
+    """Split heads side by side into q, k, v, and rotate q and k: qkv [s, b, n + 2g, d], sizes (n, g, g).
 
     qkv is used up, its memory may become q, k and v: whatever made it must not need it for its own backward.
     """
@@ -122,5 +122,5 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh form that GPT-2 and GPT-3 use. One torch kernel on any device."""
+    """Apply GELU in the tanh form that GPT-2 and GPT-3 use. One torch kernel on any device."""
     return F.gelu(x, approximate="tanh")

@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
 
 def adapted(m: ModelConfig, targets: tuple[str, ...]) -> dict[str, dict[str, Span]]:
-    """Linear layer of a block -> target -> its rows, in the order in which A stacks them. All layers are keys."""
+    """Map each linear layer of a block to its targets, and these to their rows, in the order in which A stacks them."""
     q, kv, f, h = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size, m.hidden_size
     gated = m.family == "llama"
     layers = {
@@ -120,7 +120,7 @@ class Adapter(nn.Module):
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None, keys: Tensor | None) -> Tensor:
-        """x [s', b, k]; keys [s', b]: dropout counters, None in evaluation. recompute_input: as of `column_linear`."""
+        """Map x [s', b, k]. keys [s', b]: dropout counters, None in evaluation. recompute_input: as of `column_linear`."""
         return _Adapted.apply(x, self, recompute_input, keys, torch.is_grad_enabled(), self.a, *self.b.values())
 
     def product(self, x: Tensor, training: bool) -> Tensor:
@@ -141,13 +141,13 @@ class Adapter(nn.Module):
         return row_backward(self.linear, gemm.quantize_grad(dy, comm.gathered, columns=False), None, need_dx=True)[0]
 
     def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """x as the adapter reads it: the same in the forward and the backward pass. Its own adjoint."""
+        """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""
         if keys is None or not self.dropout:
             return x
         return drop_by_name(x, self.dropout, keys, self.place, self.ops.drop_elements, self.first_channel)
 
     def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
-        """alpha/r x weight, in one product."""
+        """Multiply x with the weight and with alpha/r, in one product."""
         return x.new_empty(x.shape[0], weight.shape[1]).addmm_(x, weight, beta=0, alpha=self.scale)
 
 

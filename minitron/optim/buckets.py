@@ -85,7 +85,7 @@ class BucketPlan:
     size: int
 
     def owned(self, rank: int, ranks: int) -> Iterator[tuple[Span, int, int]]:
-        """(span, first, last): elements [first, last) of the buffer belong to the span and to the slice of `rank`."""
+        """Yield (span, first, last): elements [first, last) of the buffer are in the span and in the slice of `rank`."""
         length = self.size // ranks
         for span in self.spans:
             first = max(span.start, rank * length)
@@ -130,7 +130,8 @@ class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
 
     data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of
-    `grad` is the sum over data ranks only between `Gradients.finish` and the next `begin_step`.
+    `grad` is the sum over data ranks only between `Gradients.finish` and the next step's first backward. square: 0-d
+    float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
     """
 
     def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], slices: ProcessGroupSlices, overlap: bool):
@@ -141,8 +142,8 @@ class Bucket:
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction = self.gather = Done()
-        self.norm_stream: torch.cuda.Stream | None = None  # where the norm is taken at once, if that is asked for
-        self.square: Tensor | None = None  # 0-d float64, what came of it
+        self.norm_stream: torch.cuda.Stream | None = None
+        self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
 
@@ -153,12 +154,16 @@ class Bucket:
         param.data = view
         param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
 
-    def expect(self) -> None:
-        """The chunk's last backward begins."""
-        self.pending = {name: param.spec.uses for name, param in self.params.items()}
+    def begin_backward(self, first: bool, last: bool) -> None:
+        """Overwrite the last step's gradients in the first backward; count reports in the last."""
+        if first:
+            for param in self.params.values():
+                param.slot.overwrite = True
+        if last:
+            self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
-        """One of the parameter's gradients of this backward pass is in its main_grad."""
+        """Note that one of the parameter's gradients of this backward pass is in its main_grad."""
         if self.pending is None:
             return
         left = self.pending.pop(name, 0) - 1
@@ -176,7 +181,7 @@ class Bucket:
             self.norm_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.norm_stream):
                 self.reduction.wait()
-                self.square = square_norms([self.grad_slice])
+                self.square.copy_(square_norms([self.grad_slice]))
 
     def start_gather(self) -> None:
         self.gather = self.slices.gather(self.data)
@@ -200,17 +205,17 @@ class OwnedPart(NamedTuple):
     numel: int
 
     def of(self, slices: Sequence[Tensor]) -> Tensor:
-        """This part of a tensor that is kept as one flat slice per bucket; a view [numel]."""
+        """Return this part of a tensor that is kept as one flat slice per bucket; a view [numel]."""
         return slices[self.bucket].narrow(0, self.start, self.numel)
 
 
 class Gradients:
     """Owner of the flat buffers of all model chunks of this rank.
 
-    A training step: begin_step(); for every chunk begin_last_backward(i) before its last backward; finish(); the
-    optimizer writes each bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket,
-    so neither gradient nor optimizer state. Parameters bring a
-    `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp, tp and embedding.
+    A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
+    bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so neither gradient
+    nor optimizer state. Parameters bring a `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp,
+    tp and embedding.
     """
 
     def __init__(
@@ -249,20 +254,16 @@ class Gradients:
 
     # ---- gradients
 
-    def begin_step(self) -> None:
-        """Forget the last step's gradients: the first gradient of a parameter will overwrite them.
+    def begin_backward(self, chunk: int, first: bool, last: bool) -> None:
+        """Prepare for a backward of this chunk, `first` or `last` of the step's (both, if there is one).
 
-        To zero the buffers instead would write all of them once more, and the first microbatch would read the zeros
-        back.
+        The first gradient of a parameter overwrites the last step's. To zero the buffers instead would write all of
+        them once more, and the first microbatch would read the zeros back. In the last backward `slot.ready()` counts:
+        a bucket is reduced as soon as it is complete.
         """
-        for bucket in self.buckets:
-            for param in bucket.params.values():
-                param.slot.overwrite = True
-
-    def begin_last_backward(self, chunk: int) -> None:
-        """From here on `slot.ready()` counts: the next backward of this chunk is the step's last."""
-        for bucket in self.chunks[chunk]:
-            bucket.expect()
+        if first or last:
+            for bucket in self.chunks[chunk]:
+                bucket.begin_backward(first, last)
 
     def finish(self) -> None:
         """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient."""
@@ -281,14 +282,14 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
     def square_sum(self) -> Tensor:
-        """This rank's share of the squared global norm, 0-d float64: the world's sum counts every element once."""
+        """Return this rank's share of the squared global norm, 0-d float64: the world's sum counts each element once."""
         counted = [
             bucket
             for bucket in self.buckets
             if (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
         ]
-        squares = [bucket.square for bucket in counted if bucket.square is not None]
-        late = [bucket.grad_slice for bucket in counted if bucket.square is None]
+        squares = [bucket.square for bucket in counted if bucket.norm_stream is not None]
+        late = [bucket.grad_slice for bucket in counted if bucket.norm_stream is None]
         if late:
             squares.append(square_norms(late))
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -302,19 +303,19 @@ class Gradients:
         self.after_gathers()
 
     def after_gathers(self) -> None:
-        """To be called when all buckets' gathers have been started."""
+        """Wait for the gathers, unless units do; call it when all have been started."""
         if not self.overlap:
             self.wait_parameters()
 
     def wait_parameters(self) -> None:
-        """Every parameter is whole: needed before anything but a unit's forward reads them."""
+        """Wait until every parameter is whole: before anything but a unit's forward reads them."""
         for bucket in self.buckets:
             bucket.wait_gather()
 
     # ---- names
 
     def owned(self) -> Iterator[OwnedPart]:
-        """What this rank's slices hold, by parameter; the parts of all dp_cp ranks cover every element once."""
+        """List what this rank's slices hold, by parameter; the parts of all dp_cp ranks cover every element once."""
         axis = self.mesh.dp_cp
         for index, bucket in enumerate(self.buckets):
             base = axis.rank * bucket.grad_slice.numel()
@@ -329,7 +330,7 @@ class Gradients:
                 )
 
     def assemble(self, slices: Sequence[Tensor]) -> dict[str, Tensor]:
-        """One flat slice per bucket (gradients, moments) -> {name: whole local tensor}. Collective over dp_cp."""
+        """Gather one flat slice per bucket (gradients, moments): {name: whole local tensor}. Collective over dp_cp."""
         result = {}
         for bucket, part in zip(self.buckets, slices, strict=True):
             flat = part.new_empty(bucket.plan.size)
@@ -339,12 +340,12 @@ class Gradients:
         return result
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """{name: float32 gradient of the local parameter}, between finish() and begin_step(). Collective over dp_cp."""
+        """Return {name: float32 gradient}, between finish() and the next backward. Collective over dp_cp."""
         return self.assemble([bucket.grad_slice for bucket in self.buckets])
 
 
 def square_norms(tensors: list[Tensor]) -> Tensor:
-    """The sum of all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
+    """Sum all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
@@ -354,7 +355,7 @@ def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:
 
 
 def _wait_before_forward(chunk: nn.Module, buckets: list[Bucket]) -> None:
-    """Each unit, when called (`unit(...)`, which runs hooks), first waits for the buckets of its parameters."""
+    """Make each unit, when called (`unit(...)` runs hooks), first wait for the buckets of its parameters."""
     for unit in chunk.units():
         names = {param.spec.name for param in unit.parameters()}
         needed = [bucket for bucket in buckets if names & bucket.params.keys()]

@@ -26,7 +26,7 @@ from minitron.config.schema import OptimizerConfig
 
 
 def learning_rate(cfg: OptimizerConfig, consumed_samples: int, *, global_batch_size: int, total_steps: int) -> float:
-    """The rate of the step after which `consumed_samples` are consumed.
+    """Return the rate of the step after which `consumed_samples` are consumed.
 
     total_steps: of the run; the decay's length follows from it where cfg gives none.
     """

@@ -38,7 +38,7 @@ class LossScaler:
         self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)
 
     def update(self, overflow: Tensor) -> None:
-        """After a step: `overflow` 0-d, not 0 if its gradients were not finite (`Stats.skipped`)."""
+        """Adapt the scale to a step: `overflow` 0-d, not 0 if its gradients were not finite (`Stats.skipped`)."""
         overflow = overflow != 0
         clean = (self.clean + 1).masked_fill(overflow, 0)
         tolerance = self.tolerance - overflow.int()

@@ -41,19 +41,19 @@ class ProcessGroupSlices:
         self.axis, self.device = axis, device
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer whose slices are reduced or gathered, a multiple of the ranks long."""
+        """Make a buffer whose slices are reduced or gathered, a multiple of the ranks long."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def own(self, buffer: Tensor) -> Tensor:
-        """This rank's slice."""
+        """Return this rank's slice."""
         return buffer.chunk(self.axis.size)[self.axis.rank]
 
     def reduce(self, buffer: Tensor) -> Done | Pending:
-        """Begin: own(buffer), float32, becomes the sum of everyone's. All ranks do the same ones in the same order."""
+        """Begin to make own(buffer), float32, the sum of everyone's. In the same order on all ranks."""
         return reduce_scatter_into(self.own(buffer), buffer, self.axis, wait=False)
 
     def gather(self, buffer: Tensor) -> Done | Pending:
-        """Begin: the other slices become what their owners have there. In the same order on all ranks."""
+        """Begin to bring the other slices from their owners. In the same order on all ranks."""
         return all_gather_into(buffer, self.own(buffer), self.axis, wait=False)
 
 
@@ -90,7 +90,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
             return Arrival(self._copies.record_event())
 
     def _announce(self) -> None:
-        """Copies from here on find what all ranks have written on their current stream so far."""
+        """Let copies from here on find what all ranks have written on their current stream so far."""
         self._signals.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._signals):
             self._memory.barrier()
@@ -111,7 +111,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
             self._free[0] = Arrival(self._adds.record_event())
 
     def _others(self) -> list[int]:
-        """Each rank begins with another one."""
+        """List the other ranks; each rank begins with another one."""
         return [(self.axis.rank + i) % self.axis.size for i in range(1, self.axis.size)]
 
     def _theirs(self, rank: int, mine: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Arrival:
 def choose_slices(
     axis: Axis, device: torch.device, nbytes: int, overlapped: bool, sum_parts: Callable[[Tensor, Tensor], Tensor]
 ) -> ProcessGroupSlices:
-    """SymmetricMemorySlices between GPUs of one node that can read each other's memory. Collective over the axis.
+    """Choose SymmetricMemorySlices between GPUs of one node that read each other's memory. Collective over the axis.
 
     nbytes: of all buffers together.
     """

@@ -54,7 +54,7 @@ class Stats:
         return self.values[2]
 
     def read(self) -> dict[str, float]:
-        """The figures as Python numbers. On a GPU tensor this waits for the step."""
+        """Return the figures as Python numbers. On a GPU tensor this waits for the step."""
         return dict(zip(self.FIELDS, self.values.tolist(), strict=True))
 
 
@@ -111,7 +111,7 @@ class Zero1Optimizer:
         return Stats(torch.stack([loss, norm, skipped.double(), loss.isfinite().logical_not().double()]))
 
     def _update(self, lr: float, divisor: Tensor, found_inf: Tensor) -> None:
-        """AdamW on all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
+        """Update all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
         self.steps += 1 - found_inf
         self.snapshot_done.wait()
         self.adamw_(

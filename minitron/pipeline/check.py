@@ -2,7 +2,7 @@
 
 A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor.  Both can be read off the data:
 1. One rank alone: each microbatch goes once through each chunk, forward before backward; every input is received
-   once, before its use; every output is sent once, after it was made.
+   once, before its use, which waits for it; every output is sent once, after it was made.
 2. Two ranks: the n-th message that one sends is the n-th that the other receives.  NCCL matches by order, so a swap
    would hand over another microbatch's tensor without an error.
 3. All ranks: let every Exchange block until each partner stands at the matching one, and run to the end.  The
@@ -24,7 +24,7 @@ from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, Tr
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ValueError naming rank and action if the schedule is incomplete, out of order, or can deadlock."""
+    """Raise ValueError, naming rank and action, if the schedule is incomplete, out of order, or can deadlock."""
     if len(schedule.ranks) != schedule.pp:
         raise ValueError(f"the schedule has actions for {len(schedule.ranks)} ranks, but pp={schedule.pp}")
     for rank in range(schedule.pp):
@@ -71,22 +71,22 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     """Walk one rank's actions, keeping what it has run, received and not yet sent."""
     pp, vp, m = schedule.pp, schedule.vp, schedule.num_microbatches
     ran: set[tuple[type, int, int]] = set()  # (Forward or Backward, mb, chunk)
-    received: set[Transfer] = set()
+    received: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
+    exchanges = 0
     unsent: set[Transfer] = set()
-    backwards_left = Counter(action.chunk for action in schedule.ranks[rank] if type(action) is Backward)
+    backwards_all = Counter(action.chunk for action in schedule.ranks[rank] if type(action) is Backward)
     for index, action in enumerate(schedule.ranks[rank]):
         if type(action) is Exchange:
-            problem = _exchange_problem(action, received, unsent)
+            exchanges += 1
+            problem = _exchange_problem(action, received, unsent, exchanges)
         else:
-            problem = _operation_problem(action, ran, (m, vp), backwards_left)
-            needed = input_of(action, rank, pp, vp)
-            if not problem and needed is not None and needed not in received:
-                problem = f"its input {needed} has not been received"
-            received.discard(needed)
+            problem = _operation_problem(action, ran, (m, vp), backwards_all) or _route_problem(
+                action, received, input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
+            )
+            received.pop(action.input, None)
             ran.add((type(action), action.mb, action.chunk))
-            output = output_of(action, rank, pp, vp)
-            if output is not None:
-                unsent.add(output)
+            if action.output is not None:
+                unsent.add(action.output)
         if problem:
             raise ValueError(f"rank {rank}, action {index} {action}: {problem}")
     expected = m * vp * (2 if schedule.training else 1)
@@ -95,11 +95,11 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     if unsent:
         raise ValueError(f"rank {rank} never sends {unsent.pop()}")
     if received:
-        raise ValueError(f"rank {rank} never uses {received.pop()}, which it receives")
+        raise ValueError(f"rank {rank} never uses {next(iter(received))}, which it receives")
 
 
-def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int], backwards_left: Counter) -> str:
-    """Why `op` cannot run now, or ''."""
+def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int], backwards: Counter) -> str:
+    """Say why `op` cannot run now; '' if it can."""
     if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
         return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
     if (type(op), op.mb, op.chunk) in ran:
@@ -107,14 +107,34 @@ def _operation_problem(op: Forward | Backward, ran: set, sizes: tuple[int, int],
     if type(op) is Backward:
         if (Forward, op.mb, op.chunk) not in ran:
             return "its forward has not run"
-        backwards_left[op.chunk] -= 1
-        if op.last != (backwards_left[op.chunk] == 0):
+        before = sum(kind is Backward and chunk == op.chunk for kind, _, chunk in ran)
+        if op.first != (before == 0):
+            return "`first` belongs on the chunk's first backward and only there"
+        if op.last != (before == backwards[op.chunk] - 1):
             return "`last` belongs on the chunk's last backward and only there"
     return ""
 
 
-def _exchange_problem(exchange: Exchange, received: set[Transfer], unsent: set[Transfer]) -> str:
-    """Why the Exchange cannot be posted now, or ''; moves its Transfers out of `unsent` and into `received`."""
+def _route_problem(
+    op: Forward | Backward, received: dict[Transfer, int], needed: Transfer | None, made: Transfer | None
+) -> str:
+    """Say why the input and output of `op` are not those of its stage, or not there; '' if they are."""
+    if op.input != needed or op.output != made:
+        return f"takes {op.input} and makes {op.output} instead of {needed} and {made}"
+    if needed is not None and needed not in received:
+        return f"its input {needed} has not been received"
+    if needed is not None and op.after < received[needed]:
+        return f"waits for {op.after} Exchanges, but its input comes with number {received[needed]}"
+    return ""
+
+
+def _exchange_problem(exchange: Exchange, received: dict[Transfer, int], unsent: set[Transfer], number: int) -> str:
+    """Say why the Exchange, the rank's `number`-th, cannot be posted now; '' if it can.
+
+    Moves its Transfers out of `unsent` and into `received`.
+    """
+    if exchange.after >= number:
+        return f"waits for {exchange.after} Exchanges and is number {number} itself"
     for transfer in exchange.sends:
         if transfer not in unsent:
             return f"sends {transfer}, which is not there to be sent"
@@ -122,7 +142,7 @@ def _exchange_problem(exchange: Exchange, received: set[Transfer], unsent: set[T
     for transfer in exchange.recvs:
         if transfer in received:
             return f"receives {transfer} a second time"
-        received.add(transfer)
+        received[transfer] = number
     return ""
 
 

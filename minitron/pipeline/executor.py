@@ -1,13 +1,14 @@
 """Runs a schedule: point-to-point messages plus `for action in schedule`.
 
-The schedule says what this rank computes, sends and receives, and in which order (see schedule.py); nothing is
-decided here. Four small tables hold what is under way:
+The schedule says what this rank computes, sends and receives, in which order, and what each action waits for (see
+schedule.py); nothing is decided here, and nothing is asked of the device. Four small tables hold what is under way:
 
-    received   values posted for receipt, each waited for when the operation that needs it runs
-    outbox     values made and not yet posted for sending
-    flights    exchanges that were posted and whose messages may still be on their way
-    saved      of each microbatch between its forward and its backward: the input, and the *edge* of the output in the
-               autograd graph. The output itself is freed once it has been sent; its backward only needs the edge.
+    received        values posted for receipt
+    pending_sends   values made and not yet posted for sending
+    in_flight       exchanges that were posted and not yet waited for, oldest first
+    saved           of each microbatch between its forward and its backward: the input, and the *edge* of the output in
+                    the autograd graph. The output itself is freed once it has been sent; its backward only needs the
+                    edge.
 
 With one pipeline stage there are no messages, and this is plain gradient accumulation.
 """
@@ -24,25 +25,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minitron.comm.collectives import Pending, all_reduce_, exchange
 from minitron.comm.mesh import Axis
-from minitron.pipeline.schedule import (
-    Action,
-    Backward,
-    Exchange,
-    Forward,
-    Schedule,
-    Transfer,
-    forward_only,
-    input_of,
-    make,
-    output_of,
-)
+from minitron.pipeline.schedule import Action, Backward, Exchange, Forward, Schedule, Transfer, forward_only, make
 
 
 class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
-    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. on_last_backward(chunk): called before
-    the chunk's last backward of a step, when gradients may be reduced as they come.
+    shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
+    called before each backward; `first` and `last` of the chunk's backwards in this step.
     """
 
     def __init__(
@@ -52,16 +42,21 @@ class Executor:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        on_last_backward: Callable[[int], None],
+        begin_backward: Callable[[int, bool, bool], None],
     ):
         self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
-        self.on_last_backward = on_last_backward
+        self.begin_backward = begin_backward
         self.actions = lru_cache(4)(self._actions)
-        # NCCL sets a communicator up at its first collective, in which every rank must take part.
-        all_reduce_(torch.zeros(1, device=device), pp)
+
+    def connect(self) -> None:
+        """Set up the communicator of the pipeline's ranks, before the first message. Collective over pp.
+
+        NCCL does it at a communicator's first operation, in which every rank must take part.
+        """
+        all_reduce_(torch.zeros(1, device=self.device), self.pp)
 
     def train(self, batches: Sequence, seed: Tensor | float) -> Tensor:
-        """Forward and backward of every microbatch; the loss sums are multiplied by `seed` before the backward.
+        """Run forward and backward of every microbatch; the backward of a loss sum begins with `seed`.
 
         Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last
         stage.
@@ -71,7 +66,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence) -> Tensor:
-        """The sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
+        """Return the sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
         for chunk in self.chunks:
             chunk.eval()
         total = self._run(self.actions(forward_only, len(batches)), batches, None)
@@ -103,59 +98,54 @@ class _Run:
     def __init__(self, executor: Executor, batches: Sequence, seed: Tensor | None):
         self.executor, self.batches, self.seed = executor, batches, seed
         self.loss = torch.zeros((), device=executor.device)
-        self.received: dict[Transfer, tuple[Tensor, Pending]] = {}
-        self.outbox: dict[Transfer, Tensor] = {}
+        self.received: dict[Transfer, Tensor] = {}
+        self.pending_sends: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.flights: deque[Pending] = deque()  # whose sends may not have left
+        self.in_flight: deque[Pending] = deque()
+        self.completed = 0  # exchanges that were waited for
 
     def forward(self, op: Forward) -> None:
-        x = self._take(input_of(op, *self._place()))
+        x = self._input(op)
         if x is not None and self.seed is not None:
             x.requires_grad_()
         y = self.executor.chunks[op.chunk](self.batches[op.mb], x)
         if self.seed is not None:
             self.saved[op.mb, op.chunk] = x, get_gradient_edge(y)
-        output = output_of(op, *self._place())
-        if output is None:
+        if op.output is None:
             self.loss += y.detach()
         else:
-            self.outbox[output] = y.detach()
+            self.pending_sends[op.output] = y.detach()
 
     def backward(self, op: Backward) -> None:
         x, edge = self.saved.pop((op.mb, op.chunk))
-        gradient = self._take(input_of(op, *self._place()))
-        if op.last:
-            self.executor.on_last_backward(op.chunk)
+        gradient = self._input(op)
+        self.executor.begin_backward(op.chunk, op.first, op.last)
         torch.autograd.backward(edge, self.seed if gradient is None else gradient)
-        output = output_of(op, *self._place())
-        if output is not None:
-            self.outbox[output] = x.grad
+        if op.output is not None:
+            self.pending_sends[op.output] = x.grad
 
     def exchange(self, action: Exchange) -> None:
-        while self.flights and self.flights[0].is_completed():
-            self.flights.popleft()
-        sends = [(t.peer, self.outbox.pop(t).contiguous()) for t in action.sends]
+        self._wait_for(action.after)
+        executor = self.executor
+        sends = [(t.peer, self.pending_sends.pop(t).contiguous()) for t in action.sends]
         recvs = [
-            (t.peer, torch.empty(self.executor.shape, dtype=self.executor.dtype, device=self.executor.device))
-            for t in action.recvs
+            (t.peer, torch.empty(executor.shape, dtype=executor.dtype, device=executor.device)) for t in action.recvs
         ]
-        flight = exchange(self.executor.pp, sends, recvs)
-        self.flights.append(flight)
+        self.in_flight.append(exchange(executor.pp, sends, recvs))
         for t, (_, value) in zip(action.recvs, recvs):
-            self.received[t] = value, flight
+            self.received[t] = value
 
     def finish(self) -> Tensor:
-        for flight in self.flights:
-            flight.wait()
-        assert not (self.received or self.outbox or self.saved), "the schedule left values unused"
+        self._wait_for(self.completed + len(self.in_flight))
+        assert not (self.received or self.pending_sends or self.saved), "the schedule left values unused"
         return self.loss
 
-    def _take(self, t: Transfer | None) -> Tensor | None:
-        if t is None:
-            return None
-        value, flight = self.received.pop(t)
-        flight.wait()
-        return value
+    def _input(self, op: Forward | Backward) -> Tensor | None:
+        self._wait_for(op.after)
+        return None if op.input is None else self.received.pop(op.input)
 
-    def _place(self) -> tuple[int, int, int]:
-        return self.executor.pp.rank, self.executor.pp.size, len(self.executor.chunks)
+    def _wait_for(self, exchanges: int) -> None:
+        """Wait, on a GPU by its stream, until the first so many exchanges are complete."""
+        while self.completed < exchanges:
+            self.in_flight.popleft().wait()
+            self.completed += 1

@@ -12,7 +12,8 @@ The idea:
    ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
 3. A clock gives every operation the tick at which it finishes: a forward takes one tick, a backward two.
 4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
-   at one tick is one Exchange, posted without waiting; the wait comes where the value is used.
+   at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action says what it
+   takes, what it makes, and how many of its rank's Exchanges it waits for: whoever runs the list decides nothing.
 5. Each rank's list is sorted by tick, and partners meet in Exchanges of the same tick.  So whoever is at the lowest
    tick can go on: no deadlock, even if every Exchange blocked.  "Send my output and receive my next input" as one
    step, the obvious choice, pairs ends of different ticks, and interleaved ranks end up waiting for each other.
@@ -32,28 +33,11 @@ Left out: backwards split into input and weight gradients (zero bubble), since h
 inside its backward; and weights that change in the middle of a batch (PipeDream).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Run this rank's model chunk `chunk` on microbatch `mb`."""
-
-    mb: int
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """The backward of the same.  `last` marks the chunk's last one: its gradients may be reduced as they are ready."""
-
-    mb: int
-    chunk: int
-    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +51,55 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Forward:
+    """Run this rank's model chunk `chunk` on microbatch `mb`.
+
+    input: what it takes; None on the first stage.  output: what it makes for another rank; None on the last stage,
+    which makes the loss.  after: the first so many of the rank's Exchanges must be complete when it starts.
+    """
+
+    mb: int
+    chunk: int
+    input: Transfer | None = field(default=None, repr=False)
+    output: Transfer | None = field(default=None, repr=False)
+    after: int = field(default=0, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of the same.
+
+    first, last: of the chunk's backwards in a step.  The first one writes gradients, later ones add; after the last one
+    they may be reduced as they are ready.  input is None on the last stage, output on the first.
+    """
+
+    mb: int
+    chunk: int
+    last: bool
+    first: bool = field(default=False, repr=False)
+    input: Transfer | None = field(default=None, repr=False)
+    output: Transfer | None = field(default=None, repr=False)
+    after: int = field(default=0, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """All sends and receives of one rank at one tick, posted together without waiting.
 
     A rank finishes at most one operation a tick, so there is at most one send, and at most one receive from each of
     the two neighbours.  The messages of a pair of ranks are thus received in the order of their sending.  NCCL needs
-    that: it has no tags.
+    that: it has no tags.  after: the first so many of the rank's Exchanges must be complete, which lets their memory go.
     """
 
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
+    after: int = field(default=0, repr=False)
 
 
 Action = Forward | Backward | Exchange
 TICKS = {Forward: 1, Backward: 2}
+# A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of who receives.
+IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,7 @@ class Schedule:
 
 
 def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """The training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
+    """Make the training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
 
     vp = 1: rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of
     all, and at most 2 received tensors wait for their use.
@@ -115,7 +134,7 @@ def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
 
 
 def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forward | Backward]:
-    """What a rank of `make` computes: its actions without the Exchanges.
+    """List what a rank of `make` computes: its actions without the Exchanges and without their routes.
 
     Some forwards to warm up, then forward and backward in turn, then the backwards that are left.
     """
@@ -124,13 +143,13 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Forwa
     warmup = pp - rank - 1 if vp == 1 else (vp - 1) * group + 2 * (pp - rank - 1)
     warmup = min(warmup, len(order))
     forwards = [Forward(mb, chunk) for mb, chunk in order]
-    backwards = [Backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1) for mb, chunk in order]
+    backwards = [Backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1, first=mb == 0) for mb, chunk in order]
     steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
     return forwards[:warmup] + steady + backwards[len(order) - warmup :]
 
 
 def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """All forwards, in the order of training, for evaluation."""
+    """Make a schedule of the forwards alone, in the order of training, for evaluation."""
     _check_sizes(pp, vp, num_microbatches)
     forwards = [Forward(mb, chunk) for mb, chunk in _order(pp, vp, num_microbatches)]
     ranks = _with_exchanges(pp, vp, num_microbatches, [forwards] * pp)
@@ -146,14 +165,14 @@ def _check_sizes(pp: int, vp: int, num_microbatches: int) -> None:
 
 
 def _groups(pp: int, m: int) -> list[int]:
-    """m microbatches in as many groups as have pp members at least (one if m < pp), as equal as possible."""
+    """Divide m microbatches into groups of at least pp (one group if m < pp), as equal as possible."""
     count = max(1, m // pp)
     size, larger = divmod(m, count)
     return [size + 1] * larger + [size] * (count - larger)
 
 
 def _order(pp: int, vp: int, m: int) -> list[tuple[int, int]]:
-    """The (mb, chunk) of all forwards of a rank, in order: the same on every rank."""
+    """List the (mb, chunk) of all forwards of a rank, in order: the same on every rank."""
     order, first = [], 0
     for size in _groups(pp, m):
         order += [(mb, chunk) for chunk in range(vp) for mb in range(first, first + size)]
@@ -176,12 +195,29 @@ def _with_exchanges(pp: int, vp: int, m: int, operations: list[list]) -> tuple[t
     for order, done, sent, received in zip(operations, ticks, sends, recvs):
         exchanges = [(tick, Exchange(sent.get(tick, ()), received.get(tick, ()))) for tick in sent.keys() | received]
         actions = sorted([*zip(done, order), *exchanges], key=itemgetter(0))  # stable: what is made can be sent
-        ranks.append(tuple(action for _, action in actions))
-    return tuple(ranks)
+        ranks.append([action for _, action in actions])
+    return tuple(tuple(routed(actions, rank, pp, vp)) for rank, actions in enumerate(ranks))
+
+
+def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Action]:
+    """Fill in the inputs and outputs of a rank's actions, and the Exchanges that they wait for.
+
+    An operation waits for the Exchange that brought its input, and for all before it: NCCL runs a rank's Exchanges in
+    order, so what those sent has gone, too.
+    """
+    exchanges, arrived = 0, {}  # arrived: Transfer -> number of Exchanges that must be complete before it is used
+    for action in actions:
+        if type(action) is Exchange:
+            yield replace(action, after=max(0, exchanges - IN_FLIGHT))
+            exchanges += 1
+            arrived |= dict.fromkeys(action.recvs, exchanges)
+        else:
+            value, made = input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
+            yield replace(action, input=value, output=made, after=0 if value is None else arrived[value])
 
 
 def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list[int]]:
-    """The tick at which each operation finishes, when each starts as soon as its rank and its input are there."""
+    """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there."""
     stages = pp * vp
     finished = {Forward: [0] * (stages * m), Backward: [0] * (stages * m)}  # [stage * m + mb]; 0 is not yet
     ticks: list[list[int]] = [[] for _ in operations]
@@ -208,7 +244,7 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: list[list]) -> list[list
 
 
 def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
-    """What `op` on `rank` must have received; None for the first stage's forward and the last stage's backward."""
+    """Return what `op` on `rank` must have received; None: the first stage's forward, the last stage's backward."""
     stage = op.chunk * pp + rank
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage, (rank - 1) % pp) if stage > 0 else None
@@ -216,7 +252,7 @@ def input_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | 
 
 
 def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer | None:
-    """What `op` on `rank` makes for another rank; None for the last stage's forward and the first stage's backward."""
+    """Return what `op` on `rank` makes for another; None: the last stage's forward, the first stage's backward."""
     stage = op.chunk * pp + rank
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage + 1, (rank + 1) % pp) if stage < pp * vp - 1 else None
@@ -224,7 +260,7 @@ def output_of(op: Forward | Backward, rank: int, pp: int, vp: int) -> Transfer |
 
 
 def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
-    """The layers of every global stage: pp * vp ranges that follow each other.
+    """Divide the layers among the global stages: pp * vp ranges that follow each other.
 
     Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
     head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.

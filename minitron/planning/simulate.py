@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minitron.pipeline.check import match_exchanges
-from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, input_of
+from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule
 
 Seconds = float | Sequence[float]  # one for all stages, or per global stage
 
@@ -95,7 +95,7 @@ class _Rank:
     """One rank's two streams, each advanced as far as the other ranks allow."""
 
     def __init__(self, schedule: Schedule, rank: int, meets: dict, seconds: dict):
-        self.rank, self.pp, self.vp = rank, schedule.pp, schedule.vp
+        self.rank, self.pp = rank, schedule.pp
         self.actions, self.meets, self.seconds = schedule.ranks[rank], meets, seconds
         self.position, self.now = 0, 0.0  # compute stream: next action, end of the last operation
         self.posted: list[tuple[int, float]] = []  # communication stream: (index of the Exchange, when posted)
@@ -117,10 +117,9 @@ class _Rank:
         if type(action) is Exchange:
             self.posted.append((self.position, self.now))
         else:
-            needed = input_of(action, self.rank, self.pp, self.vp)
-            if needed is not None and needed not in self.arrived:
+            if action.input is not None and action.input not in self.arrived:
                 return False
-            start = max(self.now, self.arrived.pop(needed, 0.0))
+            start = max(self.now, self.arrived.pop(action.input, 0.0))
             self.now = start + self.seconds[type(action)][action.chunk * self.pp + self.rank]
             self.events.append(Event(self.rank, action, start, self.now))
         self.position += 1

@@ -156,17 +156,17 @@ class Toy:
 
     def accumulate(self, step, scale=1.0, poison=0.0):
         """Every microbatch's forward and backward. `poison` is added to one gradient of this rank."""
-        self.gradients.begin_step()
         poisoned = next(self.chunks[0].parameters())
-        poisoned.slot.main_grad.zero_().view(-1)[0] = poison
-        poisoned.slot.overwrite = False
         for sample in self.samples:
             for chunk in self.chunks:
                 for unit in chunk.units():
                     unit()
             for index, chunk in reversed(list(enumerate(self.chunks))):
-                if sample == self.samples[-1]:
-                    self.gradients.begin_last_backward(index)
+                first, last = sample == self.samples[0], sample == self.samples[-1]
+                self.gradients.begin_backward(index, first, last)
+                if first and index == 0:
+                    poisoned.slot.main_grad.zero_().view(-1)[0] = poison
+                    poisoned.slot.overwrite = False
                 for unit in reversed(list(chunk.units())):
                     unit.backward(step, sample, self.parts, scale)
 
@@ -329,7 +329,7 @@ def test_gathers_start_in_the_order_of_the_forward():
 
 def test_a_parameter_that_never_reports_is_named():
     toy = Toy(Mesh.offline())
-    toy.gradients.begin_last_backward(0)
+    toy.gradients.begin_backward(0, first=True, last=True)
     for param in toy.chunks[0].parameters():
         for _ in range(param.spec.uses - (param.spec.name == "block0.norm")):
             param.slot.ready()
@@ -339,7 +339,7 @@ def test_a_parameter_that_never_reports_is_named():
 
 def test_a_tied_weight_reports_both_of_its_uses():
     toy = Toy(Mesh.offline())
-    toy.gradients.begin_last_backward(0)
+    toy.gradients.begin_backward(0, first=True, last=True)
     for param in toy.chunks[0].parameters():
         param.slot.ready()
     with pytest.raises(AssertionError, match=f"no gradient came for {re.escape(TIED)}$"):
@@ -350,7 +350,7 @@ def test_a_parameter_that_reports_too_often_is_named():
     toy = Toy(Mesh.offline())
     norm = next(p for p in toy.chunks[0].parameters() if p.spec.name == "block0.norm")
     norm.slot.ready()  # before the last backward nobody counts
-    toy.gradients.begin_last_backward(0)
+    toy.gradients.begin_backward(0, first=True, last=True)
     norm.slot.ready()
     with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
         norm.slot.ready()

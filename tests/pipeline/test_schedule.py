@@ -23,6 +23,7 @@ from minitron.pipeline.schedule import (
     input_of,
     make,
     output_of,
+    routed,
     stage_layers,
 )
 from minitron.planning.simulate import simulate
@@ -139,7 +140,7 @@ def test_forward_only_schedules(layout):
     training = make(pp, vp, m)
     for rank in range(pp):
         forwards = [op for op in operations(training, rank) if type(op) is Forward]
-        assert operations(schedule, rank) == forwards
+        assert [replace(op, after=0) for op in operations(schedule, rank)] == [replace(op, after=0) for op in forwards]
 
 
 @pytest.mark.parametrize("pp, vp, groups", [(2, 2, 1), (2, 3, 4), (4, 2, 2), (4, 5, 3), (8, 3, 2)])
@@ -228,9 +229,24 @@ def backward_before_its_forward(actions):
     actions.insert(0, actions.pop(find(actions, Backward)))
 
 
+def mark_first(actions, nth, first):
+    i = find(actions, Backward, nth)
+    actions[i] = replace(actions[i], first=first)
+
+
 def mark_last(actions, nth, last):
     i = find(actions, Backward, nth)
     actions[i] = replace(actions[i], last=last)
+
+
+def wait_for(actions, kind, nth, change):
+    i = find(actions, kind, nth)
+    actions[i] = replace(actions[i], after=change(actions[i].after))
+
+
+def reroute(actions, nth, **route):
+    i = find(actions, Forward, nth)
+    actions[i] = replace(actions[i], **route)
 
 
 def unused_receive(actions):
@@ -246,6 +262,16 @@ DEFECTS = {
     "backward too early": (3, backward_before_its_forward, "rank 3, action 0 Backward.*its forward has not run"),
     "last missing": (1, lambda a: mark_last(a, -1, False), "`last` belongs on the chunk's last backward"),
     "last too early": (1, lambda a: mark_last(a, 0, True), "`last` belongs on the chunk's last backward"),
+    "first missing": (1, lambda a: mark_first(a, 0, False), "`first` belongs on the chunk's first backward"),
+    "first too late": (1, lambda a: mark_first(a, -1, True), "`first` belongs on the chunk's first backward"),
+    "input of another": (1, lambda a: reroute(a, 2, input=a[1].input), "takes .*mb=0.* instead of .*mb=2"),
+    "output forgotten": (1, lambda a: reroute(a, 2, output=None), "and makes None instead of .*mb=2"),
+    "wait too short": (
+        1,
+        lambda a: wait_for(a, Forward, 2, lambda n: n - 1),
+        "waits for 2 .*its input comes with number 3",
+    ),
+    "wait for itself": (1, lambda a: wait_for(a, Exchange, 2, lambda n: 3), "waits for 3 Exchanges and is number 3"),
     "receive dropped": (1, lambda a: without(a, "recvs"), "rank 1, action 1 Forward.*has not been received"),
     "send dropped": (0, lambda a: without(a, "sends"), r"rank 0 never sends Transfer\(kind='activation', mb=0"),
     "receive after use": (1, lambda a: swap(a, 0, 1), "rank 1, action 0 Forward.*has not been received"),
@@ -273,6 +299,7 @@ def test_check_sees_reordered_messages():
         a, b = actions[first], actions[second]
         actions[first], actions[second] = replace(a, recvs=b.recvs), replace(b, recvs=a.recvs)
         swap(actions, first + 1, second)
+        actions[:] = routed(actions, 1, 2, 1)
 
     schedule = make(2, 1, 4)
     message = (
@@ -302,7 +329,7 @@ def fused(schedule):
             needed = input_of(following, rank, pp, vp) if following else None
             actions += [op] if op else []
             actions += [Exchange((sent,) if sent else (), (needed,) if needed else ())] if sent or needed else []
-        ranks.append(tuple(actions))
+        ranks.append(tuple(routed(actions, rank, pp, vp)))
     return replace(schedule, ranks=tuple(ranks))
 
 
