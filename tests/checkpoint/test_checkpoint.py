@@ -183,10 +183,13 @@ def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
     }
     cfg = saving(config(LLAMA, LONG, precision), tmp_path)
     trainer, _ = start_trainer(cfg)
+    trainer.scaler.scale.fill_(512.0)  # not the first one any more
     for overflow in (1.0, 0.0, 0.0):
         trainer.scaler.update(torch.tensor(overflow))
     save(trainer, cfg, 3)
     resumed, fresh = start_trainer(cfg)[0].scaler, start_trainer(saving(cfg, tmp_path / "none"))[0].scaler
+    assert float(resumed.scale) == 512.0 != float(fresh.scale)
+    fresh.scale.fill_(512.0)  # so that the counters alone make a difference
 
     def scales(scaler, steps):
         return [(scaler.update(torch.tensor(overflow)), float(scaler.scale))[1] for overflow in steps]
@@ -196,7 +199,7 @@ def test_a_loss_scale_goes_on_in_the_middle_of_its_window(tmp_path):
     assert scales(resumed, steps) == scales(trainer.scaler, steps)
     save(start_trainer(cfg)[0], cfg, 4, 3)
     other = start_trainer(cfg)[0].scaler  # nothing but the save and the resume in between: the forgiven one counts
-    assert scales(other, [1.0]) == [512.0] != scales(start_trainer(saving(cfg, tmp_path / "none"))[0].scaler, [1.0])
+    assert scales(other, [1.0]) == [256.0] != scales(start_trainer(saving(cfg, tmp_path / "none"))[0].scaler, [1.0])
 
 
 def test_fp8_histories_follow_their_layers(ranks, tmp_path):

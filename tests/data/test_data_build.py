@@ -1,13 +1,13 @@
 """The one door to the data: what it builds from each source, and every refusal."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from minitron.config.schema import DataConfig
 from minitron.data import build as build_module
-from minitron.data.blend import part_samples
 from minitron.data.build import build_datasets, parse_paths, split_ranges
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
@@ -58,9 +58,9 @@ def test_a_blend_asks_every_part_for_its_share(tmp_path):
     built = build(tmp_path, paths=paths)
     assert len(built.train) == 100 and len(built.valid) == 10 and built.info["weights"] == [0.25, 0.75]
     parts = [
-        GPTDataset(IndexedDataset(path), split_ranges("8,2", n)[0], part_samples(100, share), 8, 3, tmp_path, 300)
-        for path, n, share in ((paths[1], 41, 0.25), (paths[3], 61, 0.75))
-    ]
+        GPTDataset(IndexedDataset(path), split_ranges("8,2", n)[0], asked, 8, 3, tmp_path, 300)
+        for path, n, asked in ((paths[1], 41, math.ceil(25 * 1.005)), (paths[3], 61, math.ceil(75 * 1.005)))
+    ]  # of 100, with Megatron's surplus
     assert [part.fingerprint for part in parts] == [part.fingerprint for part in built.train.parts]
 
 
