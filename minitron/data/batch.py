@@ -32,32 +32,38 @@ class Batch:
     documents: Documents | None = None
     squared_lengths: float = 0.0  # summed over documents, where they are kept apart, without padding
     padding: int = 0  # how many positions, at the ends of samples, only fill them and are no work
-    packed: Tensor | None = None  # bytes
+    packed: Tensor | None = None  # int64
 
     def to(self, device: torch.device) -> Batch:
         """Copy to the device, without waiting if the host's memory is pinned. Only for a batch that has `packed`."""
-        packed = self.packed.to(device, non_blocking=True)
-        moved = {}
-        for name in TENSORS:
-            host = getattr(self, name)
-            start = host.storage_offset() * host.itemsize
-            moved[name] = packed[start : start + host.nbytes].view(host.dtype).view(host.shape)
-        return replace(self, packed=packed, **moved)
+        assert self.packed is not None
+        packed, host = self.packed.to(device, non_blocking=True), [getattr(self, name) for name in TENSORS]
+        return replace(self, packed=packed, **_views(packed, [(x.shape, x.dtype) for x in host]))
 
 
 TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")
-ALIGNMENT = 128  # bytes, of each tensor in `packed`: kernels read wide
 
 
 def pack(arrays: dict[str, np.ndarray], pinned: bool) -> dict[str, Tensor]:
     """Copy the arrays of TENSORS into one buffer; return it as "packed", and each tensor, a view of it, by its name."""
-    starts, size = {}, 0
-    for name in TENSORS:
-        starts[name], size = size, size + -(-arrays[name].nbytes // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    tensors = {"packed": packed}
-    for name, start in starts.items():
-        source = torch.from_numpy(np.ascontiguousarray(arrays[name]))
-        view = packed[start : start + source.nbytes].view(source.dtype).view(arrays[name].shape)
-        tensors[name] = view.copy_(source.view(arrays[name].shape))
-    return tensors
+    sources = [torch.from_numpy(np.ascontiguousarray(arrays[name])).view(arrays[name].shape) for name in TENSORS]
+    packed = torch.empty(sum(-(-x.nbytes // 8) for x in sources), dtype=torch.int64, pin_memory=pinned)
+    views = _views(packed, [(x.shape, x.dtype) for x in sources])
+    for source, view in zip(sources, views.values()):
+        view.copy_(source)
+    return {"packed": packed, **views}
+
+
+def _views(packed: Tensor, kinds: list[tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return the tensors of TENSORS, of these shapes and dtypes, that lie one after another in `packed`.
+
+    In few operations: the host makes them between two steps.
+    """
+    numels = [shape.numel() for shape, _ in kinds]
+    parts = packed.split([-(-numel * dtype.itemsize // 8) for numel, (_, dtype) in zip(numels, kinds)])
+    views = {}
+    for name, part, numel, (shape, dtype) in zip(TENSORS, parts, numels, kinds):
+        if dtype != packed.dtype:
+            part = part.view(dtype)[:numel]
+        views[name] = part.view(shape)
+    return views

@@ -41,9 +41,10 @@ class Loader:
             host = self.ahead[1].result()
         else:
             host = self._read(consumed)
+        moved = [self._to_device(b, step) for b in host]  # before a reader competes for the interpreter
         after = consumed + self.total
         self.ahead = (after, self.reader.submit(self._read, after)) if after + self.total <= len(self.dataset) else None
-        return [self._to_device(b, step) for b in host]
+        return moved
 
     def close(self) -> None:
         self.reader.shutdown(wait=True, cancel_futures=True)
