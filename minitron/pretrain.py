@@ -118,7 +118,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     log.summary()
                 mesh.activity.begin("end")
                 all_reduce_(through := torch.zeros(1, device=device), mesh.world)
-                through.item()  # rank 0, which may serve the store, leaves when nobody will ask there any more
+                through.item()  # keep rank 0, which may host the store, alive until every rank is done with it
     if dist.is_initialized():
         dist.destroy_process_group()
     return stop.agreed

@@ -63,7 +63,7 @@ class Trainer:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
         loss_sum = self.forward_backward(batches)
         for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
-            chunk.on_weights_updated()
+            chunk.end_step()
         loss_sum, count = self.contribution(loss_sum, batches)
         stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)))
         if self.scaler is not None:
@@ -75,7 +75,8 @@ class Trainer:
         """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
 
         Nothing here is read by the host. From step to step only the contents of device tensors differ: the batches, the
-        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed.
+        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed, once the parameters have been
+        gathered; but not with documents kept apart, whose boundaries are on the host.
         """
         loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
         self.mesh.activity.begin("update")
@@ -93,8 +94,13 @@ class Trainer:
                 return event.synchronize()
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
-        """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
+        """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world.
+
+        Its casts of weights do not stay: every training step begins with the same ones, none.
+        """
         total = torch.stack(self.contribution(self.executor.evaluate(batches), batches)).double()
+        for chunk in self.chunks:
+            chunk.fp8_state.drop_casts()
         all_reduce_(total, self.mesh.world)
         return total
 

@@ -23,7 +23,8 @@ LAYERS = [
     ("runtime",),
     ("config",),
     ("pipeline",),
-    ("comm", "testing"),
+    ("testing",),
+    ("comm",),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}

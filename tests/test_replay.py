@@ -33,7 +33,10 @@ def run(cfg, replayed: bool):
         trainer.forward_backward = Replayed(trainer, eager_steps=2)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
     for step in range(cfg.train.steps):
-        stats = trainer.step(loader.step(step * batch, step), cfg.optimizer.lr * (1 + step))
+        batches = loader.step(step * batch, step)
+        if step == 2:  # before the one that is recorded: what an evaluation leaves behind must not matter
+            trainer.evaluate(batches)
+        stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
         figures.append(stats.read() | {"loss_scale": float(trainer.loss_scale())})
     loader.close()
     trainer.gradients.wait_parameters()

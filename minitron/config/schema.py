@@ -1,6 +1,6 @@
-"""Configuration: frozen dataclasses, one per section, and every rule that a combination of keys must keep.
+"""Configuration: frozen dataclasses, one per section: each key with its type, default, meaning and range.
 
-Problem: a run has seventy settings, and most of their combinations are wrong. A wrong one must be found at once, not
+Problem: a run has ninety settings, and most of their combinations are wrong. A wrong one must be found at once, not
 ten minutes later by a thousand GPUs. The idea: a key is a typed field with its meaning and its range beside it; what
 involves several keys is a rule of `minitron.config.rules`. Its `check` runs all rules; it needs the number of ranks and
 the kind of GPU but neither torch nor a process group. The error of a broken rule is one line: value, rule and fix:

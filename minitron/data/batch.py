@@ -17,8 +17,8 @@ class Batch:
 
     `order`: the places of the s/cp tokens in the full sequence. `positions` count from the start of each document
     when documents are kept apart, else they equal `order`. `documents`: each sample's boundaries [0, ..., s], on
-    the host. All that differs from step to step on the device is in the tensors. In a batch of a Loader they are views
-    of `packed`, so that one copy moves them all.
+    the host. All else that differs from step to step is in the tensors. In a batch of a Loader they are views of
+    `packed`, so that one copy moves them all.
     """
 
     tokens: Tensor  # [s/cp, b]

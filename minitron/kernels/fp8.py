@@ -5,7 +5,7 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
 
     every tensor is cast once, for all products that read it       x: forward, weight gradient
                                                                    dy: input and weight gradient
-    weights are cast once per optimizer step, not per microbatch   `on_weights_updated` drops the casts
+    weights are cast once per optimizer step, not per microbatch   `end_step` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
     SwiGLU casts what it computes, its gradient too                one pass less each, where the scale is known before
 
@@ -43,7 +43,7 @@ from minitron.kernels.param import Param
 from minitron.kernels.plain import Cast
 
 HISTORY = 16  # steps whose magnitudes a scale is made from
-BLOCK_GEMMS = 4  # of a transformer block: qkv, out, up, down
+GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 ROLES = tuple(KINDS)
 
 
@@ -266,7 +266,7 @@ class Fp8State:
         self.backend, self.fp8_gemm = backend, BlockGemm if precision.fp8 == "block" else Fp8Gemm
         self.scaling = None
         if self.layers and precision.fp8 == "delayed":
-            roles = ROLES * (BLOCK_GEMMS * len(self.layers))
+            roles = ROLES * (GEMMS_PER_LAYER * len(self.layers))
             self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
 
     def gemm(self, layer: int) -> Gemm:
@@ -277,12 +277,16 @@ class Fp8State:
         self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
         return self.gemms[-1]
 
-    def on_weights_updated(self) -> None:
-        """Drop the weights' casts and move the magnitudes of the step to the histories, once per optimizer step.
+    def drop_casts(self) -> None:
+        """Drop the weights' casts: the next product casts its weight anew."""
+        for gemm in self.gemms:
+            gemm.drop_casts()
+
+    def end_step(self) -> None:
+        """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
 
         Collective over tp and dp_cp with delayed scaling.
         """
-        for gemm in self.gemms:
-            gemm.drop_casts()
+        self.drop_casts()
         if self.scaling is not None:
             self.scaling.advance()

@@ -8,7 +8,7 @@ it is and learn a difference of low rank r, B A; B starts at zero, so training s
 W has no gradient, so of its three products the weight gradient goes, a third of the work, and with it the activation
 that it would have read. What A and B add is r wide: it costs passes over x, y and their gradients, not arithmetic.
 
-An adapter sits on a linear layer as the GEMM seam knows it, in any number format, and shards with it. What travels is
+An adapter adds to a linear layer's product, in any number format, and is split over tp as the layer is. What travels is
 u = x A^T, r numbers a token, in the same way as x or y would: so a gathered x is never needed a second time.
 
     column-parallel   A whole, B by rows:     u of this rank's tokens -> gather -> u B^T    backward: reduce-scatter

@@ -38,8 +38,9 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from minitron.config import cli, flops
+from minitron.config import flops
 from minitron.config.schema import Config
+from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
@@ -182,7 +183,7 @@ class Log:
             folder.mkdir(parents=True, exist_ok=True)
             self._rank_log = _File(folder / f"rank-{self.rank}.log")
             if self.rank == 0:
-                (folder / "config.yaml").write_text(cli.to_yaml(self.cfg), encoding="utf-8")
+                (folder / "config.yaml").write_text(to_yaml(self.cfg), encoding="utf-8")
                 self._metrics = _File(folder / "metrics.jsonl")
                 self._dllogger = _File(folder / "dllogger.json")
                 self._dllogger.write(self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))

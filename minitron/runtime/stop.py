@@ -8,7 +8,7 @@ same step. The idea:
 2. After each step a rank passes a gate. The store in which the ranks met holds the number of gates passed so far, and
    the thread closes the first gate that no rank has passed. No rank waits for another, and the GPU, where the result of
    a collective would be known only after the step, takes no part.
-3. At the closed gate all ranks save and exit 0, after Ctrl+C 130.
+3. At the closed gate all ranks save and exit 0, after Ctrl+C 130 (under torchrun 0).
 
     the store     "6"      "7"                          "8 15"
     rank 0           passes 7                                          at 8: stop, because of 15

@@ -29,16 +29,13 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import sleep
-from typing import TYPE_CHECKING
 
 import torch
 
 from minitron.comm.activity import Activity, listed
+from minitron.comm.mesh import Mesh
+from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import connect
-
-if TYPE_CHECKING:
-    from minitron.comm.mesh import Mesh
-    from minitron.runtime.log import Log
 
 HUNG = 124  # exit status, as of timeout(1)
 # Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)

@@ -174,7 +174,7 @@ def histories(magnitudes, mesh_shape):
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
             gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
-        state.on_weights_updated()
+        state.end_step()
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 
