@@ -27,6 +27,11 @@ def stream_length(cfg: Config) -> int:
     return cfg.train.seq_len // p.cp // (p.tp if p.sequence_parallel else 1)
 
 
+def in_pieces(tp: int, sequence_parallel: bool, overlap: bool) -> bool:
+    """Tell whether products of tp ranks that see each other's memory run in pieces, beside the copies of others."""
+    return overlap and sequence_parallel and tp > 1 and tp & (tp - 1) == 0
+
+
 def fp8_layers(precision: PrecisionConfig, num_layers: int) -> range:
     """Return the blocks, of `num_layers` in the model, whose products are in FP8."""
     kept = precision.fp8_bf16_layers

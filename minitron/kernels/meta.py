@@ -64,9 +64,7 @@ def _maker(result: Any, arguments: list[Any]) -> Function | None:
     results, structure = tree_flatten(result)
     places = {id(x): i for i, x in enumerate(arguments) if isinstance(x, Tensor)}
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
-    recipe: list[
-        tuple[Any, ...] | int | None
-    ] = []  # of each result; holding a result itself would keep its storage alive
+    recipe: list[Any] = []  # shape, stride and dtype of each result, or its place among the arguments
     for x in results:
         if x is None or id(x) in places:
             recipe.append(places.get(id(x)))
@@ -77,17 +75,13 @@ def _maker(result: Any, arguments: list[Any]) -> Function | None:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         leaves = tree_leaves((args, kwargs))
-        return tree_unflatten(
-            [
-                torch.empty_strided(*r[:2], dtype=r[2], device="meta")
-                if isinstance(r, tuple)
-                else None
-                if r is None
-                else leaves[r]
-                for r in recipe
-            ],
-            structure,
-        )
+
+        def result_of(item: Any) -> Any:
+            if isinstance(item, int):
+                return leaves[item]
+            return None if item is None else torch.empty_strided(*item[:2], dtype=item[2], device="meta")
+
+        return tree_unflatten(map(result_of, recipe), structure)
 
     return make
 

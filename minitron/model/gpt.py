@@ -166,8 +166,8 @@ class Embedding(nn.Module):
             layout, rows = self.layout, batch.positions
             if layout.sequence_parallel:
                 rows = slice_along(rows, layout.axis)
-            replicated = layout.axis.size > 1 and not layout.sequence_parallel  # gradients that nobody sums over tp
-            x = x + lookup(rows, self.positions, 0, layout.kernels.ops, in_order=replicated)
+            same_on_all = layout.axis.size > 1 and not layout.sequence_parallel  # so each tp rank must sum in one order
+            x = x + lookup(rows, self.positions, 0, layout.kernels.ops, in_order=same_on_all)
         if not self.training:
             return x
         return dropout(x, self.dropout, mb.local_keys, layer=0, site=0, drop=self.layout.kernels.ops.drop_elements)

@@ -217,7 +217,7 @@ class ColumnParallelLinear(ParallelLinear):
         """Multiply. recompute_input: as in `column_linear`. keys: dropout's, of the rows of x, for an adapter."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, keys)
-        linear = self.linear
+        linear = self.linear  # without `column_linear` in between: three calls from a layer to its product
         return _ColumnLinear.apply(x, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
 
 

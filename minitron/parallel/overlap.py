@@ -45,6 +45,7 @@ from torch import Tensor
 from minitron.comm.collectives import Handle, all_reduce_, gather_start, reduce_scatter_start
 from minitron.comm.mesh import Axis
 from minitron.comm.shared_memory import OnStream, SharedBuffer, see_each_other
+from minitron.config.sizes import in_pieces
 from minitron.kernels.gemm import Payload
 
 T = TypeVar("T")
@@ -381,7 +382,6 @@ def choose(
     """Choose how linear layers communicate over `axis`: the fastest way that can run. Collective over the axis."""
     if axis.size == 1 or not sequence_parallel:
         return AllReduceComm(axis, overlap)
-    power_of_two = axis.size & (axis.size - 1) == 0
-    if overlap and power_of_two and see_each_other(axis, device):
+    if in_pieces(axis.size, sequence_parallel, overlap) and see_each_other(axis, device):
         return SymmetricMemoryComm(axis, device, sum_parts)
     return ProcessGroupComm(axis, overlap)

@@ -28,7 +28,15 @@ from collections import Counter
 from typing import NamedTuple
 
 from minitron.config.schema import Config
-from minitron.config.sizes import FP8_WORKSPACE_BYTES, PIECE_BYTES, adapted, fp8_layers, linear_sizes, stream_length
+from minitron.config.sizes import (
+    FP8_WORKSPACE_BYTES,
+    PIECE_BYTES,
+    adapted,
+    fp8_layers,
+    in_pieces,
+    linear_sizes,
+    stream_length,
+)
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
@@ -180,7 +188,7 @@ class Memory:
         """Count the bytes of tensors between stages, and of buffers that the GPUs of a node read from each other."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
-        if p.overlap_tp and p.sequence_parallel and 1 < self.tp <= self.gpus_per_node:
+        if in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
         if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
             trained = sum(map(self.trained, self.stages(rank)))

@@ -27,7 +27,7 @@ from collections import Counter
 from functools import lru_cache
 
 from minitron.config.schema import Config
-from minitron.config.sizes import MOCK_DOCUMENT, ROUNDED_ONCE, fp8_layers, linear_sizes, stream_length
+from minitron.config.sizes import MOCK_DOCUMENT, ROUNDED_ONCE, fp8_layers, in_pieces, linear_sizes, stream_length
 from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
@@ -64,7 +64,7 @@ class Work:
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
-        self.near = machine.inside(p.tp, 1)
+        self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
         self.block = lru_cache(2)(self._block)
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
@@ -133,7 +133,7 @@ class Work:
         seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
         if not p.sequence_parallel:
             seconds *= 2  # an all-reduce
-        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.near) else product_seconds
+        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.in_pieces) else product_seconds
         if pieces:
             can_hide /= 2  # the largest piece is half of the product
         hidden = min(seconds, can_hide) * (1 - exposed_share)
@@ -186,7 +186,7 @@ class Work:
             backward += (w + f) * ITEM * t + 2 * h * ITEM * rows  # bias gradients
         if m.hidden_dropout:
             forward, backward = forward + 2 * 5 * h * ITEM * rows, backward + 2 * 2 * h * ITEM * rows
-        if p.tp > 1 and self.near and p.overlap_tp:  # a scatter ends in a sum of tp pieces
+        if self.in_pieces:  # a scatter ends in a sum of tp pieces
             forward, backward = (x + 2 * h * ITEM * (t + rows) for x in (forward, backward))
         kernels = (4, 5) if llama else (3, 8)
         if not fp8:
