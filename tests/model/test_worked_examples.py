@@ -13,12 +13,12 @@ import transformers
 
 import test_invariance
 from layouts import LLAMA, config, train_steps
-from minitron.checkpoint import hf
 from minitron.model import gpt
 from minitron.testing import assert_close_rel
 from readmes import ROOT, program
 from test_invariance import assert_equals_one_process, axes
 from test_model import TOLERANCE, batch_of, model_of
+from tools import hf_export
 
 CODE, TESTS = ROOT / "minitron" / "README.md", ROOT / "tests" / "README.md"
 # module -> what it replaces, by what; transformers' model of the same, with its settings
@@ -90,13 +90,13 @@ def test_an_example_has_the_logits_of_transformers(examples, name):
     cfg = config(LLAMA, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
     model, batch = with_example(name, model_of, cfg), batch_of(cfg)
     *_, kind, change = EXAMPLES[name]
-    settings = hf.settings_of(cfg.model, "fp32") | {"model_type": kind, "head_dim": cfg.model.head_dim} | change
+    settings = hf_export.settings_of(cfg.model, "fp32") | {"model_type": kind, "head_dim": cfg.model.head_dim} | change
     twin = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
     ).eval()
     params = {p.spec.name: p.detach() for p in model.parameters()}
     weights = dict(
-        hf.export(
+        hf_export.export(
             cfg.model, lambda start, at, shape: params[start][tuple(map(lambda a, n: slice(a, a + n), at, shape))]
         )
     )
