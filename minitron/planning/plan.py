@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def mfu_percent(self) -> float | None:
-        """Of the dense peak, as logs count it: all scores within documents, 2/3 where weights are frozen.
+        """The share of the dense peak, as logs count it: all scores within documents, 2/3 where weights are frozen.
 
         None if nobody knows the device's peak.
         """

@@ -6,6 +6,7 @@ import torch
 
 from layouts import LLAMA, config
 from minitron.comm.mesh import Mesh
+from minitron.data.batch import Batch, pack
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
@@ -67,3 +68,18 @@ def test_a_samples_own_mask_is_kept_and_whole_samples_count_in_full():
     separate = config(LLAMA, {"data": {"separate_documents": True}})
     apart = Loader(Masked(90, S, TOTAL, 0), separate, Mesh.offline()).step(0, 0)
     assert [b.count for b in apart] == [2.0 + i for i in range(TOTAL)]
+
+
+@pytest.mark.parametrize("s, b", [(1, 1), (7, 1), (7, 3), (8, 2)])
+def test_a_packed_batch_arrives_as_it_was(s, b):
+    """Also where an odd number of float32s leaves half a word of the buffer unused."""
+    generator = np.random.default_rng(0)
+    arrays = {name: generator.integers(0, 100, (s, b)) for name in ("tokens", "labels")}
+    arrays |= {"mask": generator.random((s, b), np.float32), "positions": np.arange(s)[:, None], "order": np.arange(s)}
+    arrays |= {"samples": np.arange(b), "step": np.full((), 5)}
+    batch = Batch(**pack(arrays, pinned=False), count=0.0)
+    moved = batch.to(torch.device("cpu"))
+    for name, array in arrays.items():
+        for tensor in (getattr(batch, name), getattr(moved, name)):
+            assert tensor.untyped_storage().data_ptr() == batch.packed.data_ptr()
+            assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from minitron.pipeline import schedule as schedule_module
 from minitron.pipeline.check import check
 from minitron.pipeline.schedule import (
+    IN_FLIGHT,
     Backward,
     Exchange,
     Forward,
@@ -141,6 +142,17 @@ def test_forward_only_schedules(layout):
     for rank in range(pp):
         forwards = [op for op in operations(training, rank) if type(op) is Forward]
         assert [replace(op, after=0) for op in operations(schedule, rank)] == [replace(op, after=0) for op in forwards]
+
+
+@given(LAYOUTS, st.booleans())
+def test_few_messages_are_under_way(layout, training):
+    """A rank that only sends, as the first one in an evaluation, would else keep all that it ever sent."""
+    for actions in (make if training else forward_only)(*layout).ranks:
+        posted = complete = 0
+        for action in actions:
+            complete = max(complete, action.after)
+            posted += type(action) is Exchange
+            assert complete <= posted <= complete + IN_FLIGHT + 1
 
 
 @pytest.mark.parametrize("pp, vp, groups", [(2, 2, 1), (2, 3, 4), (4, 2, 2), (4, 5, 3), (8, 3, 2)])
