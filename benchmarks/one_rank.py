@@ -1,0 +1,464 @@
+"""One rank of any job, alone on one GPU: `python benchmarks/one_rank.py configs/gpt3_175b.yaml --world 128 --rank 64`.
+
+Problem: nobody has 128 GPUs at hand, but a step of the job is what its slowest rank does, and a rank's kernels, host
+and memory do not ask whether its partners are real. The idea: the trainer itself, its loader and its step, with
+
+    torch's fake process group   a collective ends at once; what others would bring is a copy of this rank's part
+    messages between stages      copies of one random tensor, as large as real ones: NaN and zeros draw less power
+    memory that GPUs share       a local buffer; a partner's part of a sum is the one made for that partner
+    counts of tokens             this rank's own, also where another stage counts them: so updates are real ones
+
+Measured with a few microbatches: `step_seconds`; `busy_seconds`, in which a kernel runs; `host_seconds`, until the step
+is queued; the device's memory, runtime and graph included; and the seconds of every forward, backward and update. With
+these from the first, a middle and the last pipeline rank the whole job is simulated, at the recipe's batch:
+
+    schedule of the measured forwards and backwards + the planner's traffic + update  ->  job_step_seconds
+
+The other two ranks are measured first, each in a process of its own, unless `--results FILE` has them of this commit.
+On CPUs everything runs but what only a GPU has. What is left out is printed, see LEFT_OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+
+import torch
+from torch import Tensor
+
+from benchmarks import compare, measure, record, shares
+from benchmarks.calibration import DEVICES
+from minitron import train
+from minitron.comm import collectives
+from minitron.comm.activity import Activity
+from minitron.comm.collectives import Done, Handle, Pending
+from minitron.comm.mesh import Axis, Mesh
+from minitron.config import cli, rules
+from minitron.config.schema import Config
+from minitron.data.batch import Batch
+from minitron.data.build import build_datasets
+from minitron.data.loader import Loader
+from minitron.optim import slices
+from minitron.parallel import context, overlap
+from minitron.pipeline import executor
+from minitron.pipeline.schedule import Backward, Exchange, Forward
+from minitron.planning.dryrun import choose_ranks, fake_world, recorded
+from minitron.planning.machine import Machine, read_machines
+from minitron.planning.plan import Step
+
+LEFT_OUT = (
+    "left out: traffic (job_step_seconds has the planner's), partners that are late, what posting a message to NCCL "
+    "takes the host, memory of NCCL; received values are copied on this GPU, between kernels"
+)
+# Standard deviations of what arrives from other stages: a residual stream, and a gradient of a sum over tokens. In fp16
+# a gradient of 0.01 is far from both ends.
+MAGNITUDES = {"activation": 1.0, "gradient": 0.01}
+SETTLED = 10  # steps after which a graph must be there
+
+
+# ---- partners that are not there ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def partners(gpus_per_node: int) -> Iterator[None]:
+    """Replace what a rank's partners would bring by finite values of this rank, made on its device."""
+
+    def see_each_other(axis: Axis, device: torch.device) -> bool:
+        """The answer in a job whose nodes are filled in order."""
+        one_node = axis.ranks[0] // gpus_per_node == axis.ranks[-1] // gpus_per_node
+        return device.type == "cuda" and axis.size > 1 and one_node
+
+    patches = [
+        mock.patch.object(collectives, "_start", start),
+        mock.patch.object(executor, "exchange", exchange),
+        mock.patch.object(context, "exchange", exchange),
+        mock.patch.object(overlap.SymmetricMemoryComm, "_receive", receive),
+        mock.patch.object(train.Trainer, "contribution", contribution),
+    ]
+    for module in (overlap, slices):
+        patches.append(mock.patch.object(module, "see_each_other", see_each_other))
+        patches.append(mock.patch.object(module, "SharedBuffer", LocalBuffer))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = True, **options: Any) -> Handle:
+    """A collective of ranks that all hold what this one holds; sums are this rank's part of them.
+
+    In place nothing is written: the parameters of other data ranks stay what they were at the start.
+    """
+    out, x = tensors[0], tensors[-1]
+    axis.activity.record(kind, axis, x, axis.ranks)
+    if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        if kind == "all-gather":
+            for part in out.chunk(axis.size):
+                part.copy_(x)
+        else:
+            out.copy_(x.chunk(axis.size)[axis.rank] if kind == "reduce-scatter" else x)
+    return Done() if wait else Pending(kind, axis, x.nbytes, (), tensors)
+
+
+def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
+    """Messages that arrive at once: between stages random values, around a ring what this rank sends."""
+    action, tensors = axis.activity.action, [x for _, x in (*sends, *recvs)]
+    if isinstance(action, Exchange):
+        sources = [noise(x.shape, x.dtype, x.device, t.kind) for t, (_, x) in zip(action.recvs, recvs, strict=True)]
+    else:
+        sources = [x for _, x in sends]
+    for (_, there), here in zip(recvs, sources, strict=True):
+        there.copy_(here)
+    return Pending("exchange", axis, sum(x.nbytes for x in tensors), (), tensors)
+
+
+@lru_cache(None)
+def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
+    """Normal values of the magnitude of `kind`, the same ones in every message."""
+    draw = torch.Generator(device).manual_seed(list(MAGNITUDES).index(kind))
+    return (torch.randn(shape, device=device, generator=draw) * MAGNITUDES[kind]).to(dtype)
+
+
+class LocalBuffer:
+    """comm.shared_memory.SharedBuffer of a rank alone: every rank's memory is its own."""
+
+    def __init__(self, axis: Axis, nbytes: int, device: torch.device):
+        self.nbytes, self.own = nbytes, torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._views: dict[tuple, Tensor] = {}
+
+    def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, start: int) -> Tensor:
+        if (key := (shape, dtype, start)) not in self._views:
+            flat = self.own[start * dtype.itemsize : (start + shape.numel()) * dtype.itemsize]
+            self._views[key] = flat.view(dtype).view(shape)
+        return self._views[key]
+
+    def barrier(self) -> None:
+        pass
+
+
+def receive(self: overlap.SymmetricMemoryComm, memory: LocalBuffer, group: Any, received: Tensor) -> None:
+    """SymmetricMemoryComm._receive: the rows made for each source stand for those that it has made for this rank.
+
+    Those are written by then, have the right magnitude, and differ from each other, as the parts of a sum do.
+    """
+    for source in group.sources:
+        piece = received[source]
+        piece.copy_(memory.view(self.axis.rank, piece.shape, piece.dtype, source * piece.numel()))
+
+
+def contribution(self: train.Trainer, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """Trainer.contribution: the sums of losses and tokens as if this rank were the one that counts them."""
+    return loss_sum, torch.full((), sum(b.count for b in batches), dtype=torch.float64, device=self.mesh.device)
+
+
+# ---- the clock ------------------------------------------------------------------------------------------------------
+
+
+class HostEvent:
+    """torch.cuda.Event of a CPU."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class Clock(Activity):
+    """An Activity with events around every forward and backward: (start, end) by type, chunk and microbatch.
+
+    A capture turns its events into nodes of the graph, which each replay passes: so those stay valid.
+    """
+
+    __slots__ = ("device", "eager", "captured")
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.eager, self.captured = {}, {}
+
+    def begin(self, action: object) -> None:
+        super().begin(action)
+        self._pass(action, 0)
+
+    def ended(self, device: torch.device) -> None:
+        self._pass(self.action, 1)
+        super().ended(device)
+
+    def _pass(self, action: object, index: int) -> None:
+        if isinstance(action, Forward | Backward):
+            captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            events, key = self.captured if captures else self.eager, (type(action), action.chunk, action.mb)
+            if key not in events:
+                events[key] = self.event(external=True), self.event(external=True)
+            events[key][index].record()
+
+    def event(self, external: bool = False) -> Any:
+        return HostEvent() if self.device.type == "cpu" else torch.cuda.Event(enable_timing=True, external=external)
+
+    def seconds(self, replayed: bool, end: Any) -> dict[str, Any]:
+        """Of the step that ended at `end`: mean seconds of each chunk's forward and backward, and what came after."""
+        events, spent = self.captured if replayed else self.eager, defaultdict(list)
+        for (kind, chunk, _), (begun, done) in events.items():
+            spent[kind, chunk].append(begun.elapsed_time(done) / 1e3)
+        forward, backward = (
+            [sum(spent[kind, c]) / len(spent[kind, c]) for c in sorted({c for k, c in spent if k is kind})]
+            for kind in (Forward, Backward)
+        )
+        update = min(done.elapsed_time(end) for _, done in events.values()) / 1e3
+        return {"forward_seconds": forward, "backward_seconds": backward, "update_seconds": update}
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+def fewer(cfg: Config, world: int, args: argparse.Namespace) -> Config:
+    """The recipe with the microbatches, the data and the graph that are measured."""
+    p, t, all_of_them = cfg.parallel, cfg.train, cfg.num_microbatches(cfg.dp(world))
+    microbatches = args.microbatches or min(all_of_them, max(2 * p.pp, 4))
+    t = replace(t, global_batch_size=microbatches * t.micro_batch_size * cfg.dp(world), eval_every=0)
+    if hasattr(t, "cuda_graph"):
+        t = replace(t, cuda_graph=args.graph)
+    return replace(cfg, train=t)
+
+
+def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine) -> dict:
+    """Train one rank of `world`, and return its figures."""
+    device, capability = measure.choose_device()
+    with cli.user_errors():
+        rules.check(cfg, world, capability)
+    p = cfg.parallel
+    with fake_world(world, rank, device.type) if world > 1 else nullcontext(), partners(machine.fabric.gpus_per_node):
+        if world > 1:
+            mesh = Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device)
+        else:
+            mesh = Mesh.offline(device=device)
+        clock = Clock(device)
+        return run(cfg, args, recorded(mesh, clock), clock)
+
+
+def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict:
+    """Train on random tokens until the steps are alike, then take the figures."""
+    t, device = cfg.train, mesh.device
+    data = build_datasets(
+        replace(cfg.data, source="mock", paths=()),
+        vocab_size=cfg.model.vocab_size,
+        seq_len=t.seq_len,
+        seed=t.seed,
+        train_samples=t.steps * t.global_batch_size,
+        valid_samples=0,
+    )
+    trainer, loader, steps = train.build(cfg, mesh), Loader(data.train, cfg, mesh), iter(range(1, 10**9))
+    train.keep_collector_out()
+
+    def batches() -> list[Batch]:
+        step = next(steps)
+        clock.step = step
+        return loader.step(step % t.steps * t.global_batch_size, step)
+
+    def step(_: int = 0) -> None:
+        trainer.step(batches(), cfg.optimizer.lr)
+
+    for _ in range(SETTLED):
+        step()
+        graph = getattr(trainer, "graph", None)
+        if args.graph == "off" or (replayed := graph is not None and graph.replaying):
+            break
+    else:
+        raise SystemExit(f"error: after {SETTLED} steps none was replayed; use --graph off, or see why above")
+    seconds = measure.median_seconds(step, args.steps, device)
+    ready, end = batches(), clock.event()
+    measure.synchronize(device)
+    begun = time.perf_counter()
+    stats = trainer.step(ready, cfg.optimizer.lr)
+    host = time.perf_counter() - begun
+    end.record()
+    measure.synchronize(device)
+    figures = stats.read()
+    if figures["skipped"] or figures["nan"]:
+        raise SystemExit(f"error: {figures} are not finite, so the kernels had the wrong data; this is a mistake here")
+    replayed = graph is not None and graph.replaying
+    parts, gib = clock.seconds(replayed, end), device_gib(device)  # before a profiler takes memory
+    result = {
+        "graph": "on" if replayed else "off",
+        "microbatches": cfg.num_microbatches(mesh.dp.size),
+        "step_seconds": seconds,
+        "busy_seconds": busy_seconds(step, device),
+        "host_seconds": host,
+        "job_step_seconds": None,
+        "job_quiet_seconds": None,
+        "nodes": graph.nodes - 2 * len(clock.captured) if replayed else None,
+        "capture_seconds": graph.capture_seconds if replayed else None,
+        "device_gib": gib,
+        "loss": figures["loss"] if trainer.chunks[-1].head is not None else None,
+        "grad_norm": figures["grad_norm"],
+        "layers": sum(len(chunk.blocks) for chunk in trainer.chunks),
+        **parts,
+    }
+    print(trainer.describe())
+    loader.close()
+    return result
+
+
+def busy_seconds(step: Callable[[int], object], device: torch.device) -> float | None:
+    """Time of a step in which at least one kernel or copy runs; None on a CPU."""
+    return shares.union(shares.record(step, 1)) / 1e6 if device.type == "cuda" else None
+
+
+def device_gib(device: torch.device) -> float | None:
+    """All that is taken of the device: by the allocator, a graph, libraries and CUDA itself; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**30
+
+
+# ---- the job --------------------------------------------------------------------------------------------------------
+
+
+def place(rank: int, pp: int, world: int) -> str:
+    """Whose measurement stands for this rank's: that of the first, a middle or the last pipeline rank."""
+    stage = rank // (world // pp)
+    return "first" if stage == 0 else "last" if stage == pp - 1 else "middle"
+
+
+def job_seconds(step: Step, world: int, rows: dict[str, dict]) -> tuple[float, float]:
+    """Seconds of the job's step with the planner's traffic, and without any. step: the plan of it; rows: by `place`.
+
+    Between the first and the last pipeline rank a stage takes what the measured one takes, by its number of layers.
+    """
+    p = step.cfg.parallel
+    quiet: dict[str, list[float]] = {"forward_seconds": [], "backward_seconds": []}
+    for stage, layers in enumerate(step.memory.layers):
+        chunk, rank = divmod(stage, p.pp)
+        row = rows[place(rank * (world // p.pp), p.pp, world)]
+        like = step.memory.layers[chunk * p.pp + row["rank"] // (world // p.pp)]
+        for name, of_stages in quiet.items():
+            of_stages.append(row[name][chunk] * len(layers) / len(like))
+    update = max(row["update_seconds"] for row in rows.values())
+    step.forward, step.backward = quiet.values()
+    alone = step.timeline(0.0).makespan
+    step.forward, step.backward = (
+        [own + parts[i]["tp_exposed"] + parts[i]["cp_exposed"] for own, parts in zip(of_stages, step.parts)]
+        for i, of_stages in enumerate(quiet.values())
+    )
+    timeline = step.timeline(step.transfer_seconds)
+    exposed, _ = step.data_parallel(timeline)
+    return timeline.makespan + exposed + update, alone + update
+
+
+def others(args: argparse.Namespace, pp: int, rank: int) -> dict[str, dict]:
+    """Rows of the ranks beside `rank` that the job's simulation needs, by place: read, or measured in a process."""
+    needed = {place(r, pp, args.world): r for r in choose_ranks("first,middle,last", pp, args.world)}
+    del needed[place(rank, pp, args.world)]
+    return {name: earlier(args, other) or child(args, other) for name, other in needed.items()}
+
+
+def earlier(args: argparse.Namespace, rank: int) -> dict | None:
+    """The newest row of this commit that measures the same; None if there is none."""
+    wanted, commit = identity(args, rank), _clean(args.commit or record.commit())
+    for row in reversed(rows_of(args.results)):
+        if _clean(row["commit"]) == commit and all(row.get(name) == value for name, value in wanted.items()):
+            return row
+    return None
+
+
+def _clean(commit: str | None) -> str | None:
+    """Without the mark of a changed tree, which the first record of a run makes of it."""
+    return commit and commit.removesuffix("-dirty")
+
+
+def rows_of(path: Path | None) -> list[dict]:
+    """The records of this program in a file of results."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+    return [row for row in map(json.loads, lines) if row["kind"] == "one_rank"]
+
+
+def identity(args: argparse.Namespace, rank: int) -> dict:
+    """What says that two rows measure the same."""
+    recipe = [Path(arg).stem for arg in args.config if arg.endswith((".yaml", ".yml"))]
+    keys = sorted(arg for arg in args.config if not arg.endswith((".yaml", ".yml")))
+    return {"recipe": " ".join(recipe), "keys": keys, "world": args.world, "rank": rank, "graph": args.graph}
+
+
+def child(args: argparse.Namespace, rank: int) -> dict:
+    """Measure another rank with the same options."""
+    options = {"--world": args.world, "--rank": rank, "--graph": args.graph, "--steps": args.steps}
+    options |= {"--fabric": args.fabric, "--microbatches": args.microbatches, "--results": args.results}
+    options |= {"--commit": args.commit}
+    given = [str(x) for name, value in options.items() if value is not None for x in (name, value)]
+    return compare.launch([sys.executable, __file__, *args.config, *given, "--alone"], args.seconds, {})
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=int, required=True, help="ranks of the job")
+    parser.add_argument("--rank", default="middle", help="which of them: a number, or first, middle, last (of pp)")
+    parser.add_argument(
+        "--graph",
+        choices=("on", "off"),
+        default="on" if torch.cuda.is_available() else "off",
+        help="replay the step as a CUDA graph (default: on a GPU)",
+    )
+    parser.add_argument("--microbatches", type=int, help="of the measured step (default: a few, 2 pp or more)")
+    parser.add_argument("--alone", action="store_true", help="this rank only: without the others that the job takes")
+    parser.add_argument("--fabric", default="ndr400", help="network of the job, in devices.json (default ndr400)")
+    parser.add_argument("--seconds", type=float, default=600, help="at most, for each of the other ranks (default 600)")
+    parser.set_defaults(steps=8)
+    record.add_options(parser, results=None)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Measures one rank, simulates its job, prints the row and returns it."""
+    cfg, args = measure.arguments(__doc__, argv, add_options)
+    os.environ["LOCAL_RANK"] = "0"  # or the mesh would choose a device by the rank
+    with cli.user_errors():
+        rules.check(cfg, args.world)
+        (rank,) = choose_ranks(args.rank, cfg.parallel.pp, args.world)
+        devices, fabrics = read_machines(DEVICES)
+        if args.fabric not in fabrics:
+            raise ValueError(f"--fabric={args.fabric} is not in {DEVICES.name}; use one of {', '.join(fabrics)}")
+        machine = Machine(devices["h200"], fabrics[args.fabric])
+        plan = None if args.alone else Step(cfg, args.world, machine)
+    rows = {} if args.alone else others(args, cfg.parallel.pp, rank)  # before this process takes memory of the GPU
+    figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine)
+    result = identity(args, rank) | {"dtype": cfg.precision.dtype, "fp8": cfg.precision.fp8} | figures
+    if plan is not None:
+        rows[place(rank, cfg.parallel.pp, args.world)] = result
+        result["job_step_seconds"], result["job_quiet_seconds"] = job_seconds(plan, args.world, rows)
+    print("\n".join(f"{name:18} {text(value)}" for name, value in result.items()))
+    print(LEFT_OUT)
+    if args.results:
+        record.append(args, "one_rank", result)
+    measure.report(result)
+    return result
+
+
+def text(value: object) -> str:
+    """A figure as one reads it."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(map(text, value)) if isinstance(value, list) else "-" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()
