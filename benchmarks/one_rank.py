@@ -21,7 +21,6 @@ On CPUs everything runs but what only a GPU has. What is left out is printed, se
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -67,7 +67,7 @@ LEFT_OUT = (
 # Standard deviations of what arrives from other stages: a residual stream, and a gradient of a sum over tokens. In fp16
 # a gradient of 0.01 is far from both ends.
 MAGNITUDES = {"activation": 1.0, "gradient": 0.01}
-SETTLED = 10  # steps after which a graph must be there
+SECONDS = 900  # that the measurement of another rank may take
 
 
 # ---- partners that are not there ------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ class Clock(Activity):
         super().begin(action)
         self._pass(action, 0)
 
-    def ended(self, device: torch.device) -> None:
+    def ended(self, *device: torch.device) -> None:
         self._pass(self.action, 1)
-        super().ended(device)
+        super().ended(*device)
 
     def _pass(self, action: object, index: int) -> None:
         if isinstance(action, Forward | Backward):
@@ -270,19 +270,19 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
 
     def batches() -> list[Batch]:
         step = next(steps)
-        clock.step = step
+        clock.step = step  # begin_step
         return loader.step(step % t.steps * t.global_batch_size, step)
 
     def step(_: int = 0) -> None:
         trainer.step(batches(), cfg.optimizer.lr)
 
-    for _ in range(SETTLED):
-        step()
-        graph = getattr(trainer, "graph", None)
-        if args.graph == "off" or (replayed := graph is not None and graph.replaying):
-            break
-    else:
-        raise SystemExit(f"error: after {SETTLED} steps none was replayed; use --graph off, or see why above")
+    graph = getattr(trainer, "graph", None)
+    if graph is not None:
+        graph.log = SimpleNamespace(info=print, warn=print, alarm=print)
+        while not graph.settled:
+            step()
+        if not graph.replaying:
+            raise SystemExit("error: no step could be recorded, for the reason above; use --graph off")
     seconds = measure.median_seconds(step, args.steps, device)
     ready, end = batches(), clock.event()
     measure.synchronize(device)
@@ -294,18 +294,18 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
     figures = stats.read()
     if figures["skipped"] or figures["nan"]:
         raise SystemExit(f"error: {figures} are not finite, so the kernels had the wrong data; this is a mistake here")
-    replayed = graph is not None and graph.replaying
-    parts, gib = clock.seconds(replayed, end), device_gib(device)  # before a profiler takes memory
+    parts, gib = clock.seconds(graph is not None, end), device_gib(device)  # before a profiler takes memory
+    microbatches = cfg.num_microbatches(mesh.dp.size)
     result = {
-        "graph": "on" if replayed else "off",
-        "microbatches": cfg.num_microbatches(mesh.dp.size),
+        "replayed": graph is not None,
+        "microbatches": microbatches,
         "step_seconds": seconds,
         "busy_seconds": busy_seconds(step, device),
         "host_seconds": host,
         "job_step_seconds": None,
         "job_quiet_seconds": None,
-        "nodes": graph.nodes - 2 * len(clock.captured) if replayed else None,
-        "capture_seconds": graph.capture_seconds if replayed else None,
+        "nodes": graph.nodes - 4 * microbatches * len(trainer.chunks) if graph is not None else None,  # the clock's
+        "capture_seconds": graph.capture_seconds if graph is not None else None,
         "device_gib": gib,
         "loss": figures["loss"] if trainer.chunks[-1].head is not None else None,
         "grad_norm": figures["grad_norm"],
@@ -314,6 +314,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
     }
     print(trainer.describe())
     loader.close()
+    if graph is not None:
+        graph.close()  # before the process group
     return result
 
 
@@ -374,8 +376,8 @@ def others(args: argparse.Namespace, pp: int, rank: int) -> dict[str, dict]:
 def earlier(args: argparse.Namespace, rank: int) -> dict | None:
     """The newest row of this commit that measures the same; None if there is none."""
     wanted, commit = identity(args, rank), _clean(args.commit or record.commit())
-    for row in reversed(rows_of(args.results)):
-        if _clean(row["commit"]) == commit and all(row.get(name) == value for name, value in wanted.items()):
+    for row in reversed(record.rows(args.results)):
+        if _clean(row["commit"]) == commit and wanted.items() <= row.items():
             return row
     return None
 
@@ -385,17 +387,18 @@ def _clean(commit: str | None) -> str | None:
     return commit and commit.removesuffix("-dirty")
 
 
-def rows_of(path: Path | None) -> list[dict]:
-    """The records of this program in a file of results."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-    return [row for row in map(json.loads, lines) if row["kind"] == "one_rank"]
-
-
 def identity(args: argparse.Namespace, rank: int) -> dict:
-    """What says that two rows measure the same."""
+    """What says that two records measure the same."""
     recipe = [Path(arg).stem for arg in args.config if arg.endswith((".yaml", ".yml"))]
     keys = sorted(arg for arg in args.config if not arg.endswith((".yaml", ".yml")))
-    return {"recipe": " ".join(recipe), "keys": keys, "world": args.world, "rank": rank, "graph": args.graph}
+    return {
+        "kind": "one_rank",
+        "recipe": " ".join(recipe),
+        "keys": keys,
+        "world": args.world,
+        "rank": rank,
+        "graph": args.graph,
+    }
 
 
 def child(args: argparse.Namespace, rank: int) -> dict:
@@ -403,8 +406,9 @@ def child(args: argparse.Namespace, rank: int) -> dict:
     options = {"--world": args.world, "--rank": rank, "--graph": args.graph, "--steps": args.steps}
     options |= {"--fabric": args.fabric, "--microbatches": args.microbatches, "--results": args.results}
     options |= {"--commit": args.commit}
+    config = [str(Path(arg).resolve()) if arg.endswith((".yaml", ".yml")) else arg for arg in args.config]
     given = [str(x) for name, value in options.items() if value is not None for x in (name, value)]
-    return compare.launch([sys.executable, __file__, *args.config, *given, "--alone"], args.seconds, {})
+    return compare.launch([sys.executable, __file__, *config, *given, "--alone"], SECONDS, {})
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -417,12 +421,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--graph",
         choices=("on", "off"),
         default="on" if torch.cuda.is_available() else "off",
-        help="replay the step as a CUDA graph (default: on a GPU)",
+        help="replay the step as a CUDA graph, if it can be recorded (default: on a GPU)",
     )
     parser.add_argument("--microbatches", type=int, help="of the measured step (default: a few, 2 pp or more)")
     parser.add_argument("--alone", action="store_true", help="this rank only: without the others that the job takes")
     parser.add_argument("--fabric", default="ndr400", help="network of the job, in devices.json (default ndr400)")
-    parser.add_argument("--seconds", type=float, default=600, help="at most, for each of the other ranks (default 600)")
     parser.set_defaults(steps=8)
     record.add_options(parser, results=None)
 

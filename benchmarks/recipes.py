@@ -7,12 +7,15 @@ own, and stops before `--seconds` are over; the next call goes on. Every call wr
     all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
     175B, 70B, 405B    and the second pipeline rank; and the middle one eager
 
+`--missing --two-gpus` measures the method itself: jobs of two GPUs that both run, and as one rank alone.
+
 To measure something again, take its rows out of the file. One number of GPUs each: the smallest that is documented.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
 from benchmarks import calibration, compare, one_rank, record
+from benchmarks.cases import CASES
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.planning.dryrun import choose_ranks
@@ -46,6 +50,7 @@ RECIPES = (
     ("gpt3_175b_jube", 384, "juwels-booster", FP16),
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
+CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
 LEAST_SECONDS = 60  # that a measurement may take; with less left none is begun
 LABEL = """\
 # One rank of every recipe
@@ -59,6 +64,7 @@ the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.p
   measured, and the traffic that the planner expects. Planned is the planner's step on H100; published is what others
   measured on the GPU named. These three are of the recipe's batch.
 """
+TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
 COLUMNS = (
     "recipe | GPUs | format | rank | graph | microbatches | step s | busy s | step / busy | host s | nodes | GiB "
     "| job s | planned s | published s"
@@ -91,11 +97,35 @@ class Run:
         """Those of one_rank.py."""
         return argparse.Namespace(**vars(args), config=self.config, world=self.world, graph=self.graph)
 
+    def __str__(self) -> str:
+        return " ".join(map(str, (*self.config, "rank", self.rank, "of", self.world, "graph", self.graph)))
+
     def row(self, rows: list[dict]) -> dict | None:
         """The newest record of this run; None if it is missing."""
         wanted = one_rank.identity(self.options(argparse.Namespace()), self.rank)
         for row in reversed(rows):
             if wanted.items() <= row.items() and (self.alone or row["job_step_seconds"] is not None):
+                return row
+        return None
+
+
+@dataclass(frozen=True)
+class Real:
+    """The step of two GPUs that both run, by benchmarks/step.py."""
+
+    config: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((*self.config, "on two GPUs"))
+
+    def command(self, args: argparse.Namespace) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        options = ["--results", str(args.results)] + (["--commit", args.commit] if args.commit else [])
+        return [*torchrun, "benchmarks/step.py", *self.config, *options]
+
+    def row(self, rows: list[dict]) -> dict | None:
+        for row in reversed(rows):
+            if row["kind"] == "step" and row["world"] == 2 and {*self.config} <= {*shlex.split(row["command"])}:
                 return row
         return None
 
@@ -116,15 +146,28 @@ class Job:
 def jobs() -> Iterator[Job]:
     for recipe, world, fabric, formats in RECIPES:
         for keys in formats:
-            pp = configuration(recipe, keys).parallel.pp
-            run = Run(recipe, keys, world, 0, "on", fabric, alone=True)
-            ranks = {one_rank.place(rank, pp, world): rank for rank in choose_ranks("first,last,middle", pp, world)}
-            main = ranks.pop("middle", None) or ranks.pop("last", None) or ranks.pop("first")
-            beside = ()
-            if recipe in CLOSELY:
-                beside = replace(run, rank=world // pp), replace(run, rank=main, graph="off")
-            support = tuple(replace(run, rank=rank) for rank in ranks.values())
-            yield Job(support, replace(run, rank=main, alone=False), beside)
+            yield job_of(recipe, keys, world, fabric)
+
+
+def checks() -> Iterator[tuple[str, Job, Real]]:
+    """Jobs of two GPUs: (name, one rank alone, both)."""
+    for name in CHECKED:
+        for fp8 in ("none", "delayed"):
+            config, *keys = CASES[name].arguments(fp8)
+            job = job_of(Path(config).stem, tuple(keys), 2, "ndr400")
+            yield f"{name}, {'bf16' if fp8 == 'none' else 'FP8'}", job, Real(tuple(job.main.config))
+
+
+def job_of(recipe: str, keys: tuple[str, ...], world: int, fabric: str) -> Job:
+    pp = configuration(recipe, keys).parallel.pp
+    run = Run(recipe, keys, world, 0, "on", fabric, alone=True)
+    ranks = {one_rank.place(rank, pp, world): rank for rank in choose_ranks("first,last,middle", pp, world)}
+    main = ranks.pop("middle", None) or ranks.pop("last", None) or ranks.pop("first")
+    support = tuple(replace(run, rank=rank) for rank in ranks.values())
+    beside = ()
+    if recipe in CLOSELY and world > 2:
+        beside = replace(run, rank=world // pp), replace(run, rank=main, graph="off")
+    return Job(support, replace(run, rank=main, alone=False), beside)
 
 
 @lru_cache(None)
@@ -135,14 +178,15 @@ def configuration(recipe: str, keys: tuple[str, ...]) -> Config:
 # ---- what is missing ------------------------------------------------------------------------------------------------
 
 
-def todo(args: argparse.Namespace, failed: set[Run]) -> Iterator[Run]:
+def todo(args: argparse.Namespace, failed: set[Run | Real]) -> Iterator[Run | Real]:
     """What is to be run next, asked again after every run. failed: what was tried, and what needs it, is left out."""
-    for job in jobs():
-        if job.main.row(one_rank.rows_of(args.results)) is None:
+    every = [(job, (real,)) for _, job, real in checks()] if args.two_gpus else [(job, job.beside) for job in jobs()]
+    for job, beside in every:
+        if job.main.row(record.rows(args.results)) is None:
             yield from (run for run in job.support if one_rank.earlier(run.options(args), run.rank) is None)
             if failed.isdisjoint(job.support):
                 yield job.main
-        yield from (run for run in job.beside if run.row(one_rank.rows_of(args.results)) is None)
+        yield from (run for run in beside if run.row(record.rows(args.results)) is None)
 
 
 def run_missing(args: argparse.Namespace) -> int:
@@ -153,7 +197,7 @@ def run_missing(args: argparse.Namespace) -> int:
         if left < LEAST_SECONDS:
             print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
             break
-        print(" ".join(map(str, (*run.config, "rank", run.rank, "of", run.world, "graph", run.graph))), flush=True)
+        print(run, flush=True)
         begun = time.monotonic()
         try:
             result = compare.launch(run.command(args), left, {})
@@ -175,15 +219,41 @@ def markdown(rows: list[dict]) -> str:
     lines += [line(run, row) for run, row in found.items()]
     if len(found) < len(all_runs):
         lines += ["", f"Not yet measured: {len(all_runs) - len(found)} of {len(all_runs)} rows."]
+    lines += against_two_gpus(rows)
     origins = dict.fromkeys(origin(row) for row in found.values())
     return "\n".join([*lines, "", *origins]) + "\n"
+
+
+def against_two_gpus(rows: list[dict]) -> list[str]:
+    """A table of what both GPUs took and what one rank alone says of it; nothing without rows."""
+    lines = []
+    for name, job, real in checks():
+        alone, both = job.main.row(rows), real.row(rows)
+        if alone is not None and both is not None:
+            said, quiet, took = alone["job_step_seconds"], alone["job_quiet_seconds"], both["step_seconds"]
+            lines.append(
+                f"| {name} | {took:.4f} | {said:.4f} | {_off(said, took)} | {quiet:.4f} | {_off(quiet, took)} |"
+            )
+    header = [
+        "",
+        "## Held against two GPUs",
+        "",
+        TWO_GPUS,
+        "",
+        "| job | both s | job s | off | without traffic s | off |",
+    ]
+    return [*header, "|---|---|---|---|---|---|", *lines] if lines else []
+
+
+def _off(said: float, took: float) -> str:
+    return f"{100 * (said / took - 1):+.1f} %"
 
 
 def line(run: Run, row: dict) -> str:
     cfg = configuration(run.recipe, run.keys)
     stage = f"pp {run.rank * cfg.parallel.pp // run.world} of {cfg.parallel.pp}"
     cells = [run.recipe, run.world, row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}"]
-    cells += [f"{run.rank} ({stage})", row["graph"], row["microbatches"]]
+    cells += [f"{run.rank} ({stage})", "on" if row["replayed"] else "off", row["microbatches"]]
     nodes = None if row["nodes"] is None else row["nodes"] / (row["layers"] * row["microbatches"])
     share = row["busy_seconds"] and row["step_seconds"] / row["busy_seconds"]
     figures = ((row["step_seconds"], 3), (row["busy_seconds"], 3), (share, 3), (row["host_seconds"], 3), (nodes, 0))
@@ -222,11 +292,12 @@ def origin(row: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--missing", action="store_true", help="run what has no row yet")
+    parser.add_argument("--two-gpus", action="store_true", help="with --missing: the jobs of two GPUs instead")
     parser.add_argument("--seconds", type=float, default=3600, help="time for that, in all (default 3600)")
     record.add_options(parser)
     args = parser.parse_args(argv)
     failed = run_missing(args) if args.missing else 0
-    text = markdown(one_rank.rows_of(args.results))
+    text = markdown(record.rows(args.results))
     args.results.with_name("recipes.md").write_text(text, encoding="utf-8")
     print(text, end="")
     return int(failed > 0)

@@ -62,7 +62,12 @@ def test_a_rank_trains_alone_on_finite_values(keys, world, rank, last, capsys):
     assert 0 < row["grad_norm"] < 100 and (row["loss"] is not None) == last
     assert not last or abs(row["loss"] - math.log(200)) < 1.5  # of a part of the vocabulary under tp
     assert row["step_seconds"] > sum(row["forward_seconds"] + row["backward_seconds"]) > 0
-    assert (row["graph"], row["busy_seconds"], row["device_gib"], row["job_step_seconds"]) == ("off", None, None, None)
+    assert (row["replayed"], row["busy_seconds"], row["device_gib"], row["job_step_seconds"]) == (
+        False,
+        None,
+        None,
+        None,
+    )
     assert one_rank.LEFT_OUT in capsys.readouterr().out
     assert collectives._start.__module__ == collectives.__name__ and not torch.distributed.is_initialized()
 
@@ -76,7 +81,7 @@ def test_the_job_is_simulated_with_rows_of_the_same_commit(tmp_path):
     cfg, (devices, fabrics) = cli.load(PIPELINE), read_machines(DEVICES)
     step = Step(cfg, 8, Machine(devices["h200"], fabrics["ndr400"]))
     assert one_rank.job_seconds(step, 8, {"first": first, "last": row})[0] == row["job_step_seconds"]
-    assert [entry["rank"] for entry in one_rank.rows_of(results)] == [0, 7]
+    assert [entry["rank"] for entry in recipes.record.rows(results)] == [0, 7]
     with mock.patch.object(compare, "launch", return_value=first) as launch:  # of another commit: measured again
         one_rank.main([*PIPELINE, "--rank", "last", *options, "def"])
     command = " ".join(launch.call_args.args[0])
@@ -256,10 +261,10 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
         given = dict(zip(options[::2], options[1::2]))
         asked = Namespace(config=config, world=int(given["--world"]), graph=given["--graph"])
         row = one_rank.identity(asked, int(given["--rank"])) | {
-            "kind": "one_rank",
             "commit": given["--commit"],
             "dtype": "bf16",
             "fp8": "none",
+            "replayed": asked.graph == "on",
             "microbatches": 16,
             "layers": 12,
             "step_seconds": 1.04,
@@ -302,4 +307,32 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
 
 def test_the_page_is_what_the_records_say():
     page = recipes.record.RESULTS.with_name("recipes.md")
-    assert page.read_text(encoding="utf-8") == recipes.markdown(one_rank.rows_of(recipes.record.RESULTS))
+    assert page.read_text(encoding="utf-8") == recipes.markdown(recipes.record.rows(recipes.record.RESULTS))
+
+
+def test_jobs_of_two_gpus_are_held_against_the_real_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "CHECKED", ["2gpu-8b-16layers-pp2"])
+    (name, job, real), (_, fp8, _) = recipes.checks()
+    assert (name, job.main.rank, job.support[0].rank) == ("2gpu-8b-16layers-pp2, bf16", 1, 0)
+    results, launched = tmp_path / "results.jsonl", []
+
+    def launch(command, timeout, environment):
+        launched.append(command)
+        if "--rank" in command:
+            asked = job if "precision.fp8=none" in command else fp8
+            options, rank = asked.main.options(Namespace()), int(command[command.index("--rank") + 1])
+            row = one_rank.identity(options, rank) | {"job_step_seconds": 1.02, "job_quiet_seconds": 0.97}
+        else:
+            row = {"kind": "step", "world": 2, "command": " ".join(command[5:])}
+        row |= {"commit": "abc", "step_seconds": 1.0}
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    monkeypatch.setattr(compare, "launch", launch)
+    call = ["--results", str(results), "--commit", "abc", "--missing", "--two-gpus"]
+    assert recipes.main(call) == 0 and len(launched) == 6  # both ranks alone, then together; in two formats
+    assert "benchmarks/step.py" in launched[2] and "--nproc-per-node" in launched[2]
+    assert recipes.main(call) == 0 and len(launched) == 6
+    text = (tmp_path / "recipes.md").read_text()
+    assert "| 2gpu-8b-16layers-pp2, FP8 | 1.0000 | 1.0200 | +2.0 % | 0.9700 | -3.0 % |" in text
