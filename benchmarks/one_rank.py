@@ -84,8 +84,7 @@ def partners(gpus_per_node: int) -> Iterator[None]:
 
     patches = [
         mock.patch.object(collectives, "_start", start),
-        mock.patch.object(executor, "exchange", exchange),
-        mock.patch.object(context, "exchange", exchange),
+        *(mock.patch.object(module, "exchange", exchange) for module in (collectives, executor, context)),
         mock.patch.object(overlap.SymmetricMemoryComm, "_receive", receive),
         mock.patch.object(train.Trainer, "contribution", contribution),
     ]
@@ -124,7 +123,7 @@ def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tu
         sources = [noise(x.shape, x.dtype, x.device, t.kind) for t, (_, x) in zip(action.recvs, recvs, strict=True)]
     else:
         sources = [x for _, x in sends]
-    for (_, there), here in zip(recvs, sources, strict=True):
+    for (_, there), here in zip(recvs, sources):
         there.copy_(here)
     return Pending("exchange", axis, sum(x.nbytes for x in tensors), (), tensors)
 
@@ -204,11 +203,13 @@ class Clock(Activity):
 
     def _pass(self, action: object, index: int) -> None:
         if isinstance(action, Forward | Backward):
-            captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            events, key = self.captured if captures else self.eager, (type(action), action.chunk, action.mb)
+            events, key = self.captured if self.captures() else self.eager, (type(action), action.chunk, action.mb)
             if key not in events:
                 events[key] = self.event(external=True), self.event(external=True)
             events[key][index].record()
+
+    def captures(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def event(self, external: bool = False) -> Any:
         return HostEvent() if self.device.type == "cpu" else torch.cuda.Event(enable_timing=True, external=external)
