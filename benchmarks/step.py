@@ -76,12 +76,21 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     def step(i: int) -> None:
         trainer.step(loader.step(i % cfg.train.steps * batch, i), cfg.optimizer.lr)
 
+    first = 0
+    while trainer.graph is not None and not trainer.graph.settled:  # eager and replayed steps have been compared
+        step(first)
+        first += 1
     seconds = measure.median_seconds(step, args.steps, mesh.device)
     result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, measure.squared_lengths(cfg, data.train))
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
         result["peak_gib"] += measure.highest(trainer.shared_bytes / 2**30, mesh.device)
+    if trainer.graph is not None:
+        result |= {"graph": trainer.graph.replaying, "nodes": trainer.graph.nodes}
+        result["capture_seconds"] = trainer.graph.capture_seconds
     kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
     loader.close()
+    if trainer.graph is not None:
+        trainer.graph.close()
     return result, floor.step_work(trainer), kernels, trainer.describe()
 
 

@@ -34,6 +34,7 @@ from minitron.optim.replicas import ReplicasDiffer
 from minitron.planning import dryrun
 from minitron.planning.fits import check_room
 from minitron.runtime import profiling
+from minitron.runtime.graph import why_eager
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import meet
 from minitron.runtime.room import OutOfMemory
@@ -109,6 +110,11 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             if data.note:
                 log.info(data.note)
             log.info(trainer.describe())
+            reason = why_eager(cfg, device)
+            if reason is not None and (
+                cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and name != "cpu"
+            ):
+                log.info(f"train.cuda_graph={cfg.train.cuda_graph}: every step is eager, since {reason}")
             for reader, resumed in (start.frozen, False), (start.reader, start.resume):
                 if reader is not None:
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.save import Checkpointer, State
+from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -37,7 +38,8 @@ from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor
-from minitron.pipeline.schedule import Forward, stage_layers
+from minitron.pipeline.schedule import stage_layers
+from minitron.runtime.graph import StepGraph, why_eager
 from minitron.runtime.log import Log
 from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
@@ -58,30 +60,45 @@ class Trainer:
     scaler: LossScaler | None
     kernels: Kernels
     base: str | None = None  # fingerprint of the weights beside which adapters are trained
+    graph: StepGraph | None = None  # of forward_backward; None where it cannot be recorded or is not to be
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
-        loss_sum = self.forward_backward(batches)
+        loss_sum = self.forward_backward(batches) if self.graph is None else self.graph.step(batches)
         for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
             chunk.end_step()
         loss_sum, count = self.contribution(loss_sum, batches)
         stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)))
         if self.scaler is not None:
             self.scaler.update(stats.skipped)
-        self.mesh.activity.ended(self.mesh.device)
+        self.mesh.activity.ended()
         return stats
 
     def forward_backward(self, batches: list[Batch]) -> Tensor:
         """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
 
         Nothing here is read by the host. From step to step only the contents of device tensors differ: the batches, the
-        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed, once the parameters have been
-        gathered; but not with documents kept apart, whose boundaries are on the host.
+        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (runtime/graph.py); but not with
+        documents kept apart, whose boundaries are on the host.
         """
         loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
+        self.finish()
+        return loss_sum
+
+    def finish(self) -> None:
+        """Complete the sums of gradients."""
         self.mesh.activity.begin("update")
         self.gradients.finish()
-        return loss_sum
+
+    def reset(self) -> None:
+        """Forget what an unfinished pass, or one before it, has left."""
+        self.drop_casts()
+        self.gradients.reset()
+
+    def drop_casts(self) -> None:
+        """Drop the FP8 casts of weights: every training step begins with none."""
+        for chunk in self.chunks:
+            chunk.fp8_state.drop_casts()
 
     def near_end(self) -> None:
         """Wait until the device is through with the step's last forward.
@@ -89,18 +106,13 @@ class Trainer:
         Its backward and the update are time enough to queue the next step, so the device does not see the wait; and the
         host has not yet begun a step that it may be told not to do.
         """
-        for event, _, action in reversed(self.mesh.activity.queued):
-            if type(action) is Forward:
-                return event.synchronize()
+        if self.executor.forwards_done is not None:
+            self.executor.forwards_done.synchronize()
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
-        """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world.
-
-        Its casts of weights do not stay: every training step begins with the same ones, none.
-        """
+        """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
         total = torch.stack(self.contribution(self.executor.evaluate(batches), batches)).double()
-        for chunk in self.chunks:
-            chunk.fp8_state.drop_casts()
+        self.drop_casts()
         all_reduce_(total, self.mesh.world)
         return total
 
@@ -113,6 +125,16 @@ class Trainer:
     def shared_bytes(self) -> int:
         """GPU memory that ranks of a node share, which torch's allocator does not count."""
         return self.chunks[0].layout.comm.nbytes + self.gradients.slices.nbytes
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of the GPU in use at the peak, and now."""
+        if self.mesh.device.type != "cuda":
+            return 0, 0
+        if self.graph is not None and self.graph.replaying:  # of which the allocator has seen the recording alone
+            free, total = torch.cuda.mem_get_info()
+            return total - free, total - free
+        allocated = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        return allocated[0] + self.shared_bytes, allocated[1] + self.shared_bytes
 
     def describe(self) -> str:
         """Describe the model, the layout and the kernels in one line."""
@@ -173,10 +195,18 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     shape = stream_length(cfg), cfg.train.micro_batch_size, m.hidden_size
-    executor = Executor(chunks, pp, shape, dtype, mesh.device, gradients.begin_backward)
+    executor = Executor(chunks, pp, shape, dtype, mesh.device, gradients.begin_backward, layout.comm.begin_pass)
     executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
-    return Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
+    trainer = Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
+    if mesh.device.type == "cuda":
+        mesh.activity.progress = Progress.of(mesh.device)
+    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device) is None:
+        always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
+        trainer.graph = StepGraph(
+            executor, trainer.backward_scale, trainer.finish, trainer.reset, mesh, layers, always=always
+        )
+    return trainer
 
 
 def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:
@@ -187,12 +217,14 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     """
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
+    if trainer.graph is not None:
+        trainer.graph.log = log
     loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     step = done
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
-        activity.step = step
+        activity.begin_step(step)
         activity.begin("data")
         batches = loader.step(consumed, step)
         consumed += t.global_batch_size
@@ -203,7 +235,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         if cfg.data.separate_documents:
             known["squared_lengths"] = sum(b.squared_lengths for b in batches)
             known["padding"] = sum(b.padding for b in batches)
-        meter.step(torch.cat([stats.values, scale]), trainer.shared_bytes, **known)
+        meter.step(torch.cat([stats.values, scale]), trainer.memory(), **known)
         replicas.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
@@ -218,6 +250,8 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
             saves.save(step, consumed)
     meter.flush()
     loader.close()
+    if trainer.graph is not None:
+        trainer.graph.close()
     replicas.flush()
     activity.begin("checkpoint")
     if saves is not None:

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from minitron.comm import collectives
 from minitron.comm.collectives import Pending
-from minitron.data.batch import Batch
 from minitron.parallel import context
 from minitron.pipeline import executor
+from minitron.runtime.graph import StepGraph
 from minitron.train import Trainer
 
 aten = torch.ops.aten
@@ -90,24 +90,36 @@ def _again(func, args, kwargs, result) -> None:
             old.copy_(new)
 
 
-class Replayed:
-    """Stands in for `trainer.forward_backward`: eager for some steps, then recorded, then replayed on new batches."""
+class Twin:
+    """Stands in for runtime/graph.py's CudaRecorder: what it records also runs, once, which a repetition must allow."""
 
-    def __init__(self, trainer: Trainer, eager_steps: int):
-        self.trainer, self.eager, self.left = trainer, trainer.forward_backward, eager_steps
-        self.recording: Recording | None = None
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
 
-    def __call__(self, batches: list[Batch]) -> torch.Tensor:
-        if self.left > 0:
-            self.left -= 1
-            return self.eager(batches)
-        if self.recording is None:
-            self.recording, self.batches = Recording(), batches
-            with self.recording:
-                self.loss_sum = self.eager(batches)
-            return self.loss_sum
+    def used(self) -> int:
+        return 0
+
+    def record(self, work: Callable[[], None]) -> Recorded:
+        self.trainer.gradients.wait_parameters()  # on a GPU an event in the graph does
+        recording = Recording()
+        with recording:
+            work()
+        return Recorded(recording, self.trainer)
+
+
+class Recorded:
+    def __init__(self, recording: Recording, trainer: Trainer):
+        self.recording, self.trainer, self.nodes = recording, trainer, len(recording.calls)
+
+    def replay(self) -> None:
         self.trainer.gradients.wait_parameters()
-        for static, batch in zip(self.batches, batches, strict=True):
-            static.packed.copy_(batch.packed)
         self.recording.replay()
-        return self.loss_sum
+
+
+def replayed(trainer: Trainer) -> None:
+    """Let `trainer` run its first steps eagerly and replay the others, as on a GPU."""
+    layers = trainer.cfg.model.num_layers
+    always, recorder = True, partial(Twin, trainer)
+    trainer.graph = StepGraph(
+        trainer.executor, trainer.backward_scale, trainer.finish, trainer.reset, trainer.mesh, layers, always, recorder
+    )

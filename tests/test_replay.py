@@ -7,12 +7,13 @@ import torch
 
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.data.loader import Loader
+from minitron.runtime import graph
 from minitron.train import build
-from replay import Replayed
+from replay import replayed
 from test_invariance import axes
 from test_lora import ALL, lora
 
-STEPS = {"train": {"steps": 4, "global_batch_size": 4}}
+STEPS = {"train": {"steps": 5, "global_batch_size": 4}}
 DROPOUT = {"model": {"hidden_dropout": 0.2}}
 FP16 = {"precision": {"dtype": "fp16", "loss_scale": 2.0**16, "loss_scale_window": 2, "loss_scale_hysteresis": 1}}
 
@@ -25,12 +26,13 @@ def fp8(how: str) -> dict:
     }
 
 
-def run(cfg, replayed: bool):
+def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
     """Each step's figures, and the weights at the end."""
     torch.set_num_threads(1)
     trainer, figures = build(cfg, mesh_of(cfg)), []
-    if replayed:
-        trainer.forward_backward = Replayed(trainer, eager_steps=2)
+    graph.WARM_UP, graph.MOST_NODES = 2, most_nodes
+    if again:
+        replayed(trainer)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
     for step in range(cfg.train.steps):
         batches = loader.step(step * batch, step)
@@ -39,8 +41,10 @@ def run(cfg, replayed: bool):
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
         figures.append(stats.read() | {"loss_scale": float(trainer.loss_scale())})
     loader.close()
+    assert not again or trainer.graph.replaying and trainer.graph.settled
     trainer.gradients.wait_parameters()
-    return figures, {p.spec.name: p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()}
+    weights = {p.spec.name: p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()}
+    return figures, weights, 0 if trainer.graph is None else trainer.graph.graphs
 
 
 @pytest.mark.parametrize(
@@ -73,10 +77,34 @@ def run(cfg, replayed: bool):
 )
 def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):
     steps = {section: values | change.get(section, {}) for section, values in STEPS.items()}
-    cfg = config(base, {"model": {"num_layers": 4}}, change, axes(layout), steps)
-    for eager, again in zip(ranks(world, run, cfg, False), ranks(world, run, cfg, True), strict=True):
+    same(ranks, world, config(base, {"model": {"num_layers": 4}}, change, axes(layout), steps), graph.MOST_NODES)
+
+
+@pytest.mark.parametrize(
+    "world, batch, layout, most_nodes, graphs",
+    [
+        (1, 1, "", 1, 1),
+        (1, 2, "", 1, 2),
+        (1, 3, "", 1, 3),
+        (1, 7, "", 1, 3),  # the second one runs for five microbatches
+        (2, 7, "tp=2", 1, 3),
+        (2, 4, "pp=2 vp=2", 1e9, 1),
+        (2, 4, "pp=2 vp=2", 800, 3),  # 4 * 150 * 4 kernels in some 30 actions: 10 of these in a graph
+    ],
+)
+def test_a_step_in_several_graphs_is_a_step(ranks, world, batch, layout, most_nodes, graphs):
+    batches = {"train": {"micro_batch_size": 1, "global_batch_size": batch, "steps": 5}}
+    cfg = config(GPT3, DROPOUT, {"model": {"num_layers": 4}}, axes(layout), batches)
+    assert same(ranks, world, cfg, most_nodes) == [graphs] * world
+
+
+def same(ranks, world, cfg, most_nodes) -> list[int]:
+    """Assert that eager and replayed steps are the same; return how many graphs each rank has recorded."""
+    rerun = ranks(world, run, cfg, True, most_nodes)
+    for eager, again in zip(ranks(world, run, cfg, False), rerun, strict=True):
         assert again[0] == eager[0]
         assert eager[1].keys() == again[1].keys()
         assert all(torch.equal(again[1][name], weight) for name, weight in eager[1].items())
-    losses = [figures["loss"] for figures in eager[0]]
-    assert len(set(losses)) == len(losses), "every step has a batch of its own"
+        losses = [figures["loss"] for figures in eager[0]]
+        assert len(set(losses)) == len(losses), "every step has a batch of its own"
+    return [graphs for *_, graphs in rerun]

@@ -9,9 +9,9 @@ reads it in a run; a dry run's recorder (planning/dryrun.py) is an Activity that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,27 +30,39 @@ class Activity:
     """What this rank is doing. Written by the thread that trains, read by others at any moment.
 
     action: of the schedule, or a word. collective: (kind, axis, bytes) of the collective that the host is in; after a
-    failed one it is kept. since: when any of this changed last, by `time.monotonic`. queued: on a GPU, (event, step,
-    action) of the last actions; the device reaches the event when it has finished the action.
+    failed one it is kept. since: when any of this changed last, by `time.monotonic`. progress: on a GPU, what the
+    device itself is doing.
     """
 
-    __slots__ = ("step", "action", "collective", "since", "queued")
+    __slots__ = ("step", "action", "collective", "since", "progress")
 
     def __init__(self) -> None:
         self.step = 0
         self.action: object = "start"
         self.collective: tuple[str, Ranks, int] | None = None
         self.since = monotonic()
-        self.queued: deque[tuple[torch.cuda.Event, int, object]] = deque(maxlen=1024)
+        self.progress: Progress | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Note that the host begins a step."""
+        self.step = step
+        if self.progress is not None:
+            self.progress.begin_step(step)
 
     def begin(self, action: object) -> None:
         """Note that the host begins an action."""
         self.action, self.since = action, monotonic()
 
-    def ended(self, device: torch.device) -> None:
+    def ended(self) -> None:
         """Note that the host has launched all of the action, which a GPU may not have begun."""
-        if device.type == "cuda":
-            self.queued.append((torch.cuda.current_stream().record_event(), self.step, self.action))
+        if self.progress is not None:
+            self.progress.ended(self.action)
+
+    def replay(self, actions: Sequence[object]) -> None:
+        """Note that the host is about to launch a recording of these actions, at whose ends the device will write."""
+        self.begin("replay")
+        if self.progress is not None:
+            self.progress.queued[-1][1].extend(actions)
 
     def enter(self, kind: str, axis: Ranks, num_bytes: int) -> None:
         """Note that the host enters a collective."""
@@ -77,6 +89,57 @@ class Activity:
     def partners(self) -> str:
         """Name the ranks of the collective: ", together ranks 0, 1"; "" outside of one."""
         return "" if self.collective is None else f", together {listed(self.collective[1].ranks)}"
+
+
+class Progress:
+    """How far a GPU is, in two words of the host's memory that a kernel writes after each action: step, actions done.
+
+    The host, which runs ahead, keeps what it has queued: (step, its actions) of the last steps. Whoever reads the words
+    asks nothing of CUDA, and so gets an answer from a device that has failed, too.
+    """
+
+    def __init__(self, words: torch.Tensor, on_device: torch.Tensor):
+        self.words = words
+        self._step, self._done = on_device.unbind()
+        self.queued: deque[tuple[int, list[object]]] = deque([(0, [])], maxlen=4)
+
+    @staticmethod
+    def of(device: torch.device) -> Progress:
+        """Make the words of a GPU, which reads and writes the host's pinned memory at the address it has there."""
+        words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        return Progress(words, torch.as_tensor(_DeviceView(words), device=device))
+
+    def begin_step(self, step: int) -> None:
+        """Queue the beginning of a step."""
+        self.queued.append((step, []))
+        self._step.fill_(step)
+        self._done.zero_()
+
+    def ended(self, action: object) -> None:
+        """Queue the end of an action."""
+        self.queued[-1][1].append(action)
+        self._done.add_(1)
+
+    def unfinished(self) -> str:
+        """Name the first action that the device has not finished."""
+        step, done = self.words.tolist()
+        for queued, actions in self.queued.copy():
+            first = done if queued == step else 0
+            if queued >= step and first < len(actions):
+                return f"not through with step {queued}, {actions[first]}"
+        return "through with all actions"
+
+
+class _DeviceView:
+    """Pinned memory, under the protocol by which torch.as_tensor takes it for a device's."""
+
+    def __init__(self, pinned: torch.Tensor):
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<i8",
+            "data": (pinned.data_ptr(), False),
+            "version": 3,
+        }
 
 
 def listed(ranks: Iterable[int], at_most: int = 8) -> str:

@@ -117,6 +117,9 @@ class TrainConfig:
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"
     )
+    cuda_graph: Literal["auto", "on", "off"] = key(
+        "auto", "replay steps as CUDA graphs: where that measures faster, always, or never"
+    )
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
     hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")
     max_skipped: int = key(

@@ -37,8 +37,16 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Copy to the device, without waiting if the host's memory is pinned. Only for a batch that has `packed`."""
         assert self.packed is not None
-        packed, host = self.packed.to(device, non_blocking=True), [getattr(self, name) for name in TENSORS]
-        return replace(self, packed=packed, **_views(packed, [(x.shape, x.dtype) for x in host]))
+        return self._with(self.packed.to(device, non_blocking=True))
+
+    def clone(self) -> Batch:
+        """Copy to other memory of the device."""
+        assert self.packed is not None
+        return self._with(self.packed.clone())
+
+    def _with(self, packed: Tensor) -> Batch:
+        mine = [getattr(self, name) for name in TENSORS]
+        return replace(self, packed=packed, **_views(packed, [(x.shape, x.dtype) for x in mine]))
 
 
 TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")

@@ -41,7 +41,7 @@ from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import BUCKET_BYTES
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
-from minitron.optim.slices import ProcessGroupSlices, choose_slices
+from minitron.optim.slices import Arrival, ProcessGroupSlices, choose_slices
 
 # Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
 ALIGNMENT = 128
@@ -142,6 +142,8 @@ class Bucket:
         self.reduction: Handle = Done()
         self.gather: Handle = Done()
         self.norm_stream: torch.cuda.Stream | None = None
+        self.arrived: Arrival | None = None  # of a gather that a recorded forward waits for, on gather_stream
+        self.gather_stream: torch.cuda.Stream | None = None
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:
             self._adopt(span, self.params[span.name])
@@ -185,6 +187,11 @@ class Bucket:
 
     def start_gather(self) -> None:
         self.gather = self.slices.gather(self.data)
+        if self.arrived is not None:
+            with torch.cuda.stream(self.gather_stream):
+                self.gather.wait()
+                self.arrived.event.record()
+            self.gather = self.arrived
 
     def wait_gather(self) -> None:
         self.gather.wait()
@@ -251,6 +258,9 @@ class Gradients:
         for bucket in self.buckets:
             if not (bucket.key.tied or bucket.key.sum_over_tp):  # a sum is still to come
                 bucket.norm_stream = self.norm_stream
+            if self.norm_stream is not None and mesh.dp_cp.size > 1:
+                bucket.arrived, bucket.gather_stream = Arrival(torch.cuda.Event(external=True)), self.norm_stream
+                bucket.arrived.event.record()  # else there is nothing to wait for, and a recording would leave it out
 
     # ---- gradients
 
@@ -276,10 +286,22 @@ class Gradients:
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.reduction, bucket.pending = Done(), None
+        self.slices.reduced()
         if self.norm_stream is not None:
             torch.cuda.current_stream().wait_stream(self.norm_stream)
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
+
+    def reset(self) -> None:
+        """Forget a pass that was begun, and let the next one wait for the gathers as if it were the first after them.
+
+        A pass that is recorded must contain these waits, and one that was not recorded to its end has not waited.
+        """
+        self.slices.reduced()
+        for bucket in self.buckets:
+            bucket.reduction, bucket.pending = Done(), None
+            if bucket.arrived is not None:
+                bucket.gather = bucket.arrived
 
     def counts(self, bucket: Bucket) -> bool:
         """Tell whether this rank's slice is the first of its copies over tp and stages: norms and saves take one."""

@@ -55,6 +55,9 @@ class ProcessGroupSlices:
         """Begin to bring the other slices from their owners. In the same order on all ranks."""
         return all_gather_into(buffer, self.own(buffer), self.axis, wait=False)
 
+    def reduced(self) -> None:
+        """Note that the current stream has waited for all reductions: nothing of one step is left for the next."""
+
 
 class SymmetricMemorySlices(ProcessGroupSlices):
     """By copy engines. nbytes: of all buffers together. Making it is collective over the axis."""
@@ -87,6 +90,9 @@ class SymmetricMemorySlices(ProcessGroupSlices):
             for owner in self._others():
                 slices[owner].copy_(self._theirs(owner, slices[owner]))
             return Arrival(self._copies.record_event())
+
+    def reduced(self) -> None:
+        self._free = [Done(), Done()]
 
     def _announce(self) -> None:
         """Let copies from here on find what all ranks have written on their current stream so far."""

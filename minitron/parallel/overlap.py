@@ -91,6 +91,9 @@ class AllReduceComm:
     def __init__(self, axis: Axis, overlap: bool = True):
         self.axis, self.overlap = axis, overlap
 
+    def begin_pass(self) -> None:
+        """Begin as every pass does: nothing is left from the one before."""
+
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
     ) -> tuple[Tensor, Payload | None]:
@@ -124,6 +127,9 @@ class ProcessGroupComm:
     def __init__(self, axis: Axis, overlap: bool = True):
         self.axis = self.gathered = axis
         self.overlap = overlap
+
+    def begin_pass(self) -> None:
+        """Begin as every pass does: nothing is left from the one before."""
 
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
@@ -186,6 +192,14 @@ class SymmetricMemoryComm:
         self._arrival = {use: torch.cuda.Event() for use in ("gather", "scatter")}
         self._buffers: dict[str, list[SharedBuffer]] = {}
         self._pending: set[str] = set()
+        self._turns: dict[str, int] = {}  # which of the two buffers was the last
+
+    def begin_pass(self) -> None:
+        """Begin with the first of two buffers, as a recorded pass does each time it is replayed."""
+        if 0 in self._turns.values():  # it was also the last: others may still read it
+            self._buffers[next(iter(self._buffers))][0].barrier()
+        self._turns.clear()
+        self._pending.clear()
 
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
@@ -306,8 +320,8 @@ class SymmetricMemoryComm:
             dist.barrier(self.axis.group)  # another rank may still read the old memory
             self.axis.activity.leave()
             buffers[:] = [SharedBuffer(self.axis, need, self.device) for _ in range(2)]
-        buffers.reverse()
-        return buffers[0]
+        turn = self._turns[use] = 1 - self._turns.get(use, 1)
+        return buffers[turn]
 
     @property
     def nbytes(self) -> int:

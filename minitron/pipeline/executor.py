@@ -32,7 +32,8 @@ class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
     shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
-    called before each backward; `first` and `last` of the chunk's backwards in this step.
+    called before each backward; `first` and `last` of the chunk's backwards in this step. begin_pass(): called before
+    the first of some actions. forwards_done: on a GPU, where the device is through with a step's last forward.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         begin_backward: Callable[[int, bool, bool], None],
+        begin_pass: Callable[[], None] = lambda: None,
     ):
         self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
-        self.begin_backward = begin_backward
+        self.begin_backward, self.begin_pass = begin_backward, begin_pass
         self.actions = lru_cache(4)(self._actions)
+        self.forwards_done = torch.cuda.Event(external=True) if device.type == "cuda" else None
 
     def connect(self) -> None:
         """Set up the communicator of the pipeline's ranks, before the first message. Collective over pp.
@@ -61,39 +64,35 @@ class Executor:
         Gradients end up in the parameters' main_grad. Returns the sum of the loss sums, 0 on ranks without the last
         stage.
         """
-        seed = torch.ones((), device=self.device) * seed
-        return self._run(self.actions(make, len(batches)), batches, seed)
+        run = self.begin(batches, seed)
+        run.do(self.training(len(batches)))
+        return run.finish()
+
+    def begin(self, batches: Sequence[object], seed: Tensor | float) -> Run:
+        """Begin what `train` does, for who runs it in pieces."""
+        return Run(self, batches, torch.ones((), device=self.device) * seed)
+
+    def training(self, num_microbatches: int) -> tuple[Action, ...]:
+        """Return this rank's actions in a step of `train`."""
+        return self.actions(make, num_microbatches)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[object]) -> Tensor:
         """Return the sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
         for chunk in self.chunks:
             chunk.eval()
-        total = self._run(self.actions(forward_only, len(batches)), batches, None)
+        run = Run(self, batches, None)
+        run.do(self.actions(forward_only, len(batches)))
         for chunk in self.chunks:
             chunk.train()
-        return total
+        return run.finish()
 
     def _actions(self, kind: Callable[[int, int, int], Schedule], num_microbatches: int) -> tuple[Action, ...]:
         return kind(self.pp.size, len(self.chunks), num_microbatches).ranks[self.pp.rank]
 
-    def _run(self, actions: tuple[Action, ...], batches: Sequence[object], seed: Tensor | None) -> Tensor:
-        run = _Run(self, batches, seed)
-        activity = self.pp.activity
-        for action in actions:
-            activity.begin(action)
-            if isinstance(action, Forward):
-                run.forward(action)
-            elif isinstance(action, Backward):
-                run.backward(action)
-            else:
-                run.exchange(action)
-            activity.ended(self.device)
-        return run.finish()
 
-
-class _Run:
-    """What is under way in one pass through a schedule."""
+class Run:
+    """One pass through a schedule, and what is under way in it. seed: None in an evaluation."""
 
     def __init__(self, executor: Executor, batches: Sequence[object], seed: Tensor | None):
         self.executor, self.batches, self.seed = executor, batches, seed
@@ -103,6 +102,24 @@ class _Run:
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.in_flight: deque[Pending] = deque()
         self.completed = 0  # exchanges that were waited for
+
+    def do(self, actions: Sequence[Action]) -> None:
+        """Run these actions, which follow on those that were run before."""
+        executor, activity = self.executor, self.executor.pp.activity
+        forwards = sum(isinstance(action, Forward) for action in actions)
+        executor.begin_pass()
+        for action in actions:
+            activity.begin(action)
+            if isinstance(action, Forward):
+                self.forward(action)
+                forwards -= 1
+                if forwards == 0 and executor.forwards_done is not None:
+                    executor.forwards_done.record()
+            elif isinstance(action, Backward):
+                self.backward(action)
+            else:
+                self.exchange(action)
+            activity.ended()
 
     def forward(self, op: Forward) -> None:
         x = self._input(op)
@@ -136,8 +153,13 @@ class _Run:
         for t, (_, value) in zip(action.recvs, recvs):
             self.received[t] = value
 
-    def finish(self) -> Tensor:
+    def join(self) -> None:
+        """Wait, on a GPU by its stream, for all messages under way: their other ends are posted by now, too."""
         self._wait_for(self.completed + len(self.in_flight))
+
+    def finish(self) -> Tensor:
+        """End the pass; return the sum of its loss sums, 0 on ranks without the last stage."""
+        self.join()
         assert not (self.received or self.pending_sends or self.saved), "the schedule left values unused"
         return self.loss
 

@@ -33,11 +33,11 @@ class Meter:
         """Begin the next step's time now, so that it does not include an evaluation since the last step."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, shared_bytes: int, **known) -> None:
+    def step(self, values: Tensor, memory: tuple[int, int], **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. shared_bytes:
-        GPU memory that torch's allocator does not count. known: the other fields of `Iteration` that the host has;
+        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. memory: bytes
+        of the GPU at the peak, and now. known: the other fields of `Iteration` that the host has;
         squared_lengths and padding are those of this data rank, and missing if each sample is one document.
         """
         self.mesh.activity.begin("figures")
@@ -47,8 +47,8 @@ class Meter:
             extra[1].fill_(known["padding"])
             all_reduce_(extra[:2], self.mesh.dp)
         if values.is_cuda:
-            extra[2].fill_((torch.cuda.max_memory_allocated() + shared_bytes) / GIB)
-            extra[3].fill_((torch.cuda.memory_allocated() + shared_bytes) / GIB)
+            extra[2].fill_(memory[0] / GIB)
+            extra[3].fill_(memory[1] / GIB)
             known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
         all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)

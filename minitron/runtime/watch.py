@@ -7,7 +7,8 @@ collective: silently, and with GPUs that look busy. The idea:
    attribute writes. Every `Axis` carries it, so collectives find it and it need not be a global.
 2. A thread looks at it. When nothing was written for train.hang_seconds, this rank hangs.
 3. A GPU's host runs ahead only until the launch queue is full or `Meter` waits for the step before: a stuck kernel soon
-   stops the host, too. An event after each action and torch's flight recorder tell where the *device* stands.
+   stops the host, too. Words that the device writes after each action (`Progress`), of an eager step or of a replayed
+   one, and torch's flight recorder tell where the *device* stands.
 4. A rank that hangs leaves its activity in the store in which the ranks met, which needs no collective; the first to do
    so lists all. A rank that is missing there is dead, or in C code that holds the interpreter's lock (see `py-spy
    dump`).
@@ -32,7 +33,7 @@ from time import sleep
 
 import torch
 
-from minitron.comm.activity import Activity, listed
+from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import connect
@@ -93,7 +94,8 @@ class _Watch:
             return []
         torch.cuda.set_device(self.mesh.device)  # for this thread, which would otherwise open the first GPU
         try:
-            return [f"  device: {unfinished(self.mesh.activity)}", *unfinished_nccl()]
+            progress = self.mesh.activity.progress
+            return [f"  device: {progress.unfinished()}"] * (progress is not None) + unfinished_nccl()
         except RuntimeError as error:  # a device that has failed answers every call with that error
             return [f"  device: {str(error).splitlines()[0]}"]
 
@@ -111,14 +113,6 @@ class _Watch:
                 places.setdefault(store.get(key).decode() if known else "no report", []).append(rank)
             lines = [f"  {listed(ranks)}: {place}" for place, ranks in places.items()]
             self.log.alarm("\n".join(["where all ranks stand:", *lines]))
-
-
-def unfinished(activity: Activity) -> str:
-    """Name the first action that the device has not finished."""
-    waiting = (
-        f"not through with step {step}, {action}" for event, step, action in activity.queued.copy() if not event.query()
-    )
-    return next(waiting, "through with all actions")
 
 
 def unfinished_nccl(at_most: int = 4) -> list[str]:

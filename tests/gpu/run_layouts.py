@@ -86,9 +86,10 @@ def mesh_of(tp: int, pp: int, cp: int, device: torch.device) -> Mesh:
     return Mesh.create(tp=tp, pp=pp, cp=cp, device=device)
 
 
-def train(base: dict, name: str, layout: dict, device: torch.device, world: int):
+def make(base: dict, name: str, layout: dict, device: torch.device, world: int, **train_keys):
+    """A configuration in this layout and format, and its mesh."""
     layout = dict(layout)
-    train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2)
+    train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2) | train_keys
     data = dict(separate_documents=layout.pop("separate", False))
     dropout, targets = layout.pop("dropout", 0.0), layout.pop("lora", None)
     model, lora = BIG | dict(hidden_dropout=dropout), {}
@@ -97,7 +98,11 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int)
     cfg = config(base, lora, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
     rules.check(cfg, world)
     p = cfg.parallel
-    mesh = Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
+    return cfg, Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
+
+
+def train(base: dict, name: str, layout: dict, device: torch.device, world: int):
+    cfg, mesh = make(base, name, layout, device, world)
     with adapters_that_do_something():
         trainer = build(cfg, mesh)
     data = MockDataset(1000, 512, 24, 1, document_length=120.0)

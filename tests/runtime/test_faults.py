@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 from minitron.checkpoint.directory import checkpoints
+from minitron.comm.activity import Activity, Progress
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.optim.scaler import LossScaler
@@ -56,17 +57,29 @@ def test_a_hang_is_reported_with_rank_coordinates_action_and_collective(tmp_path
     ), everyone
 
 
-class Event:
-    def __init__(self, done):
-        self.query = lambda: done
-
-
 def test_the_device_s_place_is_the_first_action_it_has_not_finished():
-    activity = watch.Activity()
-    assert watch.unfinished(activity) == "through with all actions"
-    places = [(6, Forward(0, 0)), (6, Backward(0, 0, True)), (7, Forward(0, 0))]
-    activity.queued.extend((Event(i < 1), *place) for i, place in enumerate(places))
-    assert watch.unfinished(activity) == "not through with step 6, Backward(mb=0, chunk=0, last=True)"
+    words, device = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    activity = Activity()
+    activity.progress = Progress(words, device)
+    assert activity.progress.unfinished() == "through with all actions"
+    for step in (6, 7):
+        activity.begin_step(step)
+        words.copy_(device)  # the device does nothing in step 7
+        for action in (Forward(0, 0), Backward(0, 0, True)):
+            activity.begin(action)
+            activity.ended()
+            if step == 6 and type(action) is Forward:
+                halfway = device.clone()
+    assert activity.progress.unfinished() == "not through with step 7, Forward(mb=0, chunk=0)"
+    words.copy_(halfway)
+    assert activity.progress.unfinished() == "not through with step 6, Backward(mb=0, chunk=0, last=True)"
+    words[1] += 1
+    assert activity.progress.unfinished() == "not through with step 7, Forward(mb=0, chunk=0)"
+    words.copy_(device)
+    assert activity.progress.unfinished() == "through with all actions"
+    activity.begin_step(8)
+    activity.replay([Forward(0, 0), "update"])
+    assert activity.progress.unfinished() == "not through with step 8, Forward(mb=0, chunk=0)"
 
 
 def test_nccl_operations_that_did_not_end_are_named(monkeypatch):

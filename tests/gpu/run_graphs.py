@@ -1,0 +1,78 @@
+"""On every GPU rank: toy models whose steps are replayed as graphs, held bit by bit against eager ones.
+
+torchrun --nproc-per-node N tests/gpu/run_graphs.py [TEXT]       prints a row per layout, exits 1 if one differs
+
+TEXT: only layouts that it is a part of, such as "'tp': 2".
+"""
+
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+import sys
+
+import torch
+import torch.distributed as dist
+from run_layouts import FORMATS, LAYOUTS, make
+
+from layouts import GPT3, LLAMA, adapters_that_do_something
+from minitron.data.loader import Loader
+from minitron.data.mock import MockDataset
+from minitron.runtime import graph
+from minitron.train import build
+
+STEPS = graph.WARM_UP + 4  # of which three are replayed
+
+
+def train(base: dict, name: str, layout: dict, device: torch.device, world: int, cuda_graph: str):
+    """The figures of each step, an evaluation's among them, and of the weights at the end; and the graph."""
+    cfg, mesh = make(base, name, layout, device, world, cuda_graph=cuda_graph, steps=STEPS)
+    with adapters_that_do_something():
+        trainer = build(cfg, mesh)
+    loader, figures = Loader(MockDataset(1000, 512, 8 * STEPS, 1, document_length=120.0), cfg, mesh), []
+    for step in range(STEPS):
+        batches = loader.step(step * 8, step)
+        if step == graph.WARM_UP + 2:  # between two replayed steps
+            figures.append(trainer.evaluate(batches).tolist())
+        figures.append(trainer.step(batches, 1e-3 * (1 + step)).read())
+    loader.close()
+    trainer.gradients.wait_parameters()
+    figures.append([p.double().sum().item() for chunk in trainer.chunks for p in chunk.parameters()])
+    recorded = None
+    if trainer.graph is not None:
+        recorded = trainer.graph.replaying, trainer.graph.graphs, trainer.graph.nodes, trainer.graph.capture_seconds
+        trainer.graph.close()
+    return figures, recorded
+
+
+def main() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("nccl", device_id=device)
+    failed = False
+    for family, base in (("llama", LLAMA), ("gpt", GPT3)):
+        for size, layout in LAYOUTS:
+            if size != world or layout.get("separate") or not all(text in str(layout) for text in sys.argv[1:]):
+                continue
+            few = "lora" in layout or "recompute" in layout or "dropout" in layout
+            for name in [name for name in FORMATS if name in ("bf16", "fp8 delayed") or not (few or name == "fp32")]:
+                eager, _ = train(base, name, layout, device, size, "off")
+                replayed, (on, graphs, nodes, seconds) = train(base, name, layout, device, size, "on")
+                same = torch.tensor(on and eager == replayed, dtype=torch.int32, device=device)
+                dist.all_reduce(same, op=dist.ReduceOp.MIN)
+                failed |= not same
+                if rank == 0:
+                    differs = next((i for i, (a, b) in enumerate(zip(eager, replayed)) if a != b), None)
+                    text = f"{graphs} graphs of {nodes} nodes, recorded in {seconds:.2f} s"
+                    if not same:
+                        text += f"; replaying {on}, first difference at {differs}" + (
+                            f": {eager[differs]} {replayed[differs]}"[:300] if differs is not None else ""
+                        )
+                    print(f"{'ok  ' if same else 'FAIL'} {family} {name} world {size} {layout}: {text}", flush=True)
+    dist.destroy_process_group()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
