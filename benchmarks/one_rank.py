@@ -197,9 +197,9 @@ class Clock(Activity):
         super().begin(action)
         self._pass(action, 0)
 
-    def ended(self, *device: torch.device) -> None:
+    def ended(self) -> None:
         self._pass(self.action, 1)
-        super().ended(*device)
+        super().ended()
 
     def _pass(self, action: object, index: int) -> None:
         if isinstance(action, Forward | Backward):
@@ -234,10 +234,8 @@ def fewer(cfg: Config, world: int, args: argparse.Namespace) -> Config:
     """The recipe with the microbatches, the data and the graph that are measured."""
     p, t, all_of_them = cfg.parallel, cfg.train, cfg.num_microbatches(cfg.dp(world))
     microbatches = args.microbatches or min(all_of_them, max(2 * p.pp, 4))
-    t = replace(t, global_batch_size=microbatches * t.micro_batch_size * cfg.dp(world), eval_every=0)
-    if hasattr(t, "cuda_graph"):
-        t = replace(t, cuda_graph=args.graph)
-    return replace(cfg, train=t)
+    batch = microbatches * t.micro_batch_size * cfg.dp(world)
+    return replace(cfg, train=replace(t, global_batch_size=batch, eval_every=0, cuda_graph=args.graph))
 
 
 def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine) -> dict:
@@ -271,13 +269,13 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
 
     def batches() -> list[Batch]:
         step = next(steps)
-        clock.step = step  # begin_step
+        clock.begin_step(step)
         return loader.step(step % t.steps * t.global_batch_size, step)
 
     def step(_: int = 0) -> None:
         trainer.step(batches(), cfg.optimizer.lr)
 
-    graph = getattr(trainer, "graph", None)
+    graph = trainer.graph
     if graph is not None:
         graph.log = SimpleNamespace(info=print, warn=print, alarm=print)
         while not graph.settled:

@@ -121,7 +121,7 @@ class Real:
     def command(self, args: argparse.Namespace) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         options = ["--results", str(args.results)] + (["--commit", args.commit] if args.commit else [])
-        return [*torchrun, "benchmarks/step.py", *self.config, *options]
+        return [*torchrun, "benchmarks/step.py", *self.config, "train.cuda_graph=on", *options]
 
     def row(self, rows: list[dict]) -> dict | None:
         for row in reversed(rows):

@@ -3,6 +3,7 @@ rows come one after another."""
 
 import json
 import math
+import re
 from argparse import Namespace
 from types import SimpleNamespace
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks import compare, one_rank, recipes
 from benchmarks.calibration import DEVICES
+from minitron import train
 from minitron.comm import collectives
 from minitron.comm.mesh import Axis
 from minitron.config import cli, rules
@@ -21,6 +23,7 @@ from minitron.parallel.overlap import SymmetricMemoryComm
 from minitron.pipeline.schedule import Backward, Exchange, Forward, Transfer
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Step
+from replay import replayed
 
 TOY = [
     "configs/quickstart.yaml",
@@ -100,6 +103,20 @@ def test_mistakes_are_known_before_the_measurement(capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keys, world", [(PIPELINE, 8), (TOY, 1)])
+def test_a_replayed_step_is_measured(keys, world, capsys):
+    def build(*args):
+        replayed(trainer := original(*args))
+        return trainer
+
+    original, argv = train.build, [*keys, "--world", str(world), "--rank", "last", "--steps", "4", "--alone"]
+    with mock.patch.object(train, "build", build), mock.patch.object(one_rank.Clock, "captures", lambda clock: True):
+        row = one_rank.main([*argv, "--microbatches", "4"])
+    assert row["replayed"] and 0 < row["grad_norm"] < 100 and row["microbatches"] == 4 and row["capture_seconds"] > 0
+    recorded = int(re.search("recorded ([0-9,]+) kernels", capsys.readouterr().out)[1].replace(",", ""))
+    assert recorded - row["nodes"] == 2 * 2 * 4 * len(row["forward_seconds"])  # events of a forward and a backward
+
+
 # ---- partners -------------------------------------------------------------------------------------------------------
 
 
@@ -174,17 +191,13 @@ def test_gpus_of_a_node_see_each_other():
 def test_a_replays_times_are_those_of_the_captured_events():
     cuda = SimpleNamespace(Event=lambda **options: one_rank.HostEvent(), is_current_stream_capturing=lambda: captures)
     now = iter(range(100))
-    with (
-        mock.patch.object(torch, "cuda", cuda),
-        mock.patch.object(one_rank.time, "perf_counter", lambda: next(now)),
-        mock.patch.object(one_rank.Activity, "ended"),
-    ):
+    with mock.patch.object(torch, "cuda", cuda), mock.patch.object(one_rank.time, "perf_counter", lambda: next(now)):
         clock = one_rank.Clock(torch.device("cuda"))
         for captures in (False, True, False):
             for action in (Forward(0, 0), Forward(1, 0), Exchange((), ()), Backward(0, 0, False), Backward(1, 0, True)):
                 clock.begin(action)
                 next(now) if captures else None
-                clock.ended(clock.device)
+                clock.ended()
         for captured, event in clock.captured.items():  # what a replay does
             event[1].at += captured[0] is Backward
         (end := clock.event()).record()
