@@ -13,6 +13,7 @@ is queued; the device's memory, runtime and graph included; and the seconds of e
 these from the first, a middle and the last pipeline rank the whole job is simulated, at the recipe's batch:
 
     schedule of the measured forwards and backwards + the planner's traffic + update  ->  job_step_seconds
+                                                                                          job_quiet_seconds: no traffic
 
 The other two ranks are measured first, each in a process of its own, unless `--results FILE` has them of this commit.
 On CPUs everything runs but what only a GPU has. What is left out is printed, see LEFT_OUT.
@@ -29,7 +30,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -136,11 +139,12 @@ def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: str
 
 
 class LocalBuffer:
-    """comm.shared_memory.SharedBuffer of a rank alone: every rank's memory is its own."""
+    """comm.shared_memory.SharedBuffer of a rank alone: every rank's memory is its own, and a barrier a short kernel."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device):
         self.nbytes, self.own = nbytes, torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._views: dict[tuple, Tensor] = {}
+        self._signal = torch.zeros(1, dtype=torch.int32, device=device)
 
     def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, start: int) -> Tensor:
         if (key := (shape, dtype, start)) not in self._views:
@@ -149,7 +153,7 @@ class LocalBuffer:
         return self._views[key]
 
     def barrier(self) -> None:
-        pass
+        self._signal.add_(1)
 
 
 def receive(self: overlap.SymmetricMemoryComm, memory: LocalBuffer, group: Any, received: Tensor) -> None:
@@ -215,16 +219,28 @@ class Clock(Activity):
         return HostEvent() if self.device.type == "cpu" else torch.cuda.Event(enable_timing=True, external=external)
 
     def seconds(self, replayed: bool, end: Any) -> dict[str, Any]:
-        """Of the step that ended at `end`: mean seconds of each chunk's forward and backward, and what came after."""
-        events, spent = self.captured if replayed else self.eager, defaultdict(list)
-        for (kind, chunk, _), (begun, done) in events.items():
-            spent[kind, chunk].append(begun.elapsed_time(done) / 1e3)
-        forward, backward = (
-            [sum(spent[kind, c]) / len(spent[kind, c]) for c in sorted({c for k, c in spent if k is kind})]
-            for kind in (Forward, Backward)
-        )
+        """Of the step that ended at `end`, the seconds of its parts.
+
+        forward_seconds, backward_seconds: means of each chunk, without the first and the last microbatch. ends_seconds:
+        what those two took longer, all together: they cast weights, write gradients first and reduce them. A graph may
+        run one recorded microbatch for all in the middle. update_seconds: what came after the last backward.
+        """
+        events, spent, ends = self.captured if replayed else self.eager, defaultdict(dict), 0.0
+        for (kind, chunk, mb), (begun, done) in events.items():
+            spent[kind, chunk][mb] = begun.elapsed_time(done) / 1e3
+        parts: dict[type, list[float]] = {Forward: [], Backward: []}
+        for kind, chunk in sorted(spent, key=itemgetter(1)):
+            times = spent[kind, chunk]
+            first, last = min(times), max(times)
+            parts[kind].append(mean([t for mb, t in times.items() if first < mb < last] or times.values()))
+            ends += sum(times[mb] - parts[kind][-1] for mb in {first, last})
         update = min(done.elapsed_time(end) for _, done in events.values()) / 1e3
-        return {"forward_seconds": forward, "backward_seconds": backward, "update_seconds": update}
+        return {
+            "forward_seconds": parts[Forward],
+            "backward_seconds": parts[Backward],
+            "ends_seconds": ends,
+            "update_seconds": update,
+        }
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
@@ -353,7 +369,7 @@ def job_seconds(step: Step, world: int, rows: dict[str, dict]) -> tuple[float, f
         like = step.memory.layers[chunk * p.pp + row["rank"] // (world // p.pp)]
         for name, of_stages in quiet.items():
             of_stages.append(row[name][chunk] * len(layers) / len(like))
-    update = max(row["update_seconds"] for row in rows.values())
+    update = max(row["ends_seconds"] + row["update_seconds"] for row in rows.values())
     step.forward, step.backward = quiet.values()
     alone = step.timeline(0.0).makespan
     step.forward, step.backward = (

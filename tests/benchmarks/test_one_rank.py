@@ -203,11 +203,25 @@ def test_a_replays_times_are_those_of_the_captured_events():
         (end := clock.event()).record()
     assert len(clock.captured) == len(clock.eager) == 4
     assert clock.seconds(True, end)["forward_seconds"] == [2] and clock.seconds(True, end)["backward_seconds"] == [3]
-    assert clock.seconds(False, end) == {"forward_seconds": [1], "backward_seconds": [1], "update_seconds": 1}
+    parts = {"forward_seconds": [1], "backward_seconds": [1], "ends_seconds": 0, "update_seconds": 1}
+    assert clock.seconds(False, end) == parts
+
+
+def test_the_first_and_the_last_microbatch_count_once_however_many_there_are():
+    clock, end = one_rank.Clock(CPU), one_rank.HostEvent()
+    for kind, seconds in (Forward, (5, 2, 4, 2)), (Backward, (6, 7, 9, 12)):
+        for mb, length in enumerate(seconds):
+            events = one_rank.HostEvent(), one_rank.HostEvent()
+            events[0].at, events[1].at = 0, length
+            clock.eager[kind, 0, mb] = events
+    end.at = 12.5
+    parts = {"forward_seconds": [3], "backward_seconds": [8], "ends_seconds": 5 + 2 - 6 + 6 + 12 - 16}
+    assert clock.seconds(False, end) == parts | {"update_seconds": 0.5}
 
 
 def planted(rank, forward, backward, update=0.5):
-    return {"rank": rank, "forward_seconds": forward, "backward_seconds": backward, "update_seconds": update}
+    times = {"forward_seconds": forward, "backward_seconds": backward, "update_seconds": update - 0.25}
+    return times | {"rank": rank, "ends_seconds": 0.25}
 
 
 def plan_of(*keys, world):
