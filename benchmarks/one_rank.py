@@ -1,12 +1,8 @@
 """One rank of any job, alone on one GPU: `python benchmarks/one_rank.py configs/gpt3_175b.yaml --world 128 --rank 64`.
 
 Problem: nobody has 128 GPUs at hand, but a step of the job is what its slowest rank does, and a rank's kernels, host
-and memory do not ask whether its partners are real. The idea: the trainer itself, its loader and its step, with
-
-    torch's fake process group   a collective ends at once; what others would bring is a copy of this rank's part
-    messages between stages      copies of one random tensor, as large as real ones: NaN and zeros draw less power
-    memory that GPUs share       a local buffer; a partner's part of a sum is the one made for that partner
-    counts of tokens             this rank's own, also where another stage counts them: so updates are real ones
+and memory do not ask whether its partners are real. The idea: the trainer itself, its loader and its step, in torch's
+fake process group (planning/dryrun.py), with partners that are made up (partners.py).
 
 Measured with a few microbatches: `step_seconds`; `busy_seconds`, in which a kernel runs; `host_seconds`, until the step
 is queued; the device's memory, runtime and graph included; and the seconds of every forward, backward and update. With
@@ -26,149 +22,41 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
 import torch
-from torch import Tensor
 
 from benchmarks import compare, measure, record, shares
 from benchmarks.calibration import DEVICES
+from benchmarks.partners import partners
 from minitron import train
-from minitron.comm import collectives
 from minitron.comm.activity import Activity
-from minitron.comm.collectives import Done, Handle, Pending
-from minitron.comm.mesh import Axis, Mesh
+from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from minitron.data.batch import Batch
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
-from minitron.optim import slices
-from minitron.parallel import context, overlap
-from minitron.pipeline import executor
-from minitron.pipeline.schedule import Backward, Exchange, Forward
+from minitron.optim.zero1 import Stats
+from minitron.pipeline.schedule import Backward, Forward
 from minitron.planning.dryrun import choose_ranks, fake_world, recorded
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Step
 
 LEFT_OUT = (
     "left out: traffic (job_step_seconds has the planner's), partners that are late, what posting a message to NCCL "
-    "takes the host, memory of NCCL; received values are copied on this GPU, between kernels"
+    "takes the host, memory of NCCL. Received values are copied on this GPU, between kernels"
 )
-# Standard deviations of what arrives from other stages: a residual stream, and a gradient of a sum over tokens. In fp16
-# a gradient of 0.01 is far from both ends.
-MAGNITUDES = {"activation": 1.0, "gradient": 0.01}
 SECONDS = 900  # that the measurement of another rank may take
-
-
-# ---- partners that are not there ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def partners(gpus_per_node: int) -> Iterator[None]:
-    """Replace what a rank's partners would bring by finite values of this rank, made on its device."""
-
-    def see_each_other(axis: Axis, device: torch.device) -> bool:
-        """The answer in a job whose nodes are filled in order."""
-        one_node = axis.ranks[0] // gpus_per_node == axis.ranks[-1] // gpus_per_node
-        return device.type == "cuda" and axis.size > 1 and one_node
-
-    patches = [
-        mock.patch.object(collectives, "_start", start),
-        *(mock.patch.object(module, "exchange", exchange) for module in (collectives, executor, context)),
-        mock.patch.object(overlap.SymmetricMemoryComm, "_receive", receive),
-        mock.patch.object(train.Trainer, "contribution", contribution),
-    ]
-    for module in (overlap, slices):
-        patches.append(mock.patch.object(module, "see_each_other", see_each_other))
-        patches.append(mock.patch.object(module, "SharedBuffer", LocalBuffer))
-    for patch in patches:
-        patch.start()
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.stop()
-
-
-def start(kind: str, call: Callable, axis: Axis, *tensors: Tensor, wait: bool = True, **options: Any) -> Handle:
-    """A collective of ranks that all hold what this one holds; sums are this rank's part of them.
-
-    In place nothing is written: the parameters of other data ranks stay what they were at the start.
-    """
-    out, x = tensors[0], tensors[-1]
-    axis.activity.record(kind, axis, x, axis.ranks)
-    if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-        if kind == "all-gather":
-            for part in out.chunk(axis.size):
-                part.copy_(x)
-        else:
-            out.copy_(x.chunk(axis.size)[axis.rank] if kind == "reduce-scatter" else x)
-    return Done() if wait else Pending(kind, axis, x.nbytes, (), tensors)
-
-
-def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:
-    """Messages that arrive at once: between stages random values, around a ring what this rank sends."""
-    action, tensors = axis.activity.action, [x for _, x in (*sends, *recvs)]
-    if isinstance(action, Exchange):
-        sources = [noise(x.shape, x.dtype, x.device, t.kind) for t, (_, x) in zip(action.recvs, recvs, strict=True)]
-    else:
-        sources = [x for _, x in sends]
-    for (_, there), here in zip(recvs, sources):
-        there.copy_(here)
-    return Pending("exchange", axis, sum(x.nbytes for x in tensors), (), tensors)
-
-
-@lru_cache(None)
-def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-    """Normal values of the magnitude of `kind`, the same ones in every message."""
-    draw = torch.Generator(device).manual_seed(list(MAGNITUDES).index(kind))
-    return (torch.randn(shape, device=device, generator=draw) * MAGNITUDES[kind]).to(dtype)
-
-
-class LocalBuffer:
-    """comm.shared_memory.SharedBuffer of a rank alone: every rank's memory is its own, and a barrier a short kernel."""
-
-    def __init__(self, axis: Axis, nbytes: int, device: torch.device):
-        self.nbytes, self.own = nbytes, torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._views: dict[tuple, Tensor] = {}
-        self._signal = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def view(self, rank: int, shape: torch.Size, dtype: torch.dtype, start: int) -> Tensor:
-        if (key := (shape, dtype, start)) not in self._views:
-            flat = self.own[start * dtype.itemsize : (start + shape.numel()) * dtype.itemsize]
-            self._views[key] = flat.view(dtype).view(shape)
-        return self._views[key]
-
-    def barrier(self) -> None:
-        self._signal.add_(1)
-
-
-def receive(self: overlap.SymmetricMemoryComm, memory: LocalBuffer, group: Any, received: Tensor) -> None:
-    """SymmetricMemoryComm._receive: the rows made for each source stand for those that it has made for this rank.
-
-    Those are written by then, have the right magnitude, and differ from each other, as the parts of a sum do.
-    """
-    for source in group.sources:
-        piece = received[source]
-        piece.copy_(memory.view(self.axis.rank, piece.shape, piece.dtype, source * piece.numel()))
-
-
-def contribution(self: train.Trainer, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """Trainer.contribution: the sums of losses and tokens as if this rank were the one that counts them."""
-    return loss_sum, torch.full((), sum(b.count for b in batches), dtype=torch.float64, device=self.mesh.device)
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
@@ -283,13 +171,11 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
     trainer, loader, steps = train.build(cfg, mesh), Loader(data.train, cfg, mesh), iter(range(1, 10**9))
     train.keep_collector_out()
 
-    def batches() -> list[Batch]:
-        step = next(steps)
-        clock.begin_step(step)
-        return loader.step(step % t.steps * t.global_batch_size, step)
-
-    def step(_: int = 0) -> None:
-        trainer.step(batches(), cfg.optimizer.lr)
+    def step(_: int = 0) -> Stats:
+        number = next(steps)
+        clock.begin_step(number)
+        batches = loader.step(number % t.steps * t.global_batch_size, number)
+        return trainer.step(batches, cfg.optimizer.lr)
 
     graph = trainer.graph
     if graph is not None:
@@ -298,18 +184,21 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
             step()
         if not graph.replaying:
             raise SystemExit("error: no step could be recorded, for the reason above; use --graph off")
-    seconds = measure.median_seconds(step, args.steps, device)
-    ready, end = batches(), clock.event()
-    measure.synchronize(device)
-    begun = time.perf_counter()
-    stats = trainer.step(ready, cfg.optimizer.lr)
-    host = time.perf_counter() - begun
-    end.record()
-    measure.synchronize(device)
+    timed = []
+    for _ in range(args.steps):
+        measure.synchronize(device)
+        begun, end = time.perf_counter(), clock.event()
+        stats = step()
+        host = time.perf_counter() - begun
+        end.record()
+        measure.synchronize(device)
+        timed.append((time.perf_counter() - begun, host, clock.seconds(graph is not None, end)))
+    timed = sorted(timed[measure.WARMUP :], key=itemgetter(0))
+    seconds, host, parts = timed[(len(timed) - 1) // 2]  # all of one step, the median one
     figures = stats.read()
     if figures["skipped"] or figures["nan"]:
-        raise SystemExit(f"error: {figures} are not finite, so the kernels had the wrong data; this is a mistake here")
-    parts, gib = clock.seconds(graph is not None, end), device_gib(device)  # before a profiler takes memory
+        raise SystemExit(f"error: {figures} are not finite: a mistake of partners.py, and kernels had the wrong data")
+    gib = device_gib(device)  # before a profiler takes memory
     microbatches = cfg.num_microbatches(mesh.dp.size)
     result = {
         "replayed": graph is not None,

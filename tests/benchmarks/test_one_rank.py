@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import compare, one_rank, recipes
+from benchmarks import compare, one_rank, partners, recipes
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
@@ -121,7 +121,7 @@ def test_a_replayed_step_is_measured(keys, world, capsys):
 
 
 def test_what_collectives_leave_open_is_this_ranks_part():
-    with one_rank.partners(8):
+    with partners.partners(8):
         x, out = torch.arange(6.0), torch.full((18,), math.nan)
         collectives.all_gather_into(out, x, axis(3, 1), wait=False).wait()
         assert torch.equal(out, x.repeat(3))
@@ -139,10 +139,10 @@ def test_what_collectives_leave_open_is_this_ranks_part():
 def test_messages_between_stages_have_magnitudes_and_those_of_a_ring_are_the_own():
     values = [torch.full((64, 64), math.nan, dtype=torch.bfloat16) for _ in range(2)]
     transfers = Transfer("gradient", 0, 1, 2), Transfer("activation", 3, 2, 0)
-    one_rank.exchange(axis(3, 1, Exchange((), transfers), "pp"), [], list(zip((2, 0), values))).wait()
+    partners.exchange(axis(3, 1, Exchange((), transfers), "pp"), [], list(zip((2, 0), values))).wait()
     assert [x.float().std().item() for x in values] == pytest.approx([0.01, 1.0], rel=0.05)
     sent, there = torch.randn(5), torch.full((5,), math.nan)
-    one_rank.exchange(axis(2, 1, Forward(0, 0), "cp"), [(0, sent)], [(0, there)]).wait()
+    partners.exchange(axis(2, 1, Forward(0, 0), "cp"), [(0, sent)], [(0, there)]).wait()
     assert torch.equal(sent, there)
 
 
@@ -163,7 +163,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
 
     weight, x = torch.randn(3, 6), torch.randn(2 * size, 3)
     barrier = mock.patch.object(torch.distributed, "barrier")
-    with one_rank.partners(8), barrier, mock.patch.object(torch, "cuda", cuda):
+    with partners.partners(8), barrier, mock.patch.object(torch, "cuda", cuda):
         comm = SymmetricMemoryComm(axis(size, rank), CPU, plain.sum_parts)
         for _ in range(3):
             payload = Payload(x, None)
@@ -176,7 +176,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
 
 
 def test_gpus_of_a_node_see_each_other():
-    with one_rank.partners(8):
+    with partners.partners(8):
         from minitron.parallel import overlap
 
         see, cuda = overlap.see_each_other, torch.device("cuda")
