@@ -96,7 +96,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     _wait(device)
     start = time.perf_counter()
     work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -153,11 +153,11 @@ def highest(value: float, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    _synchronize(device)
+    synchronize(device)
     if dist.is_initialized():
         dist.barrier()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

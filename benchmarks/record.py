@@ -49,6 +49,12 @@ def append(args: argparse.Namespace, kind: str, figures: dict) -> dict:
     return entry
 
 
+def rows(path: Path | None) -> list[dict]:
+    """All records of a file, oldest first; none if there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def environment() -> dict:
     """What a figure depends on beside the code. None where there is no GPU or package."""
     gpu, power = (

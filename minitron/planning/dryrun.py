@@ -103,11 +103,12 @@ def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
 
 
 @contextmanager
-def fake_world(world: int, rank: int) -> Iterator[None]:
-    """Make the default process group one of `world` ranks, of which only this one exists."""
+def fake_world(world: int, rank: int, device: str = "meta") -> Iterator[None]:
+    """Make the default process group one of `world` ranks, of which only this one exists; for the host and `device`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests': no run should need them
 
-    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world)
+    backends = ",".join(f"{kind}:fake" for kind in dict.fromkeys(("cpu", device)))
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=world)
     dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # or its end warns that it has none
     try:
         yield

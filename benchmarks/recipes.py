@@ -1,0 +1,307 @@
+"""Every recipe's ranks, measured one by one on one GPU: `python benchmarks/recipes.py [--missing --seconds S]`.
+
+Problem: thirty measurements of one to two minutes do not fit into one stay on a machine. The idea: each is a row of
+results.jsonl (benchmarks/one_rank.py), and what has no row is missing. `--missing` runs that, each in a process of its
+own, and stops before `--seconds` are over; the next call goes on. Every call writes recipes.md of the rows there are.
+
+    all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
+    175B, 70B, 405B    and the second pipeline rank; and the middle one eager
+
+`--missing --two-gpus` measures the method itself: jobs of two GPUs that both run, and as one rank alone.
+
+To measure something again, take its rows out of the file. One number of GPUs each: the smallest that is documented.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+
+from benchmarks import calibration, compare, one_rank, record
+from benchmarks.cases import CASES
+from minitron.config import cli
+from minitron.config.schema import Config
+from minitron.planning.dryrun import choose_ranks
+from minitron.planning.machine import Machine, read_machines
+from minitron.planning.plan import plan
+
+BOTH = (), ("precision.fp8=delayed",)
+FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
+# recipe, GPUs, network, keys of each number format; the first ones matter most
+RECIPES = (
+    ("gpt3_175b", 128, "ndr400", BOTH),
+    ("llama31_70b", 64, "ndr400", BOTH),
+    ("gpt3_175b_gke", 256, "a3-mega", (("precision.fp8=none",), ())),
+    ("llama31_405b", 512, "ndr400", BOTH),
+    ("llama3_8b", 8, "ndr400", BOTH),
+    ("llama3_8b_sft", 8, "ndr400", BOTH),
+    ("llama3_8b_lora", 8, "ndr400", BOTH),
+    ("gpt3_13b", 8, "ndr400", BOTH),
+    ("gpt3_13b_jube", 32, "juwels-booster", FP16),
+    ("gpt3_175b_jube", 384, "juwels-booster", FP16),
+)
+CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
+CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
+LEAST_SECONDS = 60  # that a measurement may take; with less left none is begun
+LABEL = """\
+# One rank of every recipe
+
+Written by `python benchmarks/recipes.py`; no figure is typed in. **One H200 each, without traffic**: the partners of
+the rank are not there, what they send is made up ([`one_rank.py`](../one_rank.py)), and nobody is late.
+
+- Step, busy (a kernel runs) and host (until the step is queued) are of the microbatches in the row. Nodes of the graph
+  are per layer and microbatch. GiB is all that is taken of the device.
+- Job is no measurement: the schedule of the whole job, simulated with what the first, a middle and the last rank
+  measured, and the traffic that the planner expects. Planned is the planner's step on H100; published is what others
+  measured on the GPU named. These three are of the recipe's batch.
+"""
+TWO_GPUS = "Jobs of two GPUs: the step that both took (`benchmarks/step.py`), and what one rank at a time says of it."
+COLUMNS = (
+    "recipe | GPUs | format | rank | graph | microbatches | step s | busy s | step / busy | host s | nodes | GiB "
+    "| job s | planned s | published s"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row to be. alone: without the job's time."""
+
+    recipe: str
+    keys: tuple[str, ...]
+    world: int
+    rank: int
+    graph: str
+    fabric: str
+    alone: bool
+
+    @property
+    def config(self) -> list[str]:
+        return [f"configs/{self.recipe}.yaml", *self.keys]
+
+    def command(self, args: argparse.Namespace) -> list[str]:
+        options = ["--world", self.world, "--rank", self.rank, "--graph", self.graph, "--fabric", self.fabric]
+        options += ["--results", args.results] + (["--commit", args.commit] if args.commit else [])
+        program = record.ROOT / "benchmarks" / "one_rank.py"
+        return [sys.executable, *map(str, [program, *self.config, *options, *["--alone"] * self.alone])]
+
+    def options(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Those of one_rank.py."""
+        return argparse.Namespace(**vars(args), config=self.config, world=self.world, graph=self.graph)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, (*self.config, "rank", self.rank, "of", self.world, "graph", self.graph)))
+
+    def row(self, rows: list[dict]) -> dict | None:
+        """The newest record of this run; None if it is missing."""
+        wanted = one_rank.identity(self.options(argparse.Namespace()), self.rank)
+        for row in reversed(rows):
+            if wanted.items() <= row.items() and (self.alone or row["job_step_seconds"] is not None):
+                return row
+        return None
+
+
+@dataclass(frozen=True)
+class Real:
+    """The step of two GPUs that both run, by benchmarks/step.py."""
+
+    config: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((*self.config, "on two GPUs"))
+
+    def command(self, args: argparse.Namespace) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        options = ["--results", str(args.results)] + (["--commit", args.commit] if args.commit else [])
+        return [*torchrun, "benchmarks/step.py", *self.config, "train.cuda_graph=on", *options]
+
+    def row(self, rows: list[dict]) -> dict | None:
+        for row in reversed(rows):
+            if row["kind"] == "step" and row["world"] == 2 and {*self.config} <= {*shlex.split(row["command"])}:
+                return row
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """support: ranks whose rows `main` needs for the job's time. beside: more rows of the same job."""
+
+    support: tuple[Run, ...]
+    main: Run
+    beside: tuple[Run, ...]
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return (self.main, *self.support, *self.beside)
+
+
+def jobs() -> Iterator[Job]:
+    for recipe, world, fabric, formats in RECIPES:
+        for keys in formats:
+            yield job_of(recipe, keys, world, fabric)
+
+
+def checks() -> Iterator[tuple[str, Job, Real]]:
+    """Jobs of two GPUs: (name, one rank alone, both)."""
+    for name in CHECKED:
+        for fp8 in ("none", "delayed"):
+            config, *keys = CASES[name].arguments(fp8)
+            job = job_of(Path(config).stem, tuple(keys), 2, "ndr400")
+            yield f"{name}, {'bf16' if fp8 == 'none' else 'FP8'}", job, Real(tuple(job.main.config))
+
+
+def job_of(recipe: str, keys: tuple[str, ...], world: int, fabric: str) -> Job:
+    pp = configuration(recipe, keys).parallel.pp
+    run = Run(recipe, keys, world, 0, "on", fabric, alone=True)
+    ranks = {one_rank.place(rank, pp, world): rank for rank in choose_ranks("first,last,middle", pp, world)}
+    main = ranks.pop("middle", None) or ranks.pop("last", None) or ranks.pop("first")
+    support = tuple(replace(run, rank=rank) for rank in ranks.values())
+    beside = ()
+    if recipe in CLOSELY and world > 2:
+        beside = replace(run, rank=world // pp), replace(run, rank=main, graph="off")
+    return Job(support, replace(run, rank=main, alone=False), beside)
+
+
+@lru_cache(None)
+def configuration(recipe: str, keys: tuple[str, ...]) -> Config:
+    return cli.load([str(record.ROOT / "configs" / f"{recipe}.yaml"), *keys])
+
+
+# ---- what is missing ------------------------------------------------------------------------------------------------
+
+
+def todo(args: argparse.Namespace, failed: set[Run | Real]) -> Iterator[Run | Real]:
+    """What is to be run next, asked again after every run. failed: what was tried, and what needs it, is left out."""
+    every = [(job, (real,)) for _, job, real in checks()] if args.two_gpus else [(job, job.beside) for job in jobs()]
+    for job, beside in every:
+        if job.main.row(record.rows(args.results)) is None:
+            yield from (run for run in job.support if one_rank.earlier(run.options(args), run.rank) is None)
+            if failed.isdisjoint(job.support):
+                yield job.main
+        yield from (run for run in beside if run.row(record.rows(args.results)) is None)
+
+
+def run_missing(args: argparse.Namespace) -> int:
+    """Run it until the time is over; return how many failed."""
+    end, failed = time.monotonic() + args.seconds, set()
+    for run in todo(args, failed):
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
+            print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
+            break
+        print(run, flush=True)
+        begun = time.monotonic()
+        try:
+            result = compare.launch(run.command(args), left, {})
+            print(f"    {result['step_seconds']:.3f} s a step; took {time.monotonic() - begun:.0f} s", flush=True)
+        except (compare.Failed, compare.Skipped) as error:
+            print(f"    {error}", flush=True)
+            failed.add(run)
+    return len(failed)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def markdown(rows: list[dict]) -> str:
+    """A line a row, jobs in their order, and what is missing."""
+    all_runs = [run for job in jobs() for run in sorted(job.runs, key=lambda run: (run.graph == "off", run.rank))]
+    found = {run: row for run in all_runs if (row := run.row(rows)) is not None}
+    lines = [LABEL, f"| {COLUMNS} |", "|" + "---|" * (COLUMNS.count("|") + 1)]
+    lines += [line(run, row) for run, row in found.items()]
+    if len(found) < len(all_runs):
+        lines += ["", f"Not yet measured: {len(all_runs) - len(found)} of {len(all_runs)} rows."]
+    lines += against_two_gpus(rows)
+    origins = dict.fromkeys(origin(row) for row in found.values())
+    return "\n".join([*lines, "", *origins]) + "\n"
+
+
+def against_two_gpus(rows: list[dict]) -> list[str]:
+    """A table of what both GPUs took and what one rank alone says of it; nothing without rows."""
+    lines = []
+    for name, job, real in checks():
+        alone, both = job.main.row(rows), real.row(rows)
+        if alone is not None and both is not None:
+            said, quiet, took = alone["job_step_seconds"], alone["job_quiet_seconds"], both["step_seconds"]
+            lines.append(
+                f"| {name} | {took:.4f} | {said:.4f} | {_off(said, took)} | {quiet:.4f} | {_off(quiet, took)} |"
+            )
+    header = [
+        "",
+        "## Held against two GPUs",
+        "",
+        TWO_GPUS,
+        "",
+        "| job | both s | job s | off | without traffic s | off |",
+    ]
+    return [*header, "|---|---|---|---|---|---|", *lines] if lines else []
+
+
+def _off(said: float, took: float) -> str:
+    return f"{100 * (said / took - 1):+.1f} %"
+
+
+def line(run: Run, row: dict) -> str:
+    cfg = configuration(run.recipe, run.keys)
+    stage = f"pp {run.rank * cfg.parallel.pp // run.world} of {cfg.parallel.pp}"
+    cells = [run.recipe, run.world, row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}"]
+    cells += [f"{run.rank} ({stage})", "on" if row["replayed"] else "off", row["microbatches"]]
+    nodes = None if row["nodes"] is None else row["nodes"] / (row["layers"] * row["microbatches"])
+    share = row["busy_seconds"] and row["step_seconds"] / row["busy_seconds"]
+    figures = ((row["step_seconds"], 3), (row["busy_seconds"], 3), (share, 3), (row["host_seconds"], 3), (nodes, 0))
+    cells += [_figure(value, digits) for value, digits in (*figures, (row["device_gib"], 1))]
+    job = ["", "", ""]
+    if not run.alone:
+        job = [_figure(row["job_step_seconds"], 2), f"{planned(cfg, run):.2f}", published(cfg, run)]
+    return f"| {' | '.join(map(str, cells + job))} |"
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def planned(cfg: Config, run: Run) -> float:
+    """The planner's seconds of the job's step on H100."""
+    devices, fabrics = read_machines(calibration.DEVICES)
+    return plan(cfg, run.world, Machine(devices["h100"], fabrics[run.fabric])).step_seconds
+
+
+def published(cfg: Config, run: Run) -> str:
+    """What published.json has of the same recipe, GPUs and number format, the first of them."""
+    for row in calibration.published_rows(calibration.PUBLISHED):
+        same = Path(row.arguments[0]).stem == run.recipe and row.gpus == run.world
+        if same and calibration.configuration(row.arguments).precision == cfg.precision:
+            return f"{row.seconds:.2f} ({row.device})"
+    return ""
+
+
+def origin(row: dict) -> str:
+    power = f" at {row['power_limit_watts']:g} W" if row["power_limit_watts"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    return f"{row['gpu'] or 'CPU'}{power}; {versions}; {row['time'][:10]}, commit {(row['commit'] or 'unknown')[:10]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--missing", action="store_true", help="run what has no row yet")
+    parser.add_argument("--two-gpus", action="store_true", help="with --missing: the jobs of two GPUs instead")
+    parser.add_argument("--seconds", type=float, default=3600, help="time for that, in all (default 3600)")
+    record.add_options(parser)
+    args = parser.parse_args(argv)
+    failed = run_missing(args) if args.missing else 0
+    text = markdown(record.rows(args.results))
+    args.results.with_name("recipes.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,365 @@
+"""One rank alone: its partners' values are finite, its job is the schedule of what was measured, and every recipe's
+rows come one after another."""
+
+import json
+import math
+import re
+from argparse import Namespace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import compare, one_rank, partners, recipes
+from benchmarks.calibration import DEVICES
+from minitron import train
+from minitron.comm import collectives
+from minitron.comm.mesh import Axis
+from minitron.config import cli, rules
+from minitron.kernels import plain
+from minitron.kernels.gemm import Payload
+from minitron.parallel.overlap import SymmetricMemoryComm
+from minitron.pipeline.schedule import Backward, Exchange, Forward, Transfer
+from minitron.planning.machine import Machine, read_machines
+from minitron.planning.plan import Step
+from replay import replayed
+
+TOY = [
+    "configs/quickstart.yaml",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=96",
+    "model.vocab_size=200",
+    "train.seq_len=32",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+    "precision.dtype=bf16",
+]
+PIPELINE = [*TOY, "parallel.tp=2", "parallel.pp=2", "parallel.vp=2"]
+GPT = ["model.family=gpt", "model.num_kv_heads=null", "model.positions=learned", "model.tie_embeddings=true"]
+CPU = torch.device("cpu")
+
+
+def axis(size, rank, action=None, name="tp"):
+    made = Axis(name, rank, size, tuple(range(size)), activity=one_rank.Clock(CPU))
+    made.activity.action = action
+    return made
+
+
+# ---- a whole rank ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys, world, rank, last",
+    [
+        (PIPELINE, 8, 0, False),
+        ([*PIPELINE, *GPT], 8, 7, True),
+        ([*TOY, "parallel.tp=2", "parallel.cp=2"], 8, 5, True),
+        ([*TOY, "parallel.cp=2", "parallel.cp_style=ulysses"], 2, 1, True),
+        ([*TOY, "parallel.cp=2", "parallel.cp_style=allgather"], 4, 2, True),
+        ([*TOY, "precision.dtype=fp16"], 1, 0, True),
+    ],
+)
+def test_a_rank_trains_alone_on_finite_values(keys, world, rank, last, capsys):
+    row = one_rank.main([*keys, "--world", str(world), "--rank", str(rank), "--steps", "4", "--alone"])
+    assert 0 < row["grad_norm"] < 100 and (row["loss"] is not None) == last
+    assert not last or abs(row["loss"] - math.log(200)) < 1.5  # of a part of the vocabulary under tp
+    assert row["step_seconds"] > sum(row["forward_seconds"] + row["backward_seconds"]) > 0
+    assert (row["replayed"], row["busy_seconds"], row["device_gib"], row["job_step_seconds"]) == (
+        False,
+        None,
+        None,
+        None,
+    )
+    assert one_rank.LEFT_OUT in capsys.readouterr().out
+    assert collectives._start.__module__ == collectives.__name__ and not torch.distributed.is_initialized()
+
+
+def test_the_job_is_simulated_with_rows_of_the_same_commit(tmp_path):
+    results = tmp_path / "results.jsonl"
+    options = ["--world", "8", "--steps", "4", "--results", str(results), "--commit"]
+    with mock.patch.object(compare, "launch", side_effect=AssertionError("there is a row")):
+        first = one_rank.main([*PIPELINE, "--rank", "first", "--alone", *options, "abc"])
+        row = one_rank.main([*PIPELINE, "--rank", "last", *options, "abc-dirty"])
+    cfg, (devices, fabrics) = cli.load(PIPELINE), read_machines(DEVICES)
+    step = Step(cfg, 8, Machine(devices["h200"], fabrics["ndr400"]))
+    assert one_rank.job_seconds(step, 8, {"first": first, "last": row})[0] == row["job_step_seconds"]
+    assert [entry["rank"] for entry in recipes.record.rows(results)] == [0, 7]
+    with mock.patch.object(compare, "launch", return_value=first) as launch:  # of another commit: measured again
+        one_rank.main([*PIPELINE, "--rank", "last", *options, "def"])
+    command = " ".join(launch.call_args.args[0])
+    assert "--rank 0" in command and command.endswith("--alone") and "--commit def" in command
+
+
+def test_mistakes_are_known_before_the_measurement(capsys):
+    for argv, message in [
+        ([*TOY, "--world", "4", "--rank", "4"], "--rank"),
+        ([*TOY, "--world", "3"], "global_batch_size"),
+        ([*TOY, "--world", "1", "--fabric", "none"], "ndr400"),
+        ([*TOY, "precision.dtype=fp32", "--world", "1"], "has no rate"),
+    ]:
+        with pytest.raises(SystemExit):
+            one_rank.main(argv)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys, world", [(PIPELINE, 8), (TOY, 1)])
+def test_a_replayed_step_is_measured(keys, world, capsys):
+    def build(*args):
+        replayed(trainer := original(*args))
+        return trainer
+
+    original, argv = train.build, [*keys, "--world", str(world), "--rank", "last", "--steps", "4", "--alone"]
+    with mock.patch.object(train, "build", build), mock.patch.object(one_rank.Clock, "captures", lambda clock: True):
+        row = one_rank.main([*argv, "--microbatches", "4"])
+    assert row["replayed"] and 0 < row["grad_norm"] < 100 and row["microbatches"] == 4 and row["capture_seconds"] > 0
+    recorded = int(re.search("recorded ([0-9,]+) kernels", capsys.readouterr().out)[1].replace(",", ""))
+    assert recorded - row["nodes"] == 2 * 2 * 4 * len(row["forward_seconds"])  # events of a forward and a backward
+
+
+# ---- partners -------------------------------------------------------------------------------------------------------
+
+
+def test_what_collectives_leave_open_is_this_ranks_part():
+    with partners.partners(8):
+        x, out = torch.arange(6.0), torch.full((18,), math.nan)
+        collectives.all_gather_into(out, x, axis(3, 1), wait=False).wait()
+        assert torch.equal(out, x.repeat(3))
+        out = torch.full((2,), math.nan)
+        collectives.reduce_scatter_into(out, x, axis(3, 1))
+        assert torch.equal(out, x[2:4])
+        whole = torch.arange(6.0)
+        collectives.all_gather_into(whole, whole[2:4], axis(3, 1))  # parameters of other ranks stay
+        collectives.reduce_scatter_into(whole[2:4], whole, axis(3, 1))
+        collectives.all_reduce_(whole, axis(3, 1))
+        assert torch.equal(whole, x)
+        assert collectives._trade(torch.ones(4, 6), axis(2, 0), 1, 0).isfinite().all()
+
+
+def test_messages_between_stages_have_magnitudes_and_those_of_a_ring_are_the_own():
+    values = [torch.full((64, 64), math.nan, dtype=torch.bfloat16) for _ in range(2)]
+    transfers = Transfer("gradient", 0, 1, 2), Transfer("activation", 3, 2, 0)
+    partners.exchange(axis(3, 1, Exchange((), transfers), "pp"), [], list(zip((2, 0), values))).wait()
+    assert [x.float().std().item() for x in values] == pytest.approx([0.01, 1.0], rel=0.05)
+    sent, there = torch.randn(5), torch.full((5,), math.nan)
+    partners.exchange(axis(2, 1, Forward(0, 0), "cp"), [(0, sent)], [(0, there)]).wait()
+    assert torch.equal(sent, there)
+
+
+@pytest.mark.parametrize("size, rank", [(2, 1), (4, 2), (8, 5)])
+def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, wait_event=lambda event: None)
+    cuda = SimpleNamespace(
+        synchronize=lambda: None,
+        Stream=lambda priority=0: stream,
+        Event=lambda: SimpleNamespace(record=lambda stream: None),
+        current_stream=lambda device=None: stream,
+        set_stream=lambda stream: None,
+    )
+
+    def product(x, weight, out=None):
+        y = x.rows @ weight
+        return y if out is None else out.copy_(y)
+
+    weight, x = torch.randn(3, 6), torch.randn(2 * size, 3)
+    barrier = mock.patch.object(torch.distributed, "barrier")
+    with partners.partners(8), barrier, mock.patch.object(torch, "cuda", cuda):
+        comm = SymmetricMemoryComm(axis(size, rank), CPU, plain.sum_parts)
+        for _ in range(3):
+            payload = Payload(x, None)
+            expected = (x @ weight).unflatten(0, (size, 2)).sum(0)
+            torch.testing.assert_close(comm.matmul_scatter(payload, product, weight, 6), expected)
+            torch.testing.assert_close(comm.start_matmul_scatter(payload, product, weight, 6).wait(), expected)
+            y, kept = comm.gather_matmul(payload, product, weight, 6, keep=True)
+            assert torch.equal(kept.rows, x.repeat(size, 1))
+            torch.testing.assert_close(y, (x @ weight).repeat(size, 1))
+
+
+def test_gpus_of_a_node_see_each_other():
+    with partners.partners(8):
+        from minitron.parallel import overlap
+
+        see, cuda = overlap.see_each_other, torch.device("cuda")
+        for ranks, expected in ((0, 7), True), ((8, 12), True), ((4, 8), False), ((0, 64), False):
+            assert see(Axis("dp", 0, len(ranks), ranks), cuda) == expected
+        assert not see(Axis("tp", 0, 2, (0, 1)), CPU) and not see(Axis("tp", 0, 1, (0,)), cuda)
+
+
+# ---- the clock and the job ------------------------------------------------------------------------------------------
+
+
+def test_a_replays_times_are_those_of_the_captured_events():
+    cuda = SimpleNamespace(Event=lambda **options: one_rank.HostEvent(), is_current_stream_capturing=lambda: captures)
+    now = iter(range(100))
+    with mock.patch.object(torch, "cuda", cuda), mock.patch.object(one_rank.time, "perf_counter", lambda: next(now)):
+        clock = one_rank.Clock(torch.device("cuda"))
+        for captures in (False, True, False):
+            for action in (Forward(0, 0), Forward(1, 0), Exchange((), ()), Backward(0, 0, False), Backward(1, 0, True)):
+                clock.begin(action)
+                next(now) if captures else None
+                clock.ended()
+        for captured, event in clock.captured.items():  # what a replay does
+            event[1].at += captured[0] is Backward
+        (end := clock.event()).record()
+    assert len(clock.captured) == len(clock.eager) == 4
+    assert clock.seconds(True, end)["forward_seconds"] == [2] and clock.seconds(True, end)["backward_seconds"] == [3]
+    parts = {"forward_seconds": [1], "backward_seconds": [1], "ends_seconds": 0, "update_seconds": 1}
+    assert clock.seconds(False, end) == parts
+
+
+def test_the_first_and_the_last_microbatch_count_once_however_many_there_are():
+    clock, end = one_rank.Clock(CPU), one_rank.HostEvent()
+    for kind, seconds in (Forward, (5, 2, 4, 2)), (Backward, (6, 7, 9, 12)):
+        for mb, length in enumerate(seconds):
+            events = one_rank.HostEvent(), one_rank.HostEvent()
+            events[0].at, events[1].at = 0, length
+            clock.eager[kind, 0, mb] = events
+    end.at = 12.5
+    parts = {"forward_seconds": [3], "backward_seconds": [8], "ends_seconds": 5 + 2 - 6 + 6 + 12 - 16}
+    assert clock.seconds(False, end) == parts | {"update_seconds": 0.5}
+
+
+def planted(rank, forward, backward, update=0.5):
+    times = {"forward_seconds": forward, "backward_seconds": backward, "update_seconds": update - 0.25}
+    return times | {"rank": rank, "ends_seconds": 0.25}
+
+
+def plan_of(*keys, world):
+    devices, fabrics = read_machines(DEVICES)
+    cfg = cli.load([*TOY, *keys])
+    rules.check(cfg, world)
+    return Step(cfg, world, Machine(devices["h200"], fabrics["ndr400"]))
+
+
+def test_a_job_lasts_as_its_schedule_by_hand():
+    """rank 0: F0 0-1, F1 1-2, B0 6-8, B1 11-13; rank 1: F0 1-3, B0 3-6, F1 6-8, B1 8-11; the longest update.
+
+    The first activation and the last gradient have nothing to hide behind.
+    """
+    step = plan_of("parallel.pp=2", "train.global_batch_size=2", world=2)
+    rows = {"first": planted(0, [1.0], [2.0]), "last": planted(1, [2.0], [3.0], 0.75)}
+    with_traffic, quiet = one_rank.job_seconds(step, 2, rows)
+    assert quiet == pytest.approx(13.75)
+    message = step.transfer_seconds
+    assert with_traffic == pytest.approx(13.75 + 2 * message, abs=message / 2) and message > 1e-6
+
+
+def test_ranks_that_were_not_measured_take_the_middle_ones_seconds_by_their_layers():
+    keys = ["parallel.pp=4", "model.num_layers=6", "parallel.layers_per_stage=[1,1,2,2]", "train.global_batch_size=1"]
+    rows = {
+        "first": planted(0, [10.0], [20.0]),
+        "middle": planted(2, [4.0], [6.0]),
+        "last": planted(3, [100.0], [200.0]),
+    }
+    _, quiet = one_rank.job_seconds(plan_of(*keys, world=4), 4, rows)
+    assert quiet == pytest.approx(10 + 2 + 4 + 100 + 200 + 6 + 3 + 20 + 0.5)
+
+
+def test_the_planners_exposed_traffic_is_added():
+    step = plan_of("parallel.tp=2", "train.global_batch_size=4", "parallel.overlap_grads=false", world=4)
+    exposed = sum(part["tp_exposed"] for pair in step.parts for part in pair)
+    dp, hidden = step.data_parallel(step.timeline(0.0))
+    with_traffic, quiet = one_rank.job_seconds(step, 4, {"first": planted(0, [1.0], [2.0])})
+    assert quiet == pytest.approx(6.5) and dp > 0 == hidden and exposed > 0
+    assert with_traffic == pytest.approx(6.5 + 2 * exposed + dp)
+
+
+# ---- all recipes ----------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_can_be_measured():
+    for job in recipes.jobs():
+        cfg = recipes.configuration(job.main.recipe, job.main.keys)
+        few = one_rank.fewer(cfg, job.main.world, Namespace(microbatches=None, graph="off"))
+        rules.check(few, job.main.world)
+        pp, stages = cfg.parallel.pp, {run.rank * cfg.parallel.pp // run.world for run in (*job.support, job.main)}
+        assert stages == {0, pp // 2, pp - 1} and job.main.rank * pp // job.main.world == pp // 2
+    named = {job.main.recipe for job in recipes.jobs()}
+    assert named == {path.stem for path in (recipes.record.ROOT / "configs").glob("*.yaml") if "quick" not in path.stem}
+
+
+def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "RECIPES", recipes.RECIPES[:1])
+    results, launched = tmp_path / "results.jsonl", []
+
+    def launch(command, timeout, environment):
+        arguments = [arg for arg in command[2:] if arg != "--alone"]
+        config, options = arguments[: arguments.index("--world")], arguments[arguments.index("--world") :]
+        given = dict(zip(options[::2], options[1::2]))
+        asked = Namespace(config=config, world=int(given["--world"]), graph=given["--graph"])
+        row = one_rank.identity(asked, int(given["--rank"])) | {
+            "commit": given["--commit"],
+            "dtype": "bf16",
+            "fp8": "none",
+            "replayed": asked.graph == "on",
+            "microbatches": 16,
+            "layers": 12,
+            "step_seconds": 1.04,
+            "busy_seconds": 1.0,
+            "host_seconds": 0.1,
+            "nodes": 192 * 140 if asked.graph == "on" else None,
+            "device_gib": 70.0,
+            "job_step_seconds": None if "--alone" in command else 4.2,
+            "gpu": "H200",
+            "power_limit_watts": 700.0,
+            "versions": {"torch": "2"},
+            "time": "2026-11-22T00:00:00",
+        }
+        launched.append((row["rank"], row["graph"]))
+        if fails == launched[-1]:
+            raise compare.Failed("out of memory")
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    monkeypatch.setattr(compare, "launch", launch)
+    call = ["--results", str(results), "--commit", "abc"]
+    fails = 0, "on"
+    assert recipes.main([*call, "--missing", "--seconds", "10"]) == 0 and not launched  # no time for one
+    assert recipes.main([*call, "--missing"]) == 1
+    assert launched == [(0, "on"), (127, "on"), (16, "on"), (64, "off")] * 2  # the middle one needs rank 0
+    launched.clear()
+    fails = None
+    assert recipes.main([*call, "--missing"]) == 0 and launched == [(0, "on"), (64, "on")] * 2
+    launched.clear()
+    assert recipes.main([*call, "--missing"]) == 0 and not launched
+    text = (tmp_path / "recipes.md").read_text()
+    assert (
+        "| gpt3_175b | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 | 140 | 70.0 | 4.20 |"
+        in text
+    )
+    assert "8.91 (h100) |" in text and "5.92 (h100) |" in text and "without traffic" in text
+    assert "Not yet measured" not in text and "H200 at 700 W; torch 2; 2026-11-22, commit abc" in text
+
+
+def test_the_page_is_what_the_records_say():
+    page = recipes.record.RESULTS.with_name("recipes.md")
+    assert page.read_text(encoding="utf-8") == recipes.markdown(recipes.record.rows(recipes.record.RESULTS))
+
+
+def test_jobs_of_two_gpus_are_held_against_the_real_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "CHECKED", ["2gpu-8b-16layers-pp2"])
+    (name, job, real), (_, fp8, _) = recipes.checks()
+    assert (name, job.main.rank, job.support[0].rank) == ("2gpu-8b-16layers-pp2, bf16", 1, 0)
+    results, launched = tmp_path / "results.jsonl", []
+
+    def launch(command, timeout, environment):
+        launched.append(command)
+        if "--rank" in command:
+            asked = job if "precision.fp8=none" in command else fp8
+            options, rank = asked.main.options(Namespace()), int(command[command.index("--rank") + 1])
+            row = one_rank.identity(options, rank) | {"job_step_seconds": 1.02, "job_quiet_seconds": 0.97}
+        else:
+            row = {"kind": "step", "world": 2, "command": " ".join(command[5:])}
+        row |= {"commit": "abc", "step_seconds": 1.0}
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    monkeypatch.setattr(compare, "launch", launch)
+    call = ["--results", str(results), "--commit", "abc", "--missing", "--two-gpus"]
+    assert recipes.main(call) == 0 and len(launched) == 6  # both ranks alone, then together; in two formats
+    assert "benchmarks/step.py" in launched[2] and "--nproc-per-node" in launched[2]
+    assert recipes.main(call) == 0 and len(launched) == 6
+    text = (tmp_path / "recipes.md").read_text()
+    assert "| 2gpu-8b-16layers-pp2, FP8 | 1.0000 | 1.0200 | +2.0 % | 0.9700 | -3.0 % |" in text
