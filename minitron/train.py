@@ -111,7 +111,8 @@ class Trainer:
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """Return [loss sum, tokens] of the global batch, float64 on the device. Collective over the world."""
-        total = torch.stack(self.contribution(self.executor.evaluate(batches), batches)).double()
+        loss_sum = self.executor.evaluate(batches) if self.graph is None else self.graph.evaluate(batches)
+        total = torch.stack(self.contribution(loss_sum, batches)).double()
         self.drop_casts()
         all_reduce_(total, self.mesh.world)
         return total

@@ -9,7 +9,8 @@ reads it in a run; a dry run's recorder (planning/dryrun.py) is an Activity that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Protocol
 
@@ -57,6 +58,16 @@ class Activity:
         """Note that the host has launched all of the action, which a GPU may not have begun."""
         if self.progress is not None:
             self.progress.ended(self.action)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note that what is launched inside is recorded, and does not run."""
+        queued: list[object] = [] if self.progress is None else self.progress.queued[-1][1]
+        before = len(queued)
+        try:
+            yield
+        finally:
+            del queued[before:]
 
     def replay(self, actions: Sequence[object]) -> None:
         """Note that the host is about to launch a recording of these actions, at whose ends the device will write."""
@@ -110,9 +121,7 @@ class Progress:
         return Progress(words, torch.as_tensor(_DeviceView(words), device=device))
 
     def begin_step(self, step: int) -> None:
-        """Queue the beginning of a step; of the same one again if what was queued of it will not run."""
-        if self.queued[-1][0] == step:
-            self.queued.pop()
+        """Queue the beginning of a step."""
         self.queued.append((step, []))
         self._step.fill_(step)
         self._done.zero_()

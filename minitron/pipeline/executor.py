@@ -16,7 +16,8 @@ With one pipeline stage there are no messages, and this is plain gradient accumu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -76,16 +77,28 @@ class Executor:
         """Return this rank's actions in a step of `train`."""
         return self.actions(make, num_microbatches)
 
-    @torch.no_grad()
     def evaluate(self, batches: Sequence[object]) -> Tensor:
         """Return the sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
+        run = Run(self, batches, None)
+        run.do(self.evaluation(len(batches)))
+        return run.finish()
+
+    def evaluation(self, num_microbatches: int) -> tuple[Action, ...]:
+        """Return this rank's actions in `evaluate`."""
+        return self.actions(forward_only, num_microbatches)
+
+    @contextmanager
+    def mode(self, training: bool) -> Iterator[None]:
+        """Run the chunks in training mode, which they always are in, or in evaluation mode."""
+        if training:
+            yield
+            return
         for chunk in self.chunks:
             chunk.eval()
-        run = Run(self, batches, None)
-        run.do(self.actions(forward_only, len(batches)))
+        with torch.no_grad():
+            yield
         for chunk in self.chunks:
             chunk.train()
-        return run.finish()
 
     def _actions(self, kind: Callable[[int, int, int], Schedule], num_microbatches: int) -> tuple[Action, ...]:
         return kind(self.pp.size, len(self.chunks), num_microbatches).ranks[self.pp.rank]
@@ -108,19 +121,20 @@ class Run:
         executor, activity = self.executor, self.executor.pp.activity
         forwards = sum(isinstance(action, Forward) for action in actions)
         executor.begin_pass()
-        for action in actions:
-            activity.begin(action)
-            if isinstance(action, Forward):
-                self.forward(action)
-                forwards -= 1
-                if forwards == 0 and executor.forwards_done is not None:
-                    executor.forwards_done.record()
-            elif isinstance(action, Backward):
-                self.backward(action)
-            else:
-                self.exchange(action)  # the device is through with it when it begins what waits for it
-                continue
-            activity.ended()
+        with executor.mode(training=self.seed is not None):
+            for action in actions:
+                activity.begin(action)
+                if isinstance(action, Forward):
+                    self.forward(action)
+                    forwards -= 1
+                    if forwards == 0 and executor.forwards_done is not None:
+                        executor.forwards_done.record()
+                elif isinstance(action, Backward):
+                    self.backward(action)
+                else:
+                    self.exchange(action)  # the device is through with it when it begins what waits for it
+                    continue
+                activity.ended()
 
     def forward(self, op: Forward) -> None:
         x = self._input(op)

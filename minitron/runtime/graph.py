@@ -132,6 +132,54 @@ class CudaGraph:
         self.nodes, self.replay = count.value, graph.replay
 
 
+class Recording:
+    """A pass through a schedule, recorded, with batches of its own. begin(batches) starts it; end() follows on it."""
+
+    def __init__(
+        self,
+        recorder: CudaRecorder,
+        planned: Sequence[Part],
+        batches: Sequence[StaticBatch],
+        begin: Callable[[Sequence[StaticBatch]], Run],
+        end: Callable[[], None],
+    ):
+        self.parts = planned
+        self.actions = [a for part in planned for _ in part.turns for a in part.actions if not isinstance(a, Exchange)]
+        self.static = {mb: batches[mb].clone() for mb in sorted({action.mb for action in self.actions})}
+        run: Run | None = None
+
+        def work(part: Part) -> None:
+            nonlocal run
+            run = run or begin([self.place(mb) for mb in range(len(batches))])
+            run.do(part.actions)
+            run.join()
+            if part is planned[-1]:
+                self.loss = run.finish()
+                end()
+
+        self.graphs = [recorder.record(partial(work, part)) for part in planned]
+
+    @property
+    def nodes(self) -> int:
+        """Kernels and copies of a pass."""
+        return sum(graph.nodes * len(part.turns) for graph, part in zip(self.graphs, self.parts))
+
+    def place(self, mb: int) -> StaticBatch:
+        """Return the recorded batch whose memory a microbatch takes."""
+        return self.static[mb if mb in self.static else 1]
+
+    def replay(self, batches: Sequence[StaticBatch]) -> Tensor:
+        """Run the pass on other batches; return its loss sum, 0-d, which the next replay overwrites."""
+        for graph, part in zip(self.graphs, self.parts):
+            for microbatches in part.turns:
+                for mb in microbatches:
+                    static, new = self.place(mb).packed, batches[mb].packed
+                    assert static is not None and new is not None
+                    static.copy_(new)
+                graph.replay()
+        return self.loss
+
+
 class StepGraph:
     """Runs forward and backward of steps: some eagerly, then as graphs if these are faster. Collective over the world.
 
@@ -139,7 +187,7 @@ class StepGraph:
     what a pass has left, before a recording and after one that failed. layers: blocks on this rank. always: without a
     comparison with eager steps.
 
-    replaying, settled: whether steps are replayed now, and whether that is final. nodes: launches of a replayed step.
+    settled: whether it is final how steps are run. nodes, capture_seconds: of the recorded step.
     """
 
     def __init__(
@@ -154,117 +202,107 @@ class StepGraph:
         recorder: Callable[[], CudaRecorder] = CudaRecorder,
     ):
         self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
-        self.mesh, self.layers, self.timed, self.recorder = mesh, layers, 0 if always else TIMED, recorder
+        self.mesh, self.layers, self.timed = mesh, layers, 0 if always else TIMED
         self.log: Log | None = None
-        self.calls, self.replaying, self.settled = 0, False, False
-        self.nodes, self.capture_seconds = 0, 0.0
+        self.settled, self.nodes, self.capture_seconds = False, 0, 0.0
+        self._calls, self._make_recorder = 0, recorder
+        self._recorder: CudaRecorder | None = None
         self._marks: list[Mark] = []  # when each of the first steps began
-        self._graphs: list[tuple[Graph, Part]] = []
-        self._static: dict[int, StaticBatch] = {}  # by microbatch
-        self._actions: list[object] = []
-        self._loss: Tensor | None = None
+        self._training: Recording | None = None
+        self._evaluation: Recording | None = None
+        self._evaluates = True  # whether evaluations can be recorded, as far as is known
+
+    @property
+    def replaying(self) -> bool:
+        """Whether steps are replayed now."""
+        return self._training is not None
 
     @property
     def graphs(self) -> int:
         """How many graphs a replayed step has."""
-        return len(self._graphs)
+        return 0 if self._training is None else len(self._training.graphs)
 
     def step(self, batches: Sequence[StaticBatch]) -> Tensor:
         """Run forward and backward of all microbatches and sum the gradients; return the loss sum, 0-d."""
         if not self.settled:
             self._advance(batches)
-        return self._replay(batches) if self.replaying else self._eager(batches)
-
-    def close(self) -> None:
-        """Give the graphs up. To be called before the process groups end whose operations they hold."""
-        if self._graphs and self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.settled, self.replaying, self._loss = True, False, None
-        self._graphs.clear()
-        self._static.clear()
-
-    def _eager(self, batches: Sequence[StaticBatch]) -> Tensor:
+        if self._training is not None:
+            self.mesh.activity.replay(self._training.actions)
+            loss = self._training.replay(batches)
+            self.mesh.activity.begin("update")
+            return loss
         loss = self.executor.train(batches, self.scale(len(batches)))
         self.finish()
         return loss
 
-    def _replay(self, batches: Sequence[StaticBatch]) -> Tensor:
-        self.mesh.activity.replay(self._actions)
-        for graph, part in self._graphs:
-            for microbatches in part.turns:
-                for mb in microbatches:
-                    static, new = self._place(mb).packed, batches[mb].packed
-                    assert static is not None and new is not None
-                    static.copy_(new)
-                graph.replay()
-        self.mesh.activity.begin("update")
-        assert self._loss is not None
-        return self._loss
+    def evaluate(self, batches: Sequence[StaticBatch]) -> Tensor:
+        """Run an evaluation's forwards, replayed if steps are: graphs keep the memory that eager ones would need."""
+        if self._training is not None and self._evaluation is None and self._evaluates:
+            self._evaluation = self._on_all(partial(self._record, batches, False))
+            self._evaluates = self._evaluation is not None
+        if self._training is None or self._evaluation is None:
+            return self.executor.evaluate(batches)
+        self.mesh.activity.replay(self._evaluation.actions)
+        return self._evaluation.replay(batches)
 
-    def _place(self, mb: int) -> StaticBatch:
-        """Return the recorded batch whose memory a microbatch takes."""
-        return self._static[mb if mb in self._static else 1]
+    def close(self) -> None:
+        """Give the graphs up. To be called before the process groups end whose operations they hold."""
+        if self._training is not None and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.settled, self._training, self._evaluation = True, None, None
 
     def _advance(self, batches: Sequence[StaticBatch]) -> None:
         """Do what is due in one of the first steps: record, or compare."""
-        self.calls += 1
+        self._calls += 1
         recorded = WARM_UP + self.timed + 1
         if self.timed:
             self._marks.append(Mark(self.mesh.device))
-        if self.calls == recorded:
-            self._record_on_all(batches)
-        elif self.calls == recorded + self.timed + 1:
+        if self._calls == recorded:
+            self._training = self._on_all(partial(self._record, batches, True))
+            self.settled = self._training is None
+        elif self._calls == recorded + self.timed + 1:
             self.settled = True
             if self.timed:
                 self._compare(recorded)
 
-    def _record_on_all(self, batches: Sequence[StaticBatch]) -> None:
-        """Record a step, and replay from here on if that succeeds on all ranks."""
-        problem = None
+    def _on_all(self, record: Callable[[], Recording]) -> Recording | None:
+        """Return what record() returns; None on all ranks if it fails on one."""
+        recording, problem = None, None
         try:
-            self._record(batches)
-        except Exception as error:  # whatever it is, the step can be run as those before
+            recording = record()
+        except Exception as error:  # whatever it is, the pass can be run as those before
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        recorded = torch.tensor(problem is None, dtype=torch.int32, device=self.mesh.device)
-        all_reduce_(recorded, self.mesh.world, op=dist.ReduceOp.MIN)
-        self.replaying = bool(recorded.item())
-        self.mesh.activity.begin_step(self.mesh.activity.step)  # of which nothing has run yet
-        if not self.replaying:
-            self.close()
-            self.reset()
-            text = f"train.cuda_graph: {problem or 'another rank failed'}; steps stay eager on all ranks"
-            if self.log is not None:
-                (self.log.alarm if problem else self.log.warn)(f"warning: {text}" if problem else text)
-
-    def _record(self, batches: Sequence[StaticBatch]) -> None:
-        begun, recorder = time.perf_counter(), self.recorder()
-        used, m, actions = recorder.used(), len(batches), self.executor.training(len(batches))
-        planned = parts(actions, self.executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
-        read = {action.mb for part in planned for action in part.actions if not isinstance(action, Exchange)}
-        self._static = {mb: batches[mb].clone() for mb in read}
-        self._actions = [action for action in actions if not isinstance(action, Exchange)]
+        everywhere = torch.tensor(recording is not None, dtype=torch.int32, device=self.mesh.device)
+        all_reduce_(everywhere, self.mesh.world, op=dist.ReduceOp.MIN)
+        if everywhere.item():
+            return recording
         self.reset()
-        run: Run | None = None
+        text = f"train.cuda_graph: {problem or 'another rank failed'}; goes on eager on all ranks"
+        if self.log is not None:
+            (self.log.alarm if problem else self.log.warn)(f"warning: {text}" if problem else text)
+        return None
 
-        def work(part: Part) -> None:
-            nonlocal run
-            if run is None:
-                run = self.executor.begin([self._place(mb) for mb in range(m)], self.scale(m))
-            run.do(part.actions)
-            run.join()
-            if part is planned[-1]:
-                self._loss = run.finish()
-                self.finish()
-
-        for part in planned:
-            self._graphs.append((recorder.record(partial(work, part)), part))
-        more = recorder.used() - used
-        self.nodes = sum(graph.nodes * len(part.turns) for graph, part in self._graphs)
-        self.capture_seconds = time.perf_counter() - begun
+    def _record(self, batches: Sequence[StaticBatch], training: bool) -> Recording:
+        begun, m, executor = time.perf_counter(), len(batches), self.executor
+        self._recorder = recorder = self._recorder or self._make_recorder()
+        used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
+        planned = parts(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
+        self.reset()
+        with self.mesh.activity.recording():
+            if training:
+                start, end = lambda x: executor.begin(x, self.scale(m)), self.finish
+            else:
+                start, end = lambda x: Run(executor, x, None), lambda: None
+            recording = Recording(recorder, planned, batches, start, end)
+        more, seconds = (recorder.used() - used) / 2**30, time.perf_counter() - begun
+        if training:
+            self.nodes, self.capture_seconds = recording.nodes, seconds
         self._say(
-            f"train.cuda_graph: recorded {self.nodes:,} kernels and copies of a step in {len(planned)} graphs, in "
-            f"{self.capture_seconds:.1f} s; {more / 2**30:.2f} GiB more"
+            f"train.cuda_graph: recorded {recording.nodes:,} kernels and copies of "
+            f"{'a step' if training else 'an evaluation'} in {len(planned)} graphs, in {seconds:.1f} s; "
+            f"{more:.2f} GiB more"
         )
+        return recording
 
     def _compare(self, recorded: int) -> None:
         """Return to eager steps if they were faster, on all ranks."""
@@ -274,12 +312,11 @@ class StepGraph:
         all_reduce_(slowest, self.mesh.world, op=dist.ReduceOp.MAX)
         eager, replayed = slowest.tolist()
         self._marks.clear()
-        if self.replaying:
-            kept = "replayed" if replayed < eager else "eager"
-            self._say(f"train.cuda_graph=auto: {eager:.4f} s a step eager, {replayed:.4f} s replayed; goes on {kept}")
-            if kept == "eager":
-                self.close()
-                self.reset()
+        kept = "replayed" if replayed < eager else "eager"
+        self._say(f"train.cuda_graph=auto: {eager:.4f} s a step eager, {replayed:.4f} s replayed; goes on {kept}")
+        if kept == "eager":
+            self.close()
+            self.reset()
 
     def _say(self, text: str) -> None:
         if self.log is not None:
