@@ -37,7 +37,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -65,7 +65,7 @@ class _Worker:
     stack_file: Path
 
 
-class RankPool:
+class RankPool(AbstractContextManager):
     """Worker processes that run functions as jobs of gloo ranks. Use it as a context manager, or call `close`.
 
     `preload` names modules that the fork server imports beforehand, to make workers start faster. The first pool of a
@@ -75,16 +75,8 @@ class RankPool:
     def __init__(self, preload: tuple[str, ...] = ()):
         self._context = multiprocessing.get_context("forkserver")
         # symbolic_shapes: the first backward of a process imports it, with all of sympy, in half a second.
-        self._context.set_forkserver_preload(
-            [
-                "torch",
-                "torch.fx.experimental.symbolic_shapes",
-                "numpy.random",
-                "torch.distributed.device_mesh",
-                __name__,
-                *preload,
-            ]
-        )
+        ours = ("torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "torch.distributed.device_mesh")
+        self._context.set_forkserver_preload([*ours, __name__, *preload])
         self._directory = tempfile.TemporaryDirectory(prefix="minitron-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
@@ -103,10 +95,8 @@ class RankPool:
         try:
             call = pickle.dumps((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"cannot send {fn!r} to the ranks: {error}; pass a function defined at the top of a "
-                "module, and arguments that pickle"
-            ) from error
+            rule = "pass a function defined at the top of a module, and arguments that pickle"
+            raise ValueError(f"cannot send {fn!r} to the ranks: {error}; {rule}") from error
         while len(self._workers) < world_size:
             self._workers.append(self._start_worker())
         workers = self._workers[:world_size]
@@ -124,9 +114,6 @@ class RankPool:
     def close(self) -> None:
         self._kill_workers()
         self._directory.cleanup()
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -236,7 +223,5 @@ def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: 
     difference, norm = float((actual - expected).norm()), float(expected.norm())
     bound = tol * norm if norm > 0 else torch.finfo(torch.float32).eps
     # A NaN compares as False, so it fails.
-    assert difference <= bound, (
-        f"{label}: norm of the difference {difference:.3e} > {bound:.3e} "
-        f"(tolerance {tol:g}, norm of the expected tensor {norm:.3e})"
-    )
+    measured = f"norm of the difference {difference:.3e} > {bound:.3e}"
+    assert difference <= bound, f"{label}: {measured} (tolerance {tol:g}, norm of the expected tensor {norm:.3e})"

@@ -129,17 +129,10 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
         trainer = prepare(cfg, recorded(mesh, recorder))
         label(walk, trainer)
         run_step(trainer)
-    memory, action = walk.peak()
-    return Report(
-        mesh.rank,
-        mesh.coordinates(),
-        {part: memory.get(part, 0) for part in PARTS},
-        action,
-        walk.timeline(),
-        recorder.records,
-        replaced(trainer),
-        time.perf_counter() - start,
-    )
+    peak, action = walk.peak()
+    memory, seconds = {part: peak.get(part, 0) for part in PARTS}, time.perf_counter() - start
+    seen = memory, action, walk.timeline(), recorder.records
+    return Report(mesh.rank, mesh.coordinates(), *seen, replaced(trainer), seconds)
 
 
 def make_mesh(cfg: Config, world: int) -> Mesh:
@@ -150,10 +143,8 @@ def make_mesh(cfg: Config, world: int) -> Mesh:
 
 def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
     """Return the same mesh with axes that report to `recorder`."""
-    axes = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
-    return replace(
-        mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items() if isinstance(axis, Axis)}
-    )
+    axes = {f.name: axis for f in fields(mesh) if isinstance(axis := getattr(mesh, f.name), Axis)}
+    return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()})
 
 
 def prepare(cfg: Config, mesh: Mesh) -> Trainer:
@@ -168,14 +159,11 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
 def run_step(trainer: Trainer) -> None:
     """Run one step on random tokens. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
-    data = build_datasets(
+    mock, sizes = (
         replace(cfg.data, source="mock"),
-        vocab_size=cfg.model.vocab_size,
-        seq_len=t.seq_len,
-        seed=t.seed,
-        train_samples=t.global_batch_size,
-        valid_samples=0,
+        dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed),
     )
+    data = build_datasets(mock, **sizes, train_samples=t.global_batch_size, valid_samples=0)
     loader = Loader(data.train, cfg, trainer.mesh)
     trainer.step(loader.step(0, 1), cfg.optimizer.lr)
     loader.close()
@@ -241,10 +229,8 @@ def choose_ranks(names: str, pp: int, world: int) -> list[int]:
     places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
-        raise ValueError(
-            f"--ranks={names} does not name ranks of --world={world}; use first, middle, last or numbers "
-            f"from 0 to {world - 1}, with commas"
-        )
+        fix = f"use first, middle, last or numbers from 0 to {world - 1}, with commas"
+        raise ValueError(f"--ranks={names} does not name ranks of --world={world}; {fix}")
     return list(dict.fromkeys(ranks))
 
 
@@ -261,10 +247,9 @@ def traffic(report: Report) -> dict[str, list[int]]:
 def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     """Yield the lines of a table of the reports, a column each."""
     p, dp = cfg.parallel, cfg.dp(world)
-    yield (
-        f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
-        f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}"
-    )
+    layout = f"tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}"
+    count = cfg.num_microbatches(dp)
+    yield f"one step on {world} ranks: {layout}, {count} microbatches of {cfg.train.micro_batch_size}"
 
     def row(name: str, cells: Iterable[str]) -> str:
         return f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells)

@@ -62,35 +62,24 @@ class Fabric:
     source: str
 
 
-MAY_BE_ZERO = (
-    "reserved_gib",
-    "unhidden",
-    "half_keys",
-    "gap_seconds",
-    "nvlink_seconds",
-    "network_seconds",
-    "tp_exposed",
-    "dp_exposed",
-)
+# Numbers that may be 0; all others are positive.
+MAY_BE_ZERO = ("reserved_gib", "unhidden", "half_keys", "gap_seconds", "nvlink_seconds", "network_seconds")
+MAY_BE_ZERO += ("tp_exposed", "dp_exposed")
 
 
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
     """Read devices and fabrics by name. Raises ValueError for a missing or unknown key, and for a bad number."""
     try:
         content = read_json(path)
-        devices, fabrics = (
-            {name: kind(**values) for name, values in content[section].items()}
-            for kind, section in ((Device, "devices"), (Fabric, "fabrics"))
-        )
+        devices = {name: Device(**values) for name, values in content["devices"].items()}
+        fabrics = {name: Fabric(**values) for name, values in content["fabrics"].items()}
         for one in (*devices.values(), *fabrics.values()):
             _check_numbers(one)
         return devices, fabrics
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        names = ", ".join(f.name for f in fields(Device))
-        raise ValueError(
-            f"{path} is no table of devices ({error}); it needs `devices` with {names}, and `fabrics`; "
-            "benchmarks/devices.json is one"
-        ) from None
+        needs = f"`devices` with {', '.join(f.name for f in fields(Device))}, and `fabrics`"
+        fix = f"it needs {needs}; benchmarks/devices.json is one"
+        raise ValueError(f"{path} is no table of devices ({error}); {fix}") from None
 
 
 def _check_numbers(one: Device | Fabric) -> None:
@@ -126,14 +115,8 @@ class Machine:
     def attention(self, operations: float, keys: float, head_dim: int) -> float:
         """Time a kernel's call of `operations` under the mask, over `keys` positions."""
         d = self.device
-        rate = (
-            d.attention_tflops
-            * keys
-            / (keys + d.half_keys)
-            * head_dim
-            / next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
-            * 1e12
-        )
+        size = next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
+        rate = d.attention_tflops * keys / (keys + d.half_keys) * head_dim / size * 1e12
         return operations / rate / d.in_step + d.gap_seconds
 
     def moved(self, num_bytes: float, kernels: int = 1) -> float:
