@@ -40,6 +40,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -80,8 +81,7 @@ class RankPool(AbstractContextManager):
         self._directory = tempfile.TemporaryDirectory(prefix="minitron-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
-        self._num_started = 0
-        self._num_jobs = 0
+        self._numbers = count(1)  # of workers and jobs
 
     def run(self, world_size: int, fn: Callable, *args, timeout: float = 60.0, **kwargs) -> list:
         """Call fn(*args, **kwargs) on `world_size` ranks and return what each returned, in rank order.
@@ -100,11 +100,11 @@ class RankPool(AbstractContextManager):
         while len(self._workers) < world_size:
             self._workers.append(self._start_worker())
         workers = self._workers[:world_size]
-        self._num_jobs += 1
+        job = f"job{next(self._numbers)}"
         with ExitStack() as unless_done:
             unless_done.callback(self._kill_workers)
             for rank, worker in enumerate(workers):
-                worker.connection.send((sys.path, rank, world_size, f"job{self._num_jobs}", call))
+                worker.connection.send((sys.path, rank, world_size, job, call))
             results = _collect(workers, timeout, f"{fn.__module__}.{fn.__qualname__}")
             for worker in workers:
                 worker.connection.send("all ranks are done")
@@ -119,8 +119,7 @@ class RankPool(AbstractContextManager):
         self.close()
 
     def _start_worker(self) -> _Worker:
-        self._num_started += 1
-        stack_file = Path(self._directory.name) / f"stack{self._num_started}"
+        stack_file = Path(self._directory.name) / f"stack{next(self._numbers)}"
         connection, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, self._store.port, str(stack_file)), daemon=True)
         process.start()

@@ -30,6 +30,7 @@ from torch import Tensor
 from minitron.kernels.rng import drop_elements as drop_elements  # one of this module's functions
 
 Cast = tuple[Tensor, Tensor, Tensor | None]
+Updated = Callable[[int], None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 
 
@@ -262,12 +263,7 @@ class AdamHyper(NamedTuple):
 
 
 def adamw_(
-    states: list[AdamState],
-    steps: Tensor,
-    divisor: Tensor,
-    found_inf: Tensor,
-    hyper: AdamHyper,
-    updated: Callable[[int], None],
+    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
     """Update every state with grad / divisor, unless found_inf is 1, and cast the master to `param`.
 

@@ -131,8 +131,9 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
         run_step(trainer)
     peak, action = walk.peak()
     memory, seconds = {part: peak.get(part, 0) for part in PARTS}, time.perf_counter() - start
-    seen = memory, action, walk.timeline(), recorder.records
-    return Report(mesh.rank, mesh.coordinates(), *seen, replaced(trainer), seconds)
+    return Report(
+        mesh.rank, mesh.coordinates(), memory, action, walk.timeline(), recorder.records, replaced(trainer), seconds
+    )
 
 
 def make_mesh(cfg: Config, world: int) -> Mesh:
@@ -159,11 +160,8 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
 def run_step(trainer: Trainer) -> None:
     """Run one step on random tokens. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
-    mock, sizes = (
-        replace(cfg.data, source="mock"),
-        dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, seed=t.seed),
-    )
-    data = build_datasets(mock, **sizes, train_samples=t.global_batch_size, valid_samples=0)
+    sizes = dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, train_samples=t.global_batch_size, valid_samples=0)
+    data = build_datasets(replace(cfg.data, source="mock"), **sizes, seed=t.seed)
     loader = Loader(data.train, cfg, trainer.mesh)
     trainer.step(loader.step(0, 1), cfg.optimizer.lr)
     loader.close()
@@ -180,16 +178,15 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
 
 def replaced(trainer: Trainer) -> list[str]:
     """List the kernels of a GPU that were replaced: "kernel: its replacement"."""
-    cfg, found = trainer.cfg, ["Triton: minitron.kernels.plain"]
-    if (name := trainer.kernels.attention.name) != "reference":
-        found.append(f"attention by {name}: its formulas")
-    if cfg.precision.fp8 != "none":
-        found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch")
-    if cfg.train.kernels == "apex":
-        found.append("apex: torch and minitron.kernels.plain")
-    if trainer.mesh.world.size > 1:
-        found.append("NCCL, and memory that a node's GPUs share: torch's fake process group")
-    return found
+    cfg, attention = trainer.cfg, trainer.kernels.attention.name
+    stand_ins = {
+        "Triton: minitron.kernels.plain": True,
+        f"attention by {attention}: its formulas": attention != "reference",
+        f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch": cfg.precision.fp8 != "none",
+        "apex: torch and minitron.kernels.plain": cfg.train.kernels == "apex",
+        "NCCL, and memory that a node's GPUs share: torch's fake process group": trainer.mesh.world.size > 1,
+    }
+    return [text for text, used in stand_ins.items() if used]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

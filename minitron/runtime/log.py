@@ -140,8 +140,9 @@ class Log(AbstractContextManager):
         iterations = tuple(self._since_line) or (self._recent[-1],)  # an evaluation comes after the step's own line
         t, rates, now = self.cfg.train, self._rates(iterations), datetime.now()
         mfu = None if self.peak is None else rates["full"] / self.peak
-        run = t.steps, t.global_batch_size, rates, now, self._steps, self._seconds
-        return Line(iterations, *run, mfu, self._val_loss)
+        return Line(
+            iterations, t.steps, t.global_batch_size, rates, now, self._steps, self._seconds, mfu, self._val_loss
+        )
 
     def _rates(self, iterations: Sequence[Iteration]) -> dict[str, float]:
         """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count."""
