@@ -38,11 +38,11 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,7 @@ GRACE_SECONDS = 0.2
 # ---- the parent's side --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Worker:
+class _Worker(NamedTuple):
     process: multiprocessing.process.BaseProcess
     connection: Connection
     stack_file: Path

@@ -114,8 +114,9 @@ def add_norm_backward(
     """Return dx, dweight, dbias, ddelta_bias; see kernels/plain.py."""
     dy, total, h = dy.contiguous(), total.contiguous(), total.shape[-1]
     dtotal, dx = None if dtotal is None else dtotal.contiguous(), torch.empty_like(total)
-    rstd, mean = statistics[0], statistics[1] if len(statistics) == 2 else None
-    rows, layer_norm, shape = total.numel() // h, mean is not None, _row_in_registers(h)
+    rstd, *means = statistics.unbind()
+    mean = means[0] if means else None
+    rows, layer_norm, shape = total.numel() // h, bool(means), _row_in_registers(h)
     # A short row and a single sum fit into registers: one pass. Otherwise the sums are a second pass, by columns.
     one_pass = shape["BLOCK"] <= 8192 and not layer_norm and not delta_bias
     programs, stages, parts = rows, 1, 8
