@@ -37,11 +37,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,14 +59,13 @@ GRACE_SECONDS = 0.2
 # ---- the parent's side --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Worker:
+class _Worker(NamedTuple):
     process: multiprocessing.process.BaseProcess
     connection: Connection
     stack_file: Path
 
 
-class RankPool:
+class RankPool(AbstractContextManager):
     """Worker processes that run functions as jobs of gloo ranks. Use it as a context manager, or call `close`.
 
     `preload` names modules that the fork server imports beforehand, to make workers start faster. The first pool of a
@@ -75,21 +75,12 @@ class RankPool:
     def __init__(self, preload: tuple[str, ...] = ()):
         self._context = multiprocessing.get_context("forkserver")
         # symbolic_shapes: the first backward of a process imports it, with all of sympy, in half a second.
-        self._context.set_forkserver_preload(
-            [
-                "torch",
-                "torch.fx.experimental.symbolic_shapes",
-                "numpy.random",
-                "torch.distributed.device_mesh",
-                __name__,
-                *preload,
-            ]
-        )
+        ours = ("torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "torch.distributed.device_mesh")
+        self._context.set_forkserver_preload([*ours, __name__, *preload])
         self._directory = tempfile.TemporaryDirectory(prefix="minitron-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
-        self._num_started = 0
-        self._num_jobs = 0
+        self._numbers = count(1)  # of workers and jobs
 
     def run(self, world_size: int, fn: Callable, *args, timeout: float = 60.0, **kwargs) -> list:
         """Call fn(*args, **kwargs) on `world_size` ranks and return what each returned, in rank order.
@@ -103,18 +94,16 @@ class RankPool:
         try:
             call = pickle.dumps((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"cannot send {fn!r} to the ranks: {error}; pass a function defined at the top of a "
-                "module, and arguments that pickle"
-            ) from error
+            rule = "pass a function defined at the top of a module, and arguments that pickle"
+            raise ValueError(f"cannot send {fn!r} to the ranks: {error}; {rule}") from error
         while len(self._workers) < world_size:
             self._workers.append(self._start_worker())
         workers = self._workers[:world_size]
-        self._num_jobs += 1
+        job = f"job{next(self._numbers)}"
         with ExitStack() as unless_done:
             unless_done.callback(self._kill_workers)
             for rank, worker in enumerate(workers):
-                worker.connection.send((sys.path, rank, world_size, f"job{self._num_jobs}", call))
+                worker.connection.send((sys.path, rank, world_size, job, call))
             results = _collect(workers, timeout, f"{fn.__module__}.{fn.__qualname__}")
             for worker in workers:
                 worker.connection.send("all ranks are done")
@@ -125,15 +114,11 @@ class RankPool:
         self._kill_workers()
         self._directory.cleanup()
 
-    def __enter__(self) -> RankPool:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
     def _start_worker(self) -> _Worker:
-        self._num_started += 1
-        stack_file = Path(self._directory.name) / f"stack{self._num_started}"
+        stack_file = Path(self._directory.name) / f"stack{next(self._numbers)}"
         connection, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, self._store.port, str(stack_file)), daemon=True)
         process.start()
@@ -236,7 +221,5 @@ def assert_close_rel(actual: Tensor, expected: Tensor, tol: float = 1e-5, name: 
     difference, norm = float((actual - expected).norm()), float(expected.norm())
     bound = tol * norm if norm > 0 else torch.finfo(torch.float32).eps
     # A NaN compares as False, so it fails.
-    assert difference <= bound, (
-        f"{label}: norm of the difference {difference:.3e} > {bound:.3e} "
-        f"(tolerance {tol:g}, norm of the expected tensor {norm:.3e})"
-    )
+    measured = f"norm of the difference {difference:.3e} > {bound:.3e}"
+    assert difference <= bound, f"{label}: {measured} (tolerance {tol:g}, norm of the expected tensor {norm:.3e})"

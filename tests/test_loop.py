@@ -45,7 +45,6 @@ RUN = [
     "precision.dtype=fp32",
     "data.source=mock",
     "data.separate_documents=true",
-    "checkpoint.every=3",
     "checkpoint.keep=0",
 ]
 
@@ -61,7 +60,7 @@ def rate_of(step: int) -> float:
 def run(tmp_path_factory):
     """The configuration, the directory of checkpoints, and the records by their kind, of one run of RUN."""
     folder = tmp_path_factory.mktemp("run")
-    argv = [*RUN, f"log.dir={folder}", f"checkpoint.dir={folder / 'saves'}"]
+    argv = [*RUN, f"log.dir={folder}", f"checkpoint.dir={folder / 'saves'}", "checkpoint.every=3"]
     pretrain.main(argv)
     return cli.load(argv), folder / "saves", records_in(folder)
 

@@ -19,16 +19,15 @@ from dataclasses import Field, fields, is_dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
+
 from minitron.config.names import keys_named, our_key
 from minitron.config.schema import kinds
 from minitron.config.text import NUMBER, UNPRINTABLE, Plain, short, shown
 
 NULLS = ("null", "Null", "NULL")  # and in a file, as YAML has it, "~" and nothing
-BOOLEANS = {
-    write(word): word in ("true", "yes", "on")
-    for word in ("true", "yes", "on", "false", "no", "off")
-    for write in (str.lower, str.title, str.upper)
-}
+WRITTEN = (str.lower, str.title, str.upper)
+BOOLEANS = {write(word): value for word, value in yaml.SafeLoader.bool_values.items() for write in WRITTEN}
 INTEGER = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
 NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
 PLURALS = {int: "integers", float: "numbers", str: "texts"}
@@ -102,14 +101,15 @@ def convert(accepted: tuple, value: Any) -> Any:
 
 
 def _meant(prefix: str, name: str, value: Any, siblings: list[str]) -> str:
-    """Name the unknown key and the keys that may have been meant."""
-    for theirs in _leaves(prefix + name, value):
+    """Name the unknown key, of a section the first of its keys, and the keys that may have been meant."""
+    given = [*_leaves(prefix + name, value), prefix + name]
+    for theirs in given:
         if ours := our_key(theirs):
             return f"{short(theirs)}; use {ours}"
     close = [prefix + match for match in difflib.get_close_matches(name, siblings, n=1)]
     if meant := close + keys_named(name):
-        return f"{short(prefix + name)}; did you mean {' or '.join(meant)}?"
-    return f"{short(prefix + name)}; use one of {', '.join(prefix + sibling for sibling in siblings)}"
+        return f"{short(given[0])}; did you mean {' or '.join(meant)}?"
+    return f"{short(given[0])}; use one of {', '.join(prefix + sibling for sibling in siblings)}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

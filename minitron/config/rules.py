@@ -46,10 +46,12 @@ IDLE = (
     Idle("data.document_length", "data.source", ("mock",), "is of random documents, and {} has its own"),
     Idle("data.paths", "data.source", ("indexed", "sft"), "is not read with {}"),
     Idle("data.valid_paths", "data.source", ("sft",), "is not read with {}"),
+    Idle("checkpoint.every", "checkpoint.dir", ()),
     Idle("checkpoint.resume_step", "checkpoint.dir", ()),
     Idle("checkpoint.resume_step", "checkpoint.resume", (True,)),
     Idle("finetune.base", "finetune.kind", ("sft", "lora")),
     Idle("lora.", "finetune.kind", ("lora",)),
+    Idle("profile.", "profile.kind", ("nsys", "torch", "memory")),
 )
 
 
@@ -78,7 +80,8 @@ def _check_ranges(section, prefix: str) -> None:
             if isinstance(x, str):
                 _check_home(f"{prefix}{f.name}={x}", x)
             elif within is not None and x is not None:
-                _check_range(f"{prefix}{f.name}={x}", x, within)
+                what = x if x is value else f"{list(value)}: {x}"
+                _check_range(f"{prefix}{f.name}={what}", x, within)
 
 
 def _check_range(what: str, x: int | float, within: str) -> None:
@@ -108,30 +111,25 @@ def _check_idle(cfg: Config) -> None:
         section, start = keys.split(".")
         for name, value in values[section].items():
             if name.startswith(start) and value != defaults[section][name]:
-                text = ",".join(value) if isinstance(value, tuple) else shown(value)
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else shown(value)
                 why = reason.format(f"{other}={shown(given)}")
                 fix = f"{other}={_either(map(shown, needed))}" if needed else other
                 raise ValueError(f"{section}.{name}={text} {why}; drop it, or set {fix}")
 
 
 def _check_model(m: ModelConfig) -> None:
+    layers = f"model.num_layers={m.num_layers}"
     if m.num_layers > MAX_LAYERS:
-        raise ValueError(
-            f"model.num_layers={m.num_layers} is more than a model of this kind can have; use at most {MAX_LAYERS}"
-        )
+        raise ValueError(f"{layers} is more than a model of this kind can have; use at most {MAX_LAYERS}")
     _check_divides("model.num_heads", m.num_heads, {"model.hidden_size": m.hidden_size})
     _check_divides("model.num_kv_heads", m.kv_heads, {"model.num_heads": m.num_heads})
     if m.positions == "rope" and m.head_dim % 2:
-        raise ValueError(
-            f"model.hidden_size/num_heads={m.hidden_size}/{m.num_heads}={m.head_dim} is odd, and rotary "
-            "positions turn pairs of channels; make it even, or set model.positions=learned"
-        )
-    if m.rope_scaling is not None:
-        low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
-        if low >= high:
-            raise ValueError(
-                f"model.rope_scaling.low_freq_factor={low} must be below high_freq_factor={high}; Llama 3.1 has 1 and 4"
-            )
+        width = f"model.hidden_size/num_heads={m.hidden_size}/{m.num_heads}={m.head_dim}"
+        fix = "make it even, or set model.positions=learned"
+        raise ValueError(f"{width} is odd, and rotary positions turn pairs of channels; {fix}")
+    if m.rope_scaling is not None and m.rope_scaling.low_freq_factor >= (high := m.rope_scaling.high_freq_factor):
+        low = f"model.rope_scaling.low_freq_factor={m.rope_scaling.low_freq_factor}"
+        raise ValueError(f"{low} must be below high_freq_factor={high}; Llama 3.1 has 1 and 4")
 
 
 def _check_layout(cfg: Config, world: int) -> None:
@@ -141,10 +139,8 @@ def _check_layout(cfg: Config, world: int) -> None:
     if world < ranks:
         raise ValueError(f"{product} needs {ranks} ranks, but there are {world}; start {ranks}, or lower tp, pp or cp")
     if world % ranks:
-        raise ValueError(
-            f"{product} does not divide the world of {world} ranks; start "
-            f"{_either(_multiples(ranks, world))}, or change tp, pp or cp"
-        )
+        fit = _either(_multiples(ranks, world))
+        raise ValueError(f"{product} does not divide the world of {world} ranks; start {fit}, or change tp, pp or cp")
     heads = {"model.num_heads" if m.num_kv_heads is None else "model.num_kv_heads": m.kv_heads}
     padded = f"the padded vocabulary (model.vocab_size={m.vocab_size}, vocab_multiple={m.vocab_multiple})"
     others = {"model.ffn_hidden_size": m.ffn_hidden_size, padded: m.padded_vocab_size}
@@ -152,27 +148,19 @@ def _check_layout(cfg: Config, world: int) -> None:
     if p.cp > 1 and p.cp_style == "ulysses":
         _check_divides("parallel.tp*cp (ulysses)", p.tp * p.cp, heads)
     if p.vp > 1 and p.pp == 1:
-        raise ValueError(
-            f"parallel.vp={p.vp} interleaves the chunks of several pipeline ranks, but parallel.pp=1; use "
-            "parallel.vp=1 or parallel.pp=2 or more"
-        )
+        why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
+        raise ValueError(f"parallel.vp={p.vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
     stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
     dp = cfg.dp(world)
-    _check_multiple(
-        "train.global_batch_size",
-        t.global_batch_size,
-        f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}",
-        t.micro_batch_size * dp,
-    )
+    samples = f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}"
+    _check_multiple("train.global_batch_size", t.global_batch_size, samples, t.micro_batch_size * dp)
 
 
 def _check_sequence(cfg: Config) -> None:
-    p, s = cfg.parallel, cfg.train.seq_len
-    if s > cfg.model.max_positions:
-        raise ValueError(
-            f"train.seq_len={s} exceeds model.max_positions={cfg.model.max_positions}; use at most "
-            f"{cfg.model.max_positions}, or raise model.max_positions"
-        )
+    p, s, most = cfg.parallel, cfg.train.seq_len, cfg.model.max_positions
+    if s > most:
+        fix = f"use at most {most}, or raise model.max_positions"
+        raise ValueError(f"train.seq_len={s} exceeds model.max_positions={most}; {fix}")
     parts = {}
     if p.cp > 1:
         parts |= {"parallel.cp (ulysses)": p.cp} if p.cp_style == "ulysses" else {"2*parallel.cp (zigzag)": 2 * p.cp}
@@ -183,33 +171,26 @@ def _check_sequence(cfg: Config) -> None:
 
 
 def _check_attention(cfg: Config) -> None:
-    m = cfg.model
-    if m.attention_dropout > 0:
-        if cfg.parallel.cp > 1:
-            raise ValueError(
-                f"model.attention_dropout={m.attention_dropout} needs parallel.cp=1, not {cfg.parallel.cp}"
-                "; set model.attention_dropout=0 or parallel.cp=1"
-            )
-        if m.attention not in ("auto", "reference"):
-            raise ValueError(
-                f"model.attention={m.attention} has no attention dropout; use model.attention=reference "
-                "or auto, or model.attention_dropout=0"
-            )
+    m, cp = cfg.model, cfg.parallel.cp
+    if m.attention_dropout == 0:
+        return
+    if cp > 1:
+        why = f"needs parallel.cp=1, not {cp}; set model.attention_dropout=0 or parallel.cp=1"
+        raise ValueError(f"model.attention_dropout={m.attention_dropout} {why}")
+    if m.attention not in ("auto", "reference"):
+        fix = "use model.attention=reference or auto, or model.attention_dropout=0"
+        raise ValueError(f"model.attention={m.attention} has no attention dropout; {fix}")
 
 
 def _check_precision(cfg: Config, capability: tuple[int, int] | None) -> None:
-    dtype = cfg.precision.dtype
-    if dtype == "bf16" and capability is not None and capability < (8, 0):
-        raise ValueError(
-            f"precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later, this one is {_sm(capability)}; "
-            "use precision.dtype=fp16 or fp32"
-        )
-    if cfg.precision.loss_scale < 1:
-        raise ValueError(
-            f"precision.loss_scale={cfg.precision.loss_scale} is below 1, where no scale of fp16's ever "
-            "falls; use 1 or more, 65536 for example"
-        )
-    if cfg.precision.fp8 != "none":
+    p = cfg.precision
+    if p.dtype == "bf16" and capability is not None and capability < (8, 0):
+        needs = "precision.dtype=bf16 needs a GPU of sm_80 (Ampere) or later"
+        raise ValueError(f"{needs}, this one is {_sm(capability)}; use precision.dtype=fp16 or fp32")
+    if p.loss_scale < 1:
+        why = "is below 1, where no scale of fp16's ever falls; use 1 or more, 65536 for example"
+        raise ValueError(f"precision.loss_scale={p.loss_scale} {why}")
+    if p.fp8 != "none":
         _check_fp8(cfg, capability)
 
 
@@ -217,36 +198,32 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
     m, p, t, fp8, dtype = cfg.model, cfg.parallel, cfg.train, cfg.precision.fp8, cfg.precision.dtype
     oldest, name = ((9, 0), "Hopper") if fp8 == "block" else ((8, 9), "Ada, Hopper")
     if capability is not None and capability < oldest:
-        raise ValueError(
-            f"precision.fp8={fp8} needs a GPU of {_sm(oldest)} ({name} or later), this one is "
-            f"{_sm(capability)}; use precision.fp8={'current' if capability >= (8, 9) else 'none'}"
-        )
+        needs = f"precision.fp8={fp8} needs a GPU of {_sm(oldest)} ({name} or later)"
+        fix = f"use precision.fp8={'current' if capability >= (8, 9) else 'none'}"
+        raise ValueError(f"{needs}, this one is {_sm(capability)}; {fix}")
     if dtype != "bf16":
-        raise ValueError(
-            f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; set precision.dtype=bf16, "
-            "or precision.fp8=none"
-        )
+        fix = "set precision.dtype=bf16, or precision.fp8=none"
+        raise ValueError(f"precision.fp8={fp8} goes with precision.dtype=bf16, not {dtype}; {fix}")
     kept = cfg.precision.fp8_bf16_layers
     if 2 * kept >= m.num_layers:
-        raise ValueError(
-            f"precision.fp8_bf16_layers={kept} at both ends leave none of model.num_layers={m.num_layers} "
-            f"in FP8; use at most {(m.num_layers - 1) // 2}, or precision.fp8=none"
-        )
+        why = f"at both ends leave none of model.num_layers={m.num_layers} in FP8"
+        fix = f"use at most {(m.num_layers - 1) // 2}, or precision.fp8=none"
+        raise ValueError(f"precision.fp8_bf16_layers={kept} {why}; {fix}")
     # Of the three products (forward, input gradient, weight gradient) each sums over another dim of the GEMM.
     unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
     rows, parts = "train.seq_len*micro_batch_size/cp", p.cp
     if fp8 == "block" and p.sequence_parallel:  # a rank casts its part before the gather
         rows, parts = f"{rows}/tp", p.cp * p.tp
-    for name, size in (
-        ("model.hidden_size/tp", m.hidden_size // p.tp),
-        ("model.ffn_hidden_size/tp", m.ffn_hidden_size // p.tp),
-        ("the rows of the q, k, v matrix / tp", (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp),
-        (rows, t.seq_len * t.micro_batch_size // parts),
-    ):
+    sizes = {
+        "model.hidden_size/tp": m.hidden_size // p.tp,
+        "model.ffn_hidden_size/tp": m.ffn_hidden_size // p.tp,
+        "the rows of the q, k, v matrix / tp": (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp,
+        rows: t.seq_len * t.micro_batch_size // parts,
+    }
+    for name, size in sizes.items():
         if size % unit:
-            raise ValueError(
-                f"{name}={size} is no multiple of {unit}, which {whose} need; change it, or set precision.fp8=none"
-            )
+            why = f"is no multiple of {unit}, which {whose} need"
+            raise ValueError(f"{name}={size} {why}; change it, or set precision.fp8=none")
 
 
 def _check_optimizer(cfg: Config) -> None:
@@ -254,16 +231,12 @@ def _check_optimizer(cfg: Config) -> None:
     for name in ("warmup", "decay"):
         steps, samples = getattr(o, f"{name}_steps"), getattr(o, f"{name}_samples")
         if steps and samples is not None:
-            raise ValueError(
-                f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples} say the same "
-                f"thing twice; set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count "
-                "in samples"
-            )
-    if o.constant_steps >= cfg.train.steps:
-        raise ValueError(
-            f"optimizer.constant_steps={o.constant_steps} must be below train.steps={cfg.train.steps}; use at most "
-            f"{cfg.train.steps - 1}"
-        )
+            both = f"optimizer.{name}_steps={steps} and optimizer.{name}_samples={samples}"
+            fix = f"set optimizer.{name}_steps={'0' if name == 'warmup' else 'null'} to count in samples"
+            raise ValueError(f"{both} say the same thing twice; {fix}")
+    if o.constant_steps >= (steps := cfg.train.steps):
+        constant = f"optimizer.constant_steps={o.constant_steps}"
+        raise ValueError(f"{constant} must be below train.steps={steps}; use at most {steps - 1}")
     if o.lr_schedule != "constant" and o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} exceeds optimizer.lr={o.lr}; use at most {o.lr}")
     # Without decay_steps or decay_samples the decay ends with the run, and a short run may end within its warm-up.
@@ -272,25 +245,18 @@ def _check_optimizer(cfg: Config) -> None:
     end = o.decay_samples if o.decay_steps is None else o.decay_steps * batch
     if end is not None and warmup >= end:
         decay = f"decay_samples={end}" if o.decay_steps is None else f"decay_steps={o.decay_steps}"
-        raise ValueError(
-            f"optimizer.{decay} ends the decay after {end} samples, within the warm-up of {warmup}; use a longer decay "
-            "or a shorter warm-up"
-        )
+        why = f"ends the decay after {end} samples, within the warm-up of {warmup}"
+        raise ValueError(f"optimizer.{decay} {why}; use a longer decay or a shorter warm-up")
 
 
 def _check_data(cfg: Config) -> None:
     d = cfg.data
-    if d.source == "indexed" and not d.paths:
-        raise ValueError(
-            "data.source=indexed has nothing to read; set data.paths=[PREFIX], or [WEIGHT,PREFIX,WEIGHT,PREFIX,...]"
-        )
-    if d.source == "sft":
-        if not d.paths:
-            raise ValueError("data.source=sft has nothing to read; set data.paths=[FILE.jsonl,...], or [docstrings]")
-        if not d.separate_documents:
-            raise ValueError(
-                "data.source=sft packs documents that must not see each other; set data.separate_documents=true"
-            )
+    what = {"indexed": "[PREFIX], or [WEIGHT,PREFIX,WEIGHT,PREFIX,...]", "sft": "[FILE.jsonl,...], or [docstrings]"}
+    if d.source in what and not d.paths:
+        raise ValueError(f"data.source={d.source} has nothing to read; set data.paths={what[d.source]}")
+    if d.source == "sft" and not d.separate_documents:
+        why = "packs documents that must not see each other; set data.separate_documents=true"
+        raise ValueError(f"data.source=sft {why}")
 
 
 TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
@@ -299,47 +265,35 @@ TARGETS = ("qkv", "q", "k", "v", "o", "gate", "up", "down")
 def _check_finetune(cfg: Config) -> None:
     kind, base, lora = cfg.finetune.kind, cfg.finetune.base, cfg.lora
     if base is not None and cfg.checkpoint.load is not None:
-        raise ValueError(
-            f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load} both give the weights to "
-            "start from; drop one of them"
-        )
+        both = f"finetune.base={base} and checkpoint.load={cfg.checkpoint.load}"
+        raise ValueError(f"{both} both give the weights to start from; drop one of them")
     if kind != "lora":
         return
     known = [t for t in TARGETS if t != "gate" or cfg.model.family == "llama"]
-    given = f"lora.targets=[{','.join(lora.targets)}]"
+    given, targets = f"lora.targets=[{','.join(lora.targets)}]", set(lora.targets)
     if unknown := [t for t in lora.targets if t not in known]:
         raise ValueError(f"{given}: a {cfg.model.family} model has no {unknown[0]}; use some of {', '.join(known)}")
-    if (
-        not lora.targets
-        or len(set(lora.targets)) < len(lora.targets)
-        or ("qkv" in lora.targets and {"q", "k", "v"} & set(lora.targets))
-    ):
-        raise ValueError(
-            f"{given} must name each layer once, of qkv and its parts q, k, v one or the other; use for example [qkv]"
-        )
+    if not targets or len(targets) < len(lora.targets) or ("qkv" in targets and {"q", "k", "v"} & targets):
+        rule = "must name each layer once, of qkv and its parts q, k, v one or the other"
+        raise ValueError(f"{given} {rule}; use for example [qkv]")
 
 
 def _check_log(cfg: Config, world: int) -> None:
     p, steps = cfg.profile, cfg.train.steps
-    writers = {
-        "log.tensorboard=true": cfg.log.tensorboard is True,
-        f"profile.kind={p.kind}": p.kind in ("torch", "memory"),
-    }
-    for key, writes in writers.items():
-        if writes and cfg.log.dir is None:
-            raise ValueError(f"{key} writes into log.dir, which is null; set log.dir, or drop {key}")
+    board = ["log.tensorboard=true"] if cfg.log.tensorboard is True else []
+    profile = [f"profile.kind={p.kind}"] if p.kind in ("torch", "memory") else []
+    if cfg.log.dir is None and (writers := board + profile):
+        raise ValueError(f"{writers[0]} writes into log.dir, which is null; set log.dir, or drop {writers[0]}")
     if p.kind == "none":
         return
     if not p.start_step <= p.end_step <= steps:
-        raise ValueError(
-            f"profile.start_step={p.start_step} and profile.end_step={p.end_step} are no steps, in order, "
-            f"of train.steps={steps}; use 1 to {steps}"
-        )
+        both = f"profile.start_step={p.start_step} and profile.end_step={p.end_step}"
+        raise ValueError(f"{both} are no steps, in order, of train.steps={steps}; use 1 to {steps}")
+    ranks = f"profile.ranks={list(p.ranks)}"
     if len(set(p.ranks)) < len(p.ranks):
-        raise ValueError(f"profile.ranks={list(p.ranks)} names a rank twice; use {sorted(set(p.ranks))}")
-    strangers = [rank for rank in p.ranks if rank >= world]
-    if strangers or not p.ranks:
-        raise ValueError(f"profile.ranks={list(p.ranks)} must name ranks of the world of {world}; use 0 to {world - 1}")
+        raise ValueError(f"{ranks} names a rank twice; use {sorted(set(p.ranks))}")
+    if not p.ranks or max(p.ranks) >= world:
+        raise ValueError(f"{ranks} must name ranks of the world of {world}; use 0 to {world - 1}")
 
 
 # ---- the fixes ----------------------------------------------------------------------------------------------------
@@ -359,9 +313,8 @@ def _check_divides(name: str, value: int, wholes: dict[str, int]) -> None:
 def _check_multiple(name: str, value: int, part: str, size: int, choices: int | None = None) -> None:
     """Check that `value` is a multiple of `size`; the error offers multiples of `choices` (of `size` if not given)."""
     if value % size:
-        raise ValueError(
-            f"{name}={value} is no multiple of {part}={size}; use {_either(_multiples(choices or size, value))}"
-        )
+        fit = _either(_multiples(choices or size, value))
+        raise ValueError(f"{name}={value} is no multiple of {part}={size}; use {fit}")
 
 
 def _multiples(size: int, near: int) -> list[int]:

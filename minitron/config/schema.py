@@ -53,7 +53,7 @@ class ModelConfig:
     num_kv_heads: int | None = key(4, "key and value heads (grouped queries); null: as many as num_heads", COUNT)
     vocab_size: int = key(4096, "token ids; the corpus tokenizer is trained to this size", COUNT)
     vocab_multiple: int = key(
-        128, "the embedding is padded to a multiple of this, never dependent on tp; no loss sees the padding", COUNT
+        128, "the embedding is padded to a multiple of this, whatever tp; no loss sees the padding", COUNT
     )
     positions: Literal["rope", "learned"] = key("rope", "rotary or learned absolute positions")
     max_positions: int = key(4096, "rows of the learned position table; the longest sequence allowed", COUNT)
@@ -87,13 +87,9 @@ class ParallelConfig:
     cp: int = key(1, "context-parallel ranks", COUNT)
     cp_style: Literal["ring", "allgather", "ulysses"] = key("ring", "how attention crosses context ranks")
     sequence_parallel: bool = key(True, "norms and residuals on 1/tp of the sequence (no effect at tp=1)")
-    layers_per_stage: tuple[int, ...] | None = key(
-        None, "uneven pipeline: one layer count per global stage, pp*vp of them"
-    )
+    layers_per_stage: tuple[int, ...] | None = key(None, "uneven pipeline: layers of each global stage, pp*vp counts")
     overlap_tp: bool = key(True, "hide tensor-parallel communication behind GEMMs")
-    overlap_grads: bool = key(
-        True, "reduce gradients during the last backward, gather parameters during the next forward"
-    )
+    overlap_grads: bool = key(True, "reduce gradients in the last backward, gather parameters in the next forward")
 
 
 @dataclass(frozen=True)
@@ -150,9 +146,7 @@ class OptimizerConfig:
     lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the decay")
     warmup_steps: int = key(20, "steps of linear warm-up from 0", NOT_NEGATIVE)
     constant_steps: int = key(0, "steps at min_lr before the end: they shorten decay_steps' default", NOT_NEGATIVE)
-    decay_steps: int | None = key(
-        None, "steps until min_lr, warm-up included; null: train.steps - constant_steps", COUNT
-    )
+    decay_steps: int | None = key(None, "steps to min_lr, with warm-up; null: train.steps - constant_steps", COUNT)
     warmup_samples: int | None = key(None, "warm-up counted in samples instead of steps", NOT_NEGATIVE)
     decay_samples: int | None = key(None, "decay counted in samples instead of steps", COUNT)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's running-average factors", FRACTION)
@@ -173,9 +167,7 @@ class DataConfig:
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
     tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
-    document_length: int | None = key(
-        None, "mock: documents of 1 to so many tokens; null: of a quarter sample on average", COUNT
-    )
+    document_length: int | None = key(None, "mock: documents of up to so many tokens; null: mean of 1/4 sample", COUNT)
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
 
 
@@ -221,9 +213,7 @@ class LoraConfig:
 class LogConfig:
     format: Literal["megatron", "megatron-core", "nemo"] = key("megatron", "form of the iteration line")
     every: int = key(1, "steps between iteration lines", COUNT)
-    dir: str | None = key(
-        None, "where config.yaml, metrics.jsonl, dllogger.json and one log per rank go; null: nowhere"
-    )
+    dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
 
 

@@ -19,15 +19,13 @@ the parameter's dtype, unchecked. So the cast is a second pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch  # first: apex's extensions need the libraries that it loads
 from amp_C import multi_tensor_adam_capturable
 from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 from torch import Tensor
 
 from minitron.kernels import fused
-from minitron.kernels.plain import AdamHyper, AdamState
+from minitron.kernels.plain import AdamHyper, AdamState, Updated
 
 CHUNK = 2048 * 32  # elements per block of threads, apex's own choice
 DECOUPLED_DECAY = 1  # the kernel's mode 1 is AdamW
@@ -43,30 +41,15 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 
 
 def adamw_(
-    states: list[AdamState],
-    steps: Tensor,
-    divisor: Tensor,
-    found_inf: Tensor,
-    hyper: AdamHyper,
-    updated: Callable[[int], None],
+    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
     """Update every state, with all numbers of the step on the device; see kernels/plain.py."""
     skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):
-        multi_tensor_adam_capturable(
-            CHUNK,
-            skip,
-            [[s.grad], [s.master], [s.average], [s.square]],
-            lr,
-            *hyper.betas,
-            hyper.eps,
-            steps,
-            DECOUPLED_DECAY,
-            CORRECT_BIAS,
-            s.decay,
-            inverse,
-        )
+        tensors, mode = [[s.grad], [s.master], [s.average], [s.square]], (DECOUPLED_DECAY, CORRECT_BIAS)
+        numbers = lr, *hyper.betas, hyper.eps, steps, *mode, s.decay, inverse
+        multi_tensor_adam_capturable(CHUNK, skip, tensors, *numbers)
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)
         updated(i)

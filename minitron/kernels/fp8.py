@@ -58,23 +58,17 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         if device.type == "meta":
             return _te_shapes(block)
         if device.type != "cuda":
-            raise ValueError(
-                f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; use "
-                "precision.fp8_backend=torch or precision.fp8=none"
-            )
+            fix = "use precision.fp8_backend=torch or precision.fp8=none"
+            raise ValueError(f"precision.fp8_backend=te runs on CUDA devices, not on {device.type}; {fix}")
         try:
             from minitron.kernels import fp8_te
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
-            raise ValueError(
-                f"precision.fp8_backend=te cannot load Transformer Engine ({error}); pip install "
-                "transformer-engine[pytorch], or use precision.fp8_backend=torch"
-            ) from error
+            fix = "pip install transformer-engine[pytorch], or use precision.fp8_backend=torch"
+            raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
         return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
     if block and device.type != "cpu":
-        raise ValueError(
-            "precision.fp8_backend=torch has blocks for CPUs only, where it checks them; use "
-            "precision.fp8_backend=te, or precision.fp8=delayed or current"
-        )
+        fix = "use precision.fp8_backend=te, or precision.fp8=delayed or current"
+        raise ValueError(f"precision.fp8_backend=torch has blocks for CPUs only, where it checks them; {fix}")
     return fp8_torch.BlockScaling() if block else fp8_torch.TensorScaling()
 
 
@@ -153,16 +147,8 @@ class Fp8Gemm(Gemm):
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)  # fast: less than float32 in the tensor cores' sums, in this product alone
-        return torch._scaled_mm(
-            x.rows,
-            w.rows.t(),
-            x.rows_scale,
-            w.rows_scale,
-            bias=bias,
-            out_dtype=self.dtype,
-            use_fast_accum=True,
-            out=out,
-        )
+        a, b, scales = x.rows, w.rows.t(), (x.rows_scale, w.rows_scale)
+        return torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=self.dtype, use_fast_accum=True, out=out)
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
         w = self._columns(self._quantized(weight))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,11 +13,23 @@ from minitron.kernels.plain import Cast, Rope
 
 
 @triton.jit
+def _gate_and_up(source, f, inside):
+    return tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
+
+
+@triton.jit
+def _gradients(gate, up, grad):
+    """Return the gradients of gate and up."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
+
+
+@triton.jit
 def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < f
-    gate = tl.load(x + row * 2 * f + columns, inside).to(tl.float32)
-    up = tl.load(x + row * 2 * f + f + columns, inside).to(tl.float32)
+    gate, up = _gate_and_up(x + row * 2 * f + columns, f, inside)
     tl.store(y + row * f + columns, gate * tl.sigmoid(gate) * up, inside)
 
 
@@ -27,13 +37,10 @@ def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
 def _swiglu_backward(dy, x, dx, f, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < f
-    gate = tl.load(x + row * 2 * f + columns, inside).to(tl.float32)
-    up = tl.load(x + row * 2 * f + f + columns, inside).to(tl.float32)
-    grad = tl.load(dy + row * f + columns, inside).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(dx + row * 2 * f + columns, grad * up * (sigmoid + silu * (1 - sigmoid)), inside)
-    tl.store(dx + row * 2 * f + f + columns, grad * silu, inside)
+    gate, up = _gate_and_up(x + row * 2 * f + columns, f, inside)
+    of_gate, of_up = _gradients(gate, up, tl.load(dy + row * f + columns, inside).to(tl.float32))
+    tl.store(dx + row * 2 * f + columns, of_gate, inside)
+    tl.store(dx + row * 2 * f + f + columns, of_up, inside)
 
 
 def swiglu_forward(x: Tensor) -> Tensor:
@@ -59,122 +66,59 @@ def _as_bf16(value):
 
 
 @triton.jit
-def _note(amax, magnitude, inside):
-    tl.atomic_max(amax, tl.max(tl.where(inside, magnitude, 0.0)), sem="relaxed")
-
-
-@triton.jit
-def _cast_tile(value, scale, rows, columns, i, j, inside, m, n, COLUMNS: tl.constexpr):
-    """Store a tile of the [m, n] result, and its transpose."""
-    small = (value * scale).to(rows.dtype.element_ty)  # saturates
+def _cast_tile(value, factor, rows, columns, i, j, inside, m, n):
+    """Store a tile of the [m, n] result, and in `columns`, unless None, its transpose."""
+    small = (value * factor).to(rows.dtype.element_ty)  # saturates
     tl.store(rows + i.to(tl.int64)[:, None] * n + j[None, :], small, inside)
-    if COLUMNS:
+    if columns is not None:
         tl.store(columns + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(small), tl.trans(inside))
 
 
 @triton.jit
-def _swiglu_cast(
-    x,
-    scale,
-    rows,
-    inverse,
-    columns,
-    amax,
-    m,
-    f,
-    COLUMNS: tl.constexpr,
-    NOTE: tl.constexpr,
-    M: tl.constexpr,
-    F: tl.constexpr,
-):
+def _swiglu_cast(dy, x, scale, rows, inverse, columns, amax, m, f, M: tl.constexpr, F: tl.constexpr):
+    """Cast a tile of the activation; with dy those of the gradients of gate and up, which lie side by side."""
     i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
-    source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
-    gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
-    value, factor = _as_bf16(gate * tl.sigmoid(gate) * up), tl.load(scale)
-    if NOTE:
-        _note(amax, tl.abs(value), inside)
-    _cast_tile(value, factor, rows, columns, i, j, inside, m, f, COLUMNS)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse, tl.div_rn(1.0, factor))
-
-
-@triton.jit
-def _swiglu_backward_cast(
-    dy,
-    x,
-    scale,
-    rows,
-    inverse,
-    columns,
-    amax,
-    m,
-    f,
-    COLUMNS: tl.constexpr,
-    NOTE: tl.constexpr,
-    M: tl.constexpr,
-    F: tl.constexpr,
-):
-    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
-    source, inside = x + i.to(tl.int64)[:, None] * (2 * f) + j[None, :], (i < m)[:, None] & (j < f)[None, :]
-    gate, up = tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
-    grad = tl.load(dy + i.to(tl.int64)[:, None] * f + j[None, :], inside).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu, factor = gate * sigmoid, tl.load(scale)
-    of_gate, of_up = _as_bf16(grad * up * (sigmoid + silu * (1 - sigmoid))), _as_bf16(grad * silu)
-    if NOTE:
-        _note(amax, tl.maximum(tl.abs(of_gate), tl.abs(of_up)), inside)
-    _cast_tile(of_gate, factor, rows, columns, i, j, inside, m, 2 * f, COLUMNS)
-    _cast_tile(of_up, factor, rows, columns, i, j + f, inside, m, 2 * f, COLUMNS)
+    inside, row = (i < m)[:, None] & (j < f)[None, :], i.to(tl.int64)[:, None]
+    gate, up = _gate_and_up(x + row * (2 * f) + j[None, :], f, inside)
+    factor = tl.load(scale)
+    if dy is None:
+        value = _as_bf16(gate * tl.sigmoid(gate) * up)
+        largest = tl.abs(value)
+        _cast_tile(value, factor, rows, columns, i, j, inside, m, f)
+    else:
+        of_gate, of_up = _gradients(gate, up, tl.load(dy + row * f + j[None, :], inside).to(tl.float32))
+        of_gate, of_up = _as_bf16(of_gate), _as_bf16(of_up)
+        largest = tl.maximum(tl.abs(of_gate), tl.abs(of_up))
+        _cast_tile(of_gate, factor, rows, columns, i, j, inside, m, 2 * f)
+        _cast_tile(of_up, factor, rows, columns, i, j + f, inside, m, 2 * f)
+    if amax is not None:
+        tl.atomic_max(amax, tl.max(tl.where(inside, largest, 0.0)), sem="relaxed")
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inverse, tl.div_rn(1.0, factor))
 
 
 def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
     """Compute silu(gate) * up and its FP8 cast; see kernels/plain.py."""
-    m, f = x.shape[0], x.shape[1] // 2
-    tile = dict(M=64, F=64, num_warps=8)
-    return _run_cast(_swiglu_cast, tile, (x.contiguous(),), (m, f), f, scale, amax, kind, columns)
+    return _run_cast(None, x, scale, amax, kind, columns)
 
 
 def swiglu_backward_cast(
     dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
 ) -> Cast:
     """Compute the gradient of SwiGLU's input and its FP8 cast; see kernels/plain.py."""
-    m, f = dy.shape
-    tile = dict(M=32, F=64, num_warps=4)
-    return _run_cast(
-        _swiglu_backward_cast, tile, (dy.contiguous(), x.contiguous()), (m, f), 2 * f, scale, amax, kind, columns
-    )
+    return _run_cast(dy.contiguous(), x, scale, amax, kind, columns)
 
 
 def _run_cast(
-    kernel: Any,
-    tile: dict[str, int],
-    inputs: tuple[Tensor, ...],
-    grid: tuple[int, int],
-    n: int,
-    scale: Tensor,
-    amax: Tensor | None,
-    kind: torch.dtype,
-    columns: bool,
+    dy: Tensor | None, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
 ) -> Cast:
-    """Run a kernel over tiles of `grid` [m, f]; its result is cast to [m, n]. Tile sizes: the fastest measured."""
-    m, f = grid
+    m, f = x.shape[0], x.shape[1] // 2
+    n, rows_per_tile, warps = (f, 64, 8) if dy is None else (2 * f, 32, 4)  # the fastest tiles measured
     rows, inverse = scale.new_empty(m, n, dtype=kind), torch.empty_like(scale)
     transposed = scale.new_empty(n, m, dtype=kind) if columns else None
-    kernel[(triton.cdiv(m, tile["M"]), triton.cdiv(f, tile["F"]))](
-        *inputs,
-        scale,
-        rows,
-        inverse,
-        rows if transposed is None else transposed,
-        scale if amax is None else amax,
-        m,
-        f,
-        COLUMNS=columns,
-        NOTE=amax is not None,
-        **tile,
-    )
+    tensors = dy, x.contiguous(), scale, rows, inverse, transposed, amax
+    grid = triton.cdiv(m, rows_per_tile), triton.cdiv(f, 64)
+    _swiglu_cast[grid](*tensors, m, f, M=rows_per_tile, F=64, num_warps=warps)
     return rows, inverse, transposed
 
 
@@ -183,36 +127,20 @@ def _run_cast(
 
 @triton.jit
 def _rotate(
-    x,
-    y,
-    cos,
-    sin,
-    batch,
-    heads,
-    x_row,
-    x_sample,
-    x_head,
-    y_row,
-    y_sample,
-    y_head,
-    rope_batch,
-    SIGN: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
+    x, y, cos, sin, x_strides, y_strides, b, n, rope_b, SIGN: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr
 ):
     """Turn channels i and i + HALF of every head of one token by SIGN * angle; SIGN 0 copies."""
-    token = tl.program_id(0)
-    row, sample = (token // batch).to(tl.int64), token % batch
+    row, sample = (tl.program_id(0) // b).to(tl.int64), tl.program_id(0) % b
     head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    inside = head < heads
-    source = x + row * x_row + sample * x_sample + head * x_head + channel
-    target = y + row * y_row + sample * y_sample + head * y_head + channel
+    inside = head < n
+    source = x + row * x_strides[0] + sample * x_strides[1] + head * x_strides[2] + channel
+    target = y + row * y_strides[0] + sample * y_strides[1] + head * y_strides[2] + channel
     first, second = tl.load(source, inside), tl.load(source + HALF, inside)
     if SIGN != 0:
-        angle = (row * rope_batch + sample % rope_batch) * HALF + channel
+        angle = (row * rope_b + sample % rope_b) * HALF + channel
         c, s = tl.load(cos + angle), tl.load(sin + angle) * SIGN
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
+        x1, x2 = first.to(tl.float32), second.to(tl.float32)
+        first, second = (x1 * c - x2 * s).to(first.dtype), (x2 * c + x1 * s).to(second.dtype)
     tl.store(target, first, inside)
     tl.store(target + HALF, second, inside)
 
@@ -222,21 +150,9 @@ def _turn(x: Tensor, y: Tensor, rope: Rope | None, sign: int) -> None:
     s, b, n, d = x.shape
     assert x.stride(-1) == y.stride(-1) == 1 and d & (d - 1) == 0
     cos, sin = rope if rope is not None else (x, x)
-    _rotate[(s * b,)](
-        x,
-        y,
-        cos,
-        sin,
-        b,
-        n,
-        *x.stride()[:3],
-        *y.stride()[:3],
-        cos.shape[1],
-        SIGN=sign,
-        HALF=d // 2,
-        HEADS=triton.next_power_of_2(n),
-        num_warps=4,
-    )
+    tensors, strides = (x, y, cos, sin), (x.stride()[:3], y.stride()[:3])
+    heads = triton.next_power_of_2(n)
+    _rotate[(s * b,)](*tensors, *strides, b, n, cos.shape[1], SIGN=sign, HALF=d // 2, HEADS=heads, num_warps=4)
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope) -> tuple[Tensor, ...]:

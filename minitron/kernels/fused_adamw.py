@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitron.kernels.plain import AdamHyper, AdamState
+from minitron.kernels.plain import AdamHyper, AdamState, Updated
 
 
 @triton.jit
-def _adamw(
-    master,
-    grad,
-    average,
-    square,
-    param,
-    corrections,
-    divisor,
-    found_inf,
-    lr,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
-    eps,
-    decay,
-    n,
-    CAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _adamw(master, grad, average, square, param, corrections, divisor, found_inf, numbers, n, BLOCK: tl.constexpr):
+    lr, beta1, beta2, rest1, rest2, eps, decay = numbers
     if tl.load(found_inf) == 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
@@ -44,40 +24,19 @@ def _adamw(
         tl.store(master + i, p, inside)
         tl.store(average + i, m, inside)
         tl.store(square + i, v, inside)
-        if CAST:
+        if param is not None:
             tl.store(param + i, p, inside)
 
 
 def adamw_(
-    states: list[AdamState],
-    steps: Tensor,
-    divisor: Tensor,
-    found_inf: Tensor,
-    hyper: AdamHyper,
-    updated: Callable[[int], None],
+    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
     """Update each state in one pass over memory; see kernels/plain.py."""
     corrections = torch.stack([1 - beta ** steps.double() for beta in hyper.betas]).float()
     rests = [1 - beta for beta in hyper.betas]  # here in float64: in the kernel's float32, 1 - 0.999 is 1e-5 off
     for i, s in enumerate(states):
-        n = s.master.numel()
-        _adamw[(triton.cdiv(n, 4096),)](
-            s.master,
-            s.grad,
-            s.average,
-            s.square,
-            s.param,
-            corrections,
-            divisor,
-            found_inf,
-            hyper.lr,
-            *hyper.betas,
-            *rests,
-            hyper.eps,
-            s.decay,
-            n,
-            CAST=s.param.dtype != torch.float32,
-            BLOCK=4096,
-            num_warps=8,
-        )
+        n, param = s.master.numel(), None if s.param.dtype == torch.float32 else s.param  # then it is the master
+        tensors = s.master, s.grad, s.average, s.square, param, corrections, divisor, found_inf
+        numbers = hyper.lr, *hyper.betas, *rests, hyper.eps, s.decay
+        _adamw[(triton.cdiv(n, 4096),)](*tensors, numbers, n, BLOCK=4096, num_warps=8)
         updated(i)

@@ -48,10 +48,10 @@ def softmax_sums(
     """
     assert logits.is_contiguous() and labels.is_contiguous()
     vocab = logits.shape[-1]
+    num_ids = vocab if num_ids is None else num_ids
     top, total, picked = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _softmax_sums[(labels.numel(),)](
-        logits, labels, top, total, picked, vocab, vocab if num_ids is None else num_ids, first, BLOCK=8192, num_warps=4
-    )
+    tensors, grid = (logits, labels, top, total, picked), (labels.numel(),)
+    _softmax_sums[grid](*tensors, vocab, num_ids, first, BLOCK=8192, num_warps=4)
     return top, total, picked
 
 
@@ -61,16 +61,7 @@ def softmax_gradient_(
     """Replace the logits by their gradient, (softmax - onehot(label)) * dloss; see kernels/plain.py."""
     assert logits.is_contiguous() and labels.is_contiguous() and lse.is_contiguous()
     vocab = logits.shape[-1]
-    grid = labels.numel(), triton.cdiv(vocab, 4096)
-    _softmax_gradient[grid](
-        logits,
-        labels,
-        lse,
-        dloss.contiguous(),
-        vocab,
-        vocab if num_ids is None else num_ids,
-        first,
-        BLOCK=4096,
-        num_warps=8,
-    )
+    num_ids = vocab if num_ids is None else num_ids
+    tensors, grid = (logits, labels, lse, dloss.contiguous()), (labels.numel(), triton.cdiv(vocab, 4096))
+    _softmax_gradient[grid](*tensors, vocab, num_ids, first, BLOCK=4096, num_warps=8)
     return logits

@@ -34,21 +34,9 @@ def _add_norm(x, delta, delta_bias, weight, bias, total, y, statistics, rows, h,
 
 @triton.jit
 def _add_norm_backward(
-    dy,
-    dtotal,
-    total,
-    statistics,
-    weight,
-    dx,
-    sums,
-    rows,
-    h,
-    LAYER_NORM: tl.constexpr,
-    SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy, dtotal, total, rstd, mean, weight, dx, sums, rows, h, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Walk over every n-th row, n programs; with SUMS keep this program's part of RMSNorm's dweight in registers."""
+    """Walk over every n-th row, n programs; with sums keep this program's part of RMSNorm's dweight in registers."""
     program, programs, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside, stride, dweight = columns < h, tl.cast(h, tl.int64), tl.zeros([BLOCK], tl.float32)
     w = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
@@ -56,38 +44,26 @@ def _add_norm_backward(
         at = row * stride + columns
         normal = tl.load(total + at, inside, other=0.0).to(tl.float32)
         grad = tl.load(dy + at, inside, other=0.0).to(tl.float32)
-        rstd = tl.load(statistics + row)
-        if LAYER_NORM:
-            normal -= tl.load(statistics + rows + row)
-        normal *= rstd
-        if SUMS:
+        scale = tl.load(rstd + row)
+        if mean is not None:
+            normal -= tl.load(mean + row)
+        normal *= scale
+        if sums is not None:
             dweight += grad * normal
         grad *= w
         out = grad - normal * (tl.sum(tl.where(inside, grad * normal, 0.0)) / h)
-        if LAYER_NORM:
+        if mean is not None:
             out -= tl.sum(grad) / h
-        out *= rstd
+        out *= scale
         if dtotal is not None:
             out += tl.load(dtotal + at, inside, other=0.0).to(tl.float32)
         tl.store(dx + at, out, inside)
-    if SUMS:
+    if sums is not None:
         tl.store(sums + program * h + columns, dweight, inside)
 
 
 @triton.jit
-def _norm_sums(
-    dy,
-    total,
-    statistics,
-    dx,
-    sums,
-    rows,
-    h,
-    LAYER_NORM: tl.constexpr,
-    DELTA_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _norm_sums(dy, total, rstd, mean, dx, sums, rows, h, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum over rows: one program has a slice of the columns and every n-th tile of rows."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -98,18 +74,19 @@ def _norm_sums(
         at = row.to(tl.int64)[:, None] * h + columns[None, :]
         normal = tl.load(total + at, inside, other=0.0).to(tl.float32)
         grad = tl.load(dy + at, inside, other=0.0).to(tl.float32)
-        if LAYER_NORM:
-            normal -= tl.load(statistics + rows + row, here, other=0.0)[:, None]
+        if mean is not None:
+            normal -= tl.load(mean + row, here, other=0.0)[:, None]
             dbias += grad
-        dweight += grad * normal * tl.load(statistics + row, here, other=0.0)[:, None]
-        if DELTA_BIAS:
+        dweight += grad * normal * tl.load(rstd + row, here, other=0.0)[:, None]
+        if dx is not None:
             ddelta_bias += tl.load(dx + at, inside, other=0.0).to(tl.float32)
     mine, size = sums + tl.program_id(1) * h + columns, tl.num_programs(1) * h
     tl.store(mine, tl.sum(dweight, 0), columns < h)
-    if LAYER_NORM:
-        tl.store(mine + size, tl.sum(dbias, 0), columns < h)
-    if DELTA_BIAS:
-        tl.store(mine + (1 + LAYER_NORM) * size, tl.sum(ddelta_bias, 0), columns < h)
+    if mean is not None:
+        mine += size
+        tl.store(mine, tl.sum(dbias, 0), columns < h)
+    if dx is not None:
+        tl.store(mine + size, tl.sum(ddelta_bias, 0), columns < h)
 
 
 def _row_in_registers(h: int) -> dict[str, int]:
@@ -125,76 +102,36 @@ def add_norm(
     x, h = x.contiguous(), x.shape[-1]
     total, y = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
-    rows = x.numel() // h
-    _add_norm[(rows,)](
-        x,
-        None if delta is None else delta.contiguous(),
-        delta_bias,
-        weight,
-        bias,
-        total,
-        y,
-        statistics,
-        rows,
-        h,
-        eps,
-        **_row_in_registers(h),
-    )
+    rows, delta = x.numel() // h, None if delta is None else delta.contiguous()
+    tensors = x, delta, delta_bias, weight, bias, total, y, statistics
+    _add_norm[(rows,)](*tensors, rows, h, eps, **_row_in_registers(h))
     return total, y, statistics
 
 
 def add_norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    statistics: Tensor,
-    weight: Tensor,
-    delta_bias: bool,
-    frozen: bool = False,
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, delta_bias: bool, frozen: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx, dweight, dbias, ddelta_bias; see kernels/plain.py."""
     dy, total, h = dy.contiguous(), total.contiguous(), total.shape[-1]
-    rows, layer_norm, shape = total.numel() // h, len(statistics) == 2, _row_in_registers(h)
-    gpu, dx = torch.cuda.get_device_properties(total.device), torch.empty_like(total)
+    dtotal, dx = None if dtotal is None else dtotal.contiguous(), torch.empty_like(total)
+    rstd, *means = statistics.unbind()
+    mean = means[0] if means else None
+    rows, layer_norm, shape = total.numel() // h, bool(means), _row_in_registers(h)
     # A short row and a single sum fit into registers: one pass. Otherwise the sums are a second pass, by columns.
     one_pass = shape["BLOCK"] <= 8192 and not layer_norm and not delta_bias
     programs, stages, parts = rows, 1, 8
     if one_pass:
+        gpu = torch.cuda.get_device_properties(total.device)
         programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (2 if shape["BLOCK"] <= 4096 else 1))
         shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in torch's stubs
         stages = 2 if 6 * shape["BLOCK"] * total.itemsize < shared - 4096 else 1
     sums = None if frozen else total.new_empty(1 + layer_norm + delta_bias, parts, h, dtype=torch.float32)
-    _add_norm_backward[(programs,)](
-        dy,
-        None if dtotal is None else dtotal.contiguous(),
-        total,
-        statistics,
-        weight,
-        dx,
-        sums,
-        rows,
-        h,
-        LAYER_NORM=layer_norm,
-        SUMS=one_pass and not frozen,
-        **shape,
-        STAGES=stages,
-    )
+    tensors = dy, dtotal, total, rstd, mean, weight, dx, sums if one_pass else None
+    _add_norm_backward[(programs,)](*tensors, rows, h, STAGES=stages, **shape)
     if sums is None:
         return dx, None, None, None
     if not one_pass:
-        _norm_sums[(triton.cdiv(h, 128), parts)](
-            dy,
-            total,
-            statistics,
-            dx,
-            sums,
-            rows,
-            h,
-            LAYER_NORM=layer_norm,
-            DELTA_BIAS=delta_bias,
-            ROWS=32,
-            BLOCK=128,
-            num_warps=4,
-        )
+        added, grid = dx if delta_bias else None, (triton.cdiv(h, 128), parts)
+        _norm_sums[grid](dy, total, rstd, mean, added, sums, rows, h, ROWS=32, BLOCK=128, num_warps=4)
     dweight, *others = sums.sum(1)
     return dx, dweight, others[0] if layer_norm else None, others[-1] if delta_bias else None

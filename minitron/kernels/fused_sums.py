@@ -13,39 +13,25 @@ from minitron.kernels import plain
 
 
 @triton.jit
+def _at(strides, sample, head, row):
+    return sample * strides[0] + head * strides[1] + row * strides[2]
+
+
+@triton.jit
 def _merge(
-    out,
-    lse,
-    block_out,
-    block_lse,
-    n,
-    s,
-    d,
-    out_b,
-    out_n,
-    out_s,
-    lse_b,
-    lse_n,
-    lse_s,
-    from_b,
-    from_n,
-    from_s,
-    with_b,
-    with_n,
-    with_s,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
+    out, lse, block_out, block_lse, of_out, of_lse, of_block, of_block_lse, n, s, d, ROWS: tl.constexpr, D: tl.constexpr
 ):
+    """Merge some rows of a head. of_out and the like: strides over samples, heads and rows."""
     sample, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
     row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     here, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
-    lse += sample * lse_b + head * lse_n + row * lse_s
+    lse += _at(of_lse, sample, head, row)
     a = tl.load(lse, here, other=0.0)
-    b = tl.load(block_lse + sample * with_b + head * with_n + row * with_s, here, other=0.0)
-    row = row.to(tl.int64)[:, None]
-    out += sample * out_b + head * out_n + row * out_s + channel[None, :]
+    b = tl.load(block_lse + _at(of_block_lse, sample, head, row), here, other=0.0)
+    row, channel = row.to(tl.int64)[:, None], channel[None, :]
+    out += _at(of_out, sample, head, row) + channel
     x = tl.load(out, inside).to(tl.float32)
-    y = tl.load(block_out + sample * from_b + head * from_n + row * from_s + channel[None, :], inside).to(tl.float32)
+    y = tl.load(block_out + _at(of_block, sample, head, row) + channel, inside).to(tl.float32)
     tl.store(out, x + tl.sigmoid(b - a)[:, None] * (y - x), inside)
     top = tl.maximum(a, b)
     tl.store(lse, top + tl.log(tl.exp(a - top) + tl.exp(b - top)), here)
@@ -55,36 +41,23 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     """Merge attention over a second set of keys into out and lse; see kernels/plain.py."""
     b, n, s, d = out.shape
     assert out.stride(-1) == block_out.stride(-1) == 1
-    _merge[(triton.cdiv(s, 32), b * n)](
-        out,
-        lse,
-        block_out,
-        block_lse,
-        n,
-        s,
-        d,
-        *out.stride()[:3],
-        *lse.stride(),
-        *block_out.stride()[:3],
-        *block_lse.stride(),
-        ROWS=32,
-        D=triton.next_power_of_2(d),
-        num_warps=4,
-    )
+    tensors = out, lse, block_out, block_lse
+    strides, grid = (x.stride()[:3] for x in tensors), (triton.cdiv(s, 32), b * n)
+    _merge[grid](*tensors, *strides, n, s, d, ROWS=32, D=triton.next_power_of_2(d), num_warps=4)
 
 
 # ---- partial sums ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _sum_parts(parts, out, n, stride, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts(parts, onto, out, n, stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, step = at < n, tl.cast(stride, tl.int64)
     total = tl.load(parts + at, inside).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         total += tl.load(parts + i * step + at, inside).to(tl.float32)
-    if ADD:
-        total += tl.load(out + at, inside).to(tl.float32)
+    if onto is not None:
+        total += tl.load(onto + at, inside).to(tl.float32)
     tl.store(out + at, total, inside)
 
 
@@ -92,10 +65,8 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
     """Sum over dim 0; see kernels/plain.py. torch's own sum over a first dimension runs at half the speed."""
     out = torch.empty_like(parts[0]) if onto is None else onto
     assert parts[0].is_contiguous() and out.is_contiguous()
-    n = out.numel()
-    _sum_parts[(triton.cdiv(n, 2048),)](
-        parts, out, n, parts.stride(0), ADD=onto is not None, PARTS=len(parts), BLOCK=2048, num_warps=8
-    )
+    n, stride, grid = out.numel(), parts.stride(0), (triton.cdiv(out.numel(), 2048),)
+    _sum_parts[grid](parts, onto, out, n, stride, PARTS=len(parts), BLOCK=2048, num_warps=8)
     return out
 
 
@@ -131,8 +102,7 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
     """
     if in_order or torch.are_deterministic_algorithms_enabled():
         return plain.add_rows_(table, ids, first, rows, in_order=True)
-    h = table.shape[1]
-    _add_rows[(ids.numel(), triton.cdiv(h, 2048))](
-        table, ids.contiguous(), rows.contiguous(), first, table.shape[0], h, BLOCK=2048, num_warps=8
-    )
+    size, h = table.shape
+    grid = ids.numel(), triton.cdiv(h, 2048)
+    _add_rows[grid](table, ids.contiguous(), rows.contiguous(), first, size, h, BLOCK=2048, num_warps=8)
     return table

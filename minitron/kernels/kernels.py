@@ -58,20 +58,9 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
         backend = fp8.choose_backend(cfg.precision, device)
     ops = choose_ops(device)
     apex = choose_apex(cfg.train.kernels, device) or ops
-    return Kernels(
-        attention.choose(
-            m.attention,
-            device,
-            DTYPES[cfg.precision.dtype],
-            m.head_dim,
-            m.attention_dropout,
-            documents=cfg.data.separate_documents,
-        ),
-        ops,
-        Gemm(apex.add_product),
-        apex.adamw_,
-        backend,
-    )
+    dtype, documents = DTYPES[cfg.precision.dtype], cfg.data.separate_documents
+    attend = attention.choose(m.attention, device, dtype, m.head_dim, m.attention_dropout, documents=documents)
+    return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend)
 
 
 def choose_ops(device: torch.device) -> ModuleType:

@@ -92,23 +92,11 @@ def _signature(x: Any) -> object:
     return tuple(map(_signature, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
-cast = hidden(plain.cast)
-largest = hidden(plain.largest)
-transpose = hidden(plain.transpose)
-add_norm = hidden(plain.add_norm)
-add_norm_backward = hidden(plain.add_norm_backward)
-swiglu_forward = hidden(plain.swiglu_forward)
-swiglu_backward = hidden(plain.swiglu_backward)
-swiglu_cast = hidden(plain.swiglu_cast)
-swiglu_backward_cast = hidden(plain.swiglu_backward_cast)
-split_heads_backward = hidden(plain.split_heads_backward)
-merge_ = hidden(plain.merge_)
-sum_parts = hidden(plain.sum_parts)
-add_product = hidden(plain.add_product)
-add_rows_ = hidden(plain.add_rows_)
-softmax_sums = hidden(plain.softmax_sums)
-softmax_gradient_ = hidden(plain.softmax_gradient_)
-drop_elements = hidden(plain.drop_elements)
+HIDDEN = (
+    "cast largest transpose add_norm add_norm_backward swiglu_forward swiglu_backward swiglu_cast swiglu_backward_cast "
+    "split_heads_backward merge_ sum_parts add_product add_rows_ softmax_sums softmax_gradient_ drop_elements"
+)
+globals().update((name, hidden(getattr(plain, name))) for name in HIDDEN.split())
 
 
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: plain.Rope) -> tuple[Tensor, ...]:

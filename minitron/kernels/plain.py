@@ -21,7 +21,7 @@ A function whose name ends in `_` changes its arguments in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from torch import Tensor
 from minitron.kernels.rng import drop_elements as drop_elements  # one of this module's functions
 
 Cast = tuple[Tensor, Tensor, Tensor | None]
+Updated = Callable[[int], None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
 
 
@@ -61,13 +62,7 @@ def add_norm(
 
 
 def add_norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    statistics: Tensor,
-    weight: Tensor,
-    delta_bias: bool,
-    frozen: bool = False,
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, statistics: Tensor, weight: Tensor, delta_bias: bool, frozen: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx, which is ddelta too, in total's dtype; and float32 [h] dweight, dbias (LayerNorm), ddelta_bias.
 
@@ -268,12 +263,7 @@ class AdamHyper(NamedTuple):
 
 
 def adamw_(
-    states: list[AdamState],
-    steps: Tensor,
-    divisor: Tensor,
-    found_inf: Tensor,
-    hyper: AdamHyper,
-    updated: Callable[[int], None],
+    states: list[AdamState], steps: Tensor, divisor: Tensor, found_inf: Tensor, hyper: AdamHyper, updated: Updated
 ) -> None:
     """Update every state with grad / divisor, unless found_inf is 1, and cast the master to `param`.
 
@@ -282,23 +272,10 @@ def adamw_(
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
-        torch._fused_adamw_(
-            masters,
-            grads,
-            averages,
-            squares,
-            [],
-            [steps] * len(masters),
-            lr=hyper.lr,
-            beta1=hyper.betas[0],
-            beta2=hyper.betas[1],
-            weight_decay=decay,
-            eps=hyper.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=found_inf,
-        )
+        rates = dict(lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay)
+        options: dict[str, Any] = rates | dict(eps=hyper.eps, grad_scale=divisor, found_inf=found_inf)
+        options |= dict(amsgrad=False, maximize=False)
+        torch._fused_adamw_(masters, grads, averages, squares, [], [steps] * len(masters), **options)
     for i, s in enumerate(states):
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)

@@ -130,16 +130,10 @@ def walk_step(cfg: Config, mesh: Mesh) -> Report:
         trainer = prepare(cfg, recorded(mesh, recorder))
         label(walk, trainer)
         run_step(trainer)
-    memory, action = walk.peak()
+    peak, action = walk.peak()
+    memory, seconds = {part: peak.get(part, 0) for part in PARTS}, time.perf_counter() - start
     return Report(
-        mesh.rank,
-        mesh.coordinates(),
-        {part: memory.get(part, 0) for part in PARTS},
-        action,
-        walk.timeline(),
-        recorder.records,
-        replaced(trainer),
-        time.perf_counter() - start,
+        mesh.rank, mesh.coordinates(), memory, action, walk.timeline(), recorder.records, replaced(trainer), seconds
     )
 
 
@@ -151,10 +145,8 @@ def make_mesh(cfg: Config, world: int) -> Mesh:
 
 def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
     """Return the same mesh with axes that report to `recorder`."""
-    axes = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
-    return replace(
-        mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items() if isinstance(axis, Axis)}
-    )
+    axes = {f.name: axis for f in fields(mesh) if isinstance(axis := getattr(mesh, f.name), Axis)}
+    return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()})
 
 
 def prepare(cfg: Config, mesh: Mesh) -> Trainer:
@@ -169,14 +161,8 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
 def run_step(trainer: Trainer) -> None:
     """Run one step on random tokens. Collective over the world."""
     cfg, t = trainer.cfg, trainer.cfg.train
-    data = build_datasets(
-        replace(cfg.data, source="mock"),
-        vocab_size=cfg.model.vocab_size,
-        seq_len=t.seq_len,
-        seed=t.seed,
-        train_samples=t.global_batch_size,
-        valid_samples=0,
-    )
+    sizes = dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, train_samples=t.global_batch_size, valid_samples=0)
+    data = build_datasets(replace(cfg.data, source="mock"), **sizes, seed=t.seed)
     loader = Loader(data.train, cfg, trainer.mesh)
     trainer.step(loader.step(0, 1), cfg.optimizer.lr)
     loader.close()
@@ -193,16 +179,15 @@ def label(walk: MemoryWalk, trainer: Trainer) -> None:
 
 def replaced(trainer: Trainer) -> list[str]:
     """List the kernels of a GPU that were replaced: "kernel: its replacement"."""
-    cfg, found = trainer.cfg, ["Triton: minitron.kernels.plain"]
-    if (name := trainer.kernels.attention.name) != "reference":
-        found.append(f"attention by {name}: its formulas")
-    if cfg.precision.fp8 != "none":
-        found.append(f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch")
-    if cfg.train.kernels == "apex":
-        found.append("apex: torch and minitron.kernels.plain")
-    if trainer.mesh.world.size > 1:
-        found.append("NCCL, and memory that a node's GPUs share: torch's fake process group")
-    return found
+    cfg, attention = trainer.cfg, trainer.kernels.attention.name
+    stand_ins = {
+        "Triton: minitron.kernels.plain": True,
+        f"attention by {attention}: its formulas": attention != "reference",
+        f"FP8 by {cfg.precision.fp8_backend}: minitron.kernels.fp8_torch": cfg.precision.fp8 != "none",
+        "apex: torch and minitron.kernels.plain": cfg.train.kernels == "apex",
+        "NCCL, and memory that a node's GPUs share: torch's fake process group": trainer.mesh.world.size > 1,
+    }
+    return [text for text, used in stand_ins.items() if used]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -242,10 +227,8 @@ def choose_ranks(names: str, pp: int, world: int) -> list[int]:
     places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
-        raise ValueError(
-            f"--ranks={names} does not name ranks of --world={world}; use first, middle, last or numbers "
-            f"from 0 to {world - 1}, with commas"
-        )
+        fix = f"use first, middle, last or numbers from 0 to {world - 1}, with commas"
+        raise ValueError(f"--ranks={names} does not name ranks of --world={world}; {fix}")
     return list(dict.fromkeys(ranks))
 
 
@@ -262,10 +245,9 @@ def traffic(report: Report) -> dict[str, list[int]]:
 def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     """Yield the lines of a table of the reports, a column each."""
     p, dp = cfg.parallel, cfg.dp(world)
-    yield (
-        f"one step on {world} ranks: tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}, "
-        f"{cfg.num_microbatches(dp)} microbatches of {cfg.train.micro_batch_size}"
-    )
+    layout = f"tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}"
+    count = cfg.num_microbatches(dp)
+    yield f"one step on {world} ranks: {layout}, {count} microbatches of {cfg.train.micro_batch_size}"
 
     def row(name: str, cells: Iterable[str]) -> str:
         return f"{name:<24}" + "".join(f"{cell:>30}" for cell in cells)

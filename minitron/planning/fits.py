@@ -17,14 +17,11 @@ def check_room(cfg: Config, world: int, device: torch.device) -> None:
     A host would not refuse too large an allocation: it would swap for hours, or kill the process.
     """
     parts = Memory(cfg, world, gpus_per_node=1).lasting()
-    has = (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device).total_memory
+    else:
+        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if sum(parts) > has:
         sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(LASTING, parts) if size)
-        raise OutOfMemory(
-            f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes}), and this "
-            f"{device.type} has {has / 2**30:.1f}; {ADVICE}"
-        )
+        needs = f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes})"
+        raise OutOfMemory(f"{needs}, and this {device.type} has {has / 2**30:.1f}; {ADVICE}")

@@ -26,6 +26,8 @@ from pathlib import Path
 
 from minitron.config.files import read_json
 
+MayBeZero = float  # all other numbers are positive
+
 
 @dataclass(frozen=True)
 class Device:
@@ -34,17 +36,17 @@ class Device:
     gpu: str  # as CUDA names it: H100
     fabric: str  # the network that it usually has
     memory_gib: float  # that CUDA reports
-    reserved_gib: float  # of it outside of torch's allocator: context, NCCL
+    reserved_gib: MayBeZero  # of it outside of torch's allocator: context, NCCL
     processors: int  # streaming multiprocessors
     gemm_tflops: dict[str, float]  # bf16, fp8: of a product with full waves and no memory traffic
     weight_grad: dict[str, float]  # share of it that weight gradients reach
-    unhidden: float  # share of a product's memory traffic that its arithmetic does not hide
+    unhidden: MayBeZero  # share of a product's memory traffic that its arithmetic does not hide
     attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
-    half_keys: float  # keys at which attention reaches half of that
+    half_keys: MayBeZero  # keys at which attention reaches half of that
     copy_tb_s: float  # bytes read plus bytes written
     pointwise: float  # share of it that fused pointwise kernels reach
     in_step: float  # rate of kernels in a step over that alone
-    gap_seconds: float  # between two kernels
+    gap_seconds: MayBeZero  # between two kernels
     source: str
 
 
@@ -54,43 +56,27 @@ class Fabric:
 
     gpus_per_node: int
     nvlink_gb_s: float
-    nvlink_seconds: float  # latency of a step of a ring
+    nvlink_seconds: MayBeZero  # latency of a step of a ring
     network_gb_s: float  # of the card that one GPU has
-    network_seconds: float
-    tp_exposed: float  # share of tensor-parallel traffic that overlap does not hide
-    dp_exposed: float  # of gradients and parameters
+    network_seconds: MayBeZero
+    tp_exposed: MayBeZero  # share of tensor-parallel traffic that overlap does not hide
+    dp_exposed: MayBeZero  # of gradients and parameters
     source: str
-
-
-MAY_BE_ZERO = (
-    "reserved_gib",
-    "unhidden",
-    "half_keys",
-    "gap_seconds",
-    "nvlink_seconds",
-    "network_seconds",
-    "tp_exposed",
-    "dp_exposed",
-)
 
 
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
     """Read devices and fabrics by name. Raises ValueError for a missing or unknown key, and for a bad number."""
     try:
         content = read_json(path)
-        devices, fabrics = (
-            {name: kind(**values) for name, values in content[section].items()}
-            for kind, section in ((Device, "devices"), (Fabric, "fabrics"))
-        )
+        devices = {name: Device(**values) for name, values in content["devices"].items()}
+        fabrics = {name: Fabric(**values) for name, values in content["fabrics"].items()}
         for one in (*devices.values(), *fabrics.values()):
             _check_numbers(one)
         return devices, fabrics
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        names = ", ".join(f.name for f in fields(Device))
-        raise ValueError(
-            f"{path} is no table of devices ({error}); it needs `devices` with {names}, and `fabrics`; "
-            "benchmarks/devices.json is one"
-        ) from None
+        needs = f"`devices` with {', '.join(f.name for f in fields(Device))}, and `fabrics`"
+        fix = f"it needs {needs}; benchmarks/devices.json is one"
+        raise ValueError(f"{path} is no table of devices ({error}); {fix}") from None
 
 
 def _check_numbers(one: Device | Fabric) -> None:
@@ -98,7 +84,7 @@ def _check_numbers(one: Device | Fabric) -> None:
     for f in fields(one):
         value = getattr(one, f.name)
         numbers = [value[kind] for kind in ("bf16", *one.gemm_tflops)] if f.type.startswith("dict") else [value]
-        if f.type != "str" and not all(0 < x < inf or x == 0 and f.name in MAY_BE_ZERO for x in numbers):
+        if f.type != "str" and not all(0 < x < inf or x == 0 and f.type == "MayBeZero" for x in numbers):
             raise ValueError(f"{f.name}={value} is out of range")
 
 
@@ -126,14 +112,8 @@ class Machine:
     def attention(self, operations: float, keys: float, head_dim: int) -> float:
         """Time a kernel's call of `operations` under the mask, over `keys` positions."""
         d = self.device
-        rate = (
-            d.attention_tflops
-            * keys
-            / (keys + d.half_keys)
-            * head_dim
-            / next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
-            * 1e12
-        )
+        size = next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
+        rate = d.attention_tflops * keys / (keys + d.half_keys) * head_dim / size * 1e12
         return operations / rate / d.in_step + d.gap_seconds
 
     def moved(self, num_bytes: float, kernels: int = 1) -> float:

@@ -27,16 +27,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.config.sizes import (
-    FP8_WORKSPACE_BYTES,
-    PIECE_BYTES,
-    adapted,
-    fp8_layers,
-    in_pieces,
-    linear_sizes,
-    stream_length,
-)
 from minitron.pipeline.schedule import Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
@@ -66,10 +58,10 @@ def adapters(cfg: Config) -> dict[str, AdapterSize]:
     """Return the adapters of a block by layer; none without LoRA."""
     if cfg.finetune.kind != "lora":
         return {}
-    inputs = {layer: size for layer, (size, _) in linear_sizes(cfg.model).items()}
+    inputs = {layer: size for layer, (size, _) in sizes.linear_sizes(cfg.model).items()}
     return {
         layer: AdapterSize(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
-        for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
+        for layer, spans in sizes.adapted(cfg.model, cfg.lora.targets).items()
         if spans
     }
 
@@ -84,9 +76,10 @@ class Memory:
         self.llama, self.tp = m.family == "llama", p.tp
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
-        self.fp8_blocks = [sum(i in fp8_layers(cfg.precision, m.num_layers) for i in layers) for layers in self.layers]
+        in_fp8 = sizes.fp8_layers(cfg.precision, m.num_layers)
+        self.fp8_blocks = [sum(i in in_fp8 for i in layers) for layers in self.layers]
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
-        self.rows = stream_length(cfg) * t.micro_batch_size  # between the products
+        self.rows = sizes.stream_length(cfg) * t.micro_batch_size  # between the products
 
     def peak(self) -> tuple[int, Counter]:
         """Return the pipeline rank that needs most, and its bytes by part."""
@@ -125,7 +118,7 @@ class Memory:
     @property
     def block_matrices(self) -> int:
         """Elements of a block's four matrices on this rank."""
-        return sum(inputs * outputs for inputs, outputs in linear_sizes(self.cfg.model).values()) // self.tp
+        return sum(inputs * outputs for inputs, outputs in sizes.linear_sizes(self.cfg.model).values()) // self.tp
 
     def parameters(self, stage: int) -> int:
         """Count the parameters, in elements, on a rank of this stage."""
@@ -158,7 +151,7 @@ class Memory:
             return h * ITEM * self.rows
         rows = 2 * (h * ITEM + (4 if self.llama else 8))
         whole = 2 * (nd + kv) * ITEM + 4 * m.num_heads // self.tp + (2 if self.llama else 1) * f * ITEM
-        for layer in self.adapters if self.frozen else linear_sizes(m):
+        for layer in self.adapters if self.frozen else sizes.linear_sizes(m):
             if layer == "attention.out":  # its input is kept anyway, but not in FP8, and not as Ulysses exchanged it
                 whole += nd * item if item < ITEM or (p.cp > 1 and p.cp_style == "ulysses") else 0
             elif recompute == "none":
@@ -182,17 +175,17 @@ class Memory:
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
             block = max(h * ITEM * (2 * self.rows) + gathered, block - self.logits)
-        return block + WORKSPACE_BYTES + (FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
+        return block + WORKSPACE_BYTES + (sizes.FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:
         """Count the bytes of tensors between stages, and of buffers that the GPUs of a node read from each other."""
         p, row = self.cfg.parallel, self.cfg.model.hidden_size * ITEM
         held = RECEIVED * row * self.rows if p.pp > 1 else 0
-        if in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:
+        if sizes.in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
         if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
             trained = sum(map(self.trained, self.stages(rank)))
-            held += 2 * (self.shards - 1) * min(PIECE_BYTES, (4 + ITEM) * trained // self.shards)
+            held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, (4 + ITEM) * trained // self.shards)
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:

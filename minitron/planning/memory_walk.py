@@ -19,8 +19,10 @@ themselves (workspaces, NCCL's buffers, the context) and the allocator's fragmen
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache, partial
+from itertools import accumulate
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,27 +66,21 @@ class MemoryWalk(TorchDispatchMode):
 
     def peak(self) -> tuple[dict[str, int], object]:
         """Return the bytes by part at the peak, and the action that first reached it."""
-        total = highest = end = 0
-        for i, (_, size) in enumerate(self.log, 1):
-            total += size
-            if total > highest:
-                highest, end = total, i
-        memory: dict[str, int] = {}
+        totals = self._totals()
+        end = totals.index(max(totals))
+        memory: Counter[str] = Counter()
         for number, size in self.log[:end]:
-            memory[self.parts[number]] = memory.get(self.parts[number], 0) + size
+            memory[self.parts[number]] += size
         return memory, [action for action, begin in self.actions if begin < end][-1]
 
     def timeline(self) -> list[tuple[object, int]]:
         """List (action, most bytes allocated in it), in order."""
-        ends = [begin for _, begin in self.actions[1:]] + [len(self.log)]
-        line, total = [], 0
-        for (action, begin), end in zip(self.actions, ends):
-            highest = total
-            for _, size in self.log[begin:end]:
-                total += size
-                highest = max(highest, total)
-            line.append((action, highest))
-        return line
+        totals, ends = self._totals(), [begin for _, begin in self.actions[1:]] + [len(self.log)]
+        return [(action, max(totals[begin : end + 1])) for (action, begin), end in zip(self.actions, ends)]
+
+    def _totals(self) -> list[int]:
+        """List the bytes allocated after each entry of the log; 0 before the first."""
+        return list(accumulate((size for _, size in self.log), initial=0))
 
     def _see(self, x: Tensor) -> None:
         storage = x.untyped_storage()

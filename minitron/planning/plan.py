@@ -97,12 +97,11 @@ class Step:
 
     def __init__(self, cfg: Config, world: int, machine: Machine):
         p = cfg.parallel
-        if cfg.precision.dtype == "fp32" or (cfg.precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops):
-            key, other = ("dtype", "bf16") if cfg.precision.dtype == "fp32" else ("fp8", "none")
-            raise ValueError(
-                f"precision.{key}={getattr(cfg.precision, key)} has no rate in the table of "
-                f"{machine.device.gpu}; use precision.{key}={other}, or another device"
-            )
+        precision, gpu = cfg.precision, machine.device.gpu
+        if precision.dtype == "fp32" or (precision.fp8 != "none" and "fp8" not in machine.device.gemm_tflops):
+            key, other = ("dtype", "bf16") if precision.dtype == "fp32" else ("fp8", "none")
+            given, fix = f"{key}={getattr(precision, key)}", f"use precision.{key}={other}, or another device"
+            raise ValueError(f"precision.{given} has no rate in the table of {gpu}; {fix}")
         self.cfg, self.machine = cfg, machine
         self.microbatches = cfg.num_microbatches(cfg.dp(world))
         self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node)

@@ -33,7 +33,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -48,7 +48,7 @@ from minitron.runtime.log_formats import Iteration, Line
 RECENT = 20  # how many steps the summary covers
 
 
-class Log:
+class Log(AbstractContextManager):
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
@@ -65,11 +65,7 @@ class Log:
         self._recent: deque[Iteration] = deque(maxlen=RECENT)
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
-        self._errors: ErrorLog | None = None
-        self._rank_log: _File | None = None
-        self._metrics: _File | None = None
-        self._dllogger: _File | None = None
-        self._board: _Board | None = None
+        self._rank_log = self._metrics = self._dllogger = self._board = self._errors = None
         self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
@@ -97,14 +93,8 @@ class Log:
         self._val_loss = loss
         self._record("eval", step=step, loss=loss)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
-        self._print_from(
-            self.world - 1,
-            self._format(self._line())
-            if self.cfg.log.format == "nemo"
-            else (
-                f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-            ),
-        )
+        line = f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else line)
 
     def summary(self) -> None:
         """Report the mean of the last steps, as NVIDIA's fine-tuning recipes do, since the first steps are slower."""
@@ -112,10 +102,9 @@ class Log:
         if iterations:
             seconds, rates = sum(it.seconds for it in iterations) / len(iterations), self._rates(iterations)
             mfu = "" if self.peak is None else f", MFU (full): {100 * rates['full'] / self.peak:.2f}%"
-            self.info(
-                f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}, tokens per second: "
-                f"{t.global_batch_size * t.seq_len / seconds:.0f}{mfu}"
-            )
+            tokens = f"{t.global_batch_size * t.seq_len / seconds:.0f}"
+            mean = f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}"
+            self.info(f"{mean}, tokens per second: {tokens}{mfu}")
 
     def info(self, text: str) -> None:
         """Write to every rank's log, and from rank 0 to stdout."""
@@ -140,9 +129,6 @@ class Log:
             file.close()
         self._rank_log = self._metrics = self._dllogger = self._board = self._errors = None
 
-    def __enter__(self) -> Log:
-        return self
-
     def __exit__(self, _, error: BaseException | None, __) -> None:
         if self._errors is not None and error is not None:
             self._errors.ended(error)
@@ -162,10 +148,8 @@ class Log:
         """Compute the mean TFLOP/s per GPU of some steps, by each of the three ways to count."""
         t, m, frozen = self.cfg.train, self.cfg.model, self.cfg.finetune.kind == "lora"
         tokens = t.global_batch_size * t.seq_len
-        sizes = [
-            (tokens - it.padding, tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths)
-            for it in iterations
-        ]
+        squares = [tokens * t.seq_len if it.squared_lengths is None else it.squared_lengths for it in iterations]
+        sizes = [(tokens - it.padding, square) for it, square in zip(iterations, squares)]
         sequence = flops.hardware(m, t.seq_len, recompute=t.recompute != "none", frozen=frozen)
         share = flops.FROZEN if frozen else 1.0
         operations = {
@@ -190,21 +174,17 @@ class Log:
             self._errors = ErrorLog(folder, self.rank)
         except OSError as error:
             self.close()
-            raise ValueError(
-                f"log.dir={self.cfg.log.dir} cannot be written: {error.strerror}; name another directory, "
-                "or null for none"
-            ) from None
+            why = f"cannot be written: {error.strerror}; name another directory, or null for none"
+            raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None
 
     def _open_board(self, folder: str) -> None:
         try:
             self._board = _Board(Path(folder).expanduser())
         except (ImportError, OSError) as error:
             self.close()
-            why = (
-                f"cannot be written: {error.strerror}; name another directory"
-                if isinstance(error, OSError)
-                else "needs TensorBoard, which is not installed; pip install tensorboard"
-            )
+            why = "needs TensorBoard, which is not installed; pip install tensorboard"
+            if isinstance(error, OSError):
+                why = f"cannot be written: {error.strerror}; name another directory"
             raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
 
     def _print_from(self, rank: int, text: str) -> None:
@@ -242,10 +222,8 @@ class Log:
         if not self._warned and self.rank == 0:
             self._warned = True
             reason = (error.strerror or str(error)).lower()
-            self._say(
-                f"warning: {where} cannot be written: {reason}; training goes on, and records are missing in the "
-                "logs until there is room"
-            )
+            rest = "training goes on, and records are missing in the logs until there is room"
+            self._say(f"warning: {where} cannot be written: {reason}; {rest}")
 
     def _record_step(self, it: Iteration) -> None:
         if self._metrics is None and self._board is None:
@@ -300,8 +278,7 @@ class _File:
         record, written = record.encode() if isinstance(record, str) else record, 0
         with self._lock:
             try:
-                if self._file is None:
-                    self._file = open(self.path, "ab", buffering=0)
+                self._file = self._file or open(self.path, "ab", buffering=0)
                 self._cut(self._file)
                 while written < len(record):
                     written += self._file.write(record[written:])
@@ -352,9 +329,8 @@ class _Board(_File):
     def event(self, step: int, scalars: dict[str, float]) -> bytes:
         """Make the record of a step's scalars."""
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        return self._record(
-            self._event(wall_time=datetime.now().timestamp(), step=step, summary=self._summary(value=values))
-        )
+        summary = self._summary(value=values)
+        return self._record(self._event(wall_time=datetime.now().timestamp(), step=step, summary=summary))
 
     def _record(self, event) -> bytes:
         self._frame(framed := io.BytesIO()).write(event.SerializeToString())

@@ -15,7 +15,6 @@ Figures that a step does not have are left out, as in those systems: a skipped s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -121,15 +120,8 @@ def nemo_bar(line: Line) -> str:
         "val_loss": line.val_loss,
     }
     postfix = ", ".join(f"{name}={_padded(x)}" for name, x in figures.items() if x is not None)
-    return tqdm.format_meter(
-        line.last.step,
-        line.steps,
-        line.elapsed,
-        initial=line.last.step - line.done,
-        prefix="Epoch 0: ",
-        postfix=postfix,
-        bar_format=NEMO_BAR,
-    )
+    step, style = line.last.step, dict(prefix="Epoch 0: ", postfix=postfix, bar_format=NEMO_BAR)
+    return tqdm.format_meter(step, line.steps, line.elapsed, initial=step - line.done, **style)
 
 
 def nemo_pipe(line: Line) -> str:
@@ -147,35 +139,21 @@ def nemo_pipe(line: Line) -> str:
         "val_loss": line.val_loss,
     }
     shown = {name: int(x) if float(x).is_integer() else format(x, ".4") for name, x in figures.items() if x is not None}
-    return " | ".join(
-        [
-            f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}",
-            *(f"{name}: {x}" for name, x in shown.items()),
-        ]
-    )
+    start = f"Training epoch 0, iteration {last.step - 1}/{line.steps - 1}"
+    return " | ".join([start, *(f"{name}: {x}" for name, x in shown.items())])
 
 
-FORMATS: dict[str, Callable[[Line], str]] = {
-    "megatron": megatron,
-    "megatron-core": megatron_core,
-    "nemo": nemo_bar,
-    "nemo pipe": nemo_pipe,
-}
+FORMATS = {"megatron": megatron, "megatron-core": megatron_core, "nemo": nemo_bar, "nemo pipe": nemo_pipe}
 
 
 def dllogger(step: int | str, data: dict, now: datetime, begun: datetime) -> str:
     """Write a record of dllogger.json. data: without NaN. step: "PARAMETER" for the keys of the run."""
-    return "DLLL " + json.dumps(
-        {
-            "timestamp": f"{now.timestamp():.6f}",
-            "datetime": f"{now:%Y-%m-%d %H:%M:%S.%f}",
-            "elapsedtime": f"{(now - begun).total_seconds():.6f}",
-            "type": "LOG",
-            "step": step,
-            "data": data,
-        },
-        allow_nan=False,
-    )
+    record = {
+        "timestamp": f"{now.timestamp():.6f}",
+        "datetime": f"{now:%Y-%m-%d %H:%M:%S.%f}",
+        "elapsedtime": f"{(now - begun).total_seconds():.6f}",
+    }
+    return "DLLL " + json.dumps(record | {"type": "LOG", "step": step, "data": data}, allow_nan=False)
 
 
 def dllogger_step(it: Iteration) -> dict:

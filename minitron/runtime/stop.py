@@ -114,19 +114,16 @@ class Stop:
         elif it.loss_scale <= 1:
             self.skips += 1
         if self.skips >= self.max_skipped:
-            raise Diverged(
-                f"iteration {it.step}: the gradients of {self.skips} iterations in a row were not finite, so nothing "
-                f"was learned (train.max_skipped={self.max_skipped}); lower optimizer.lr or lengthen its warm-up, and "
-                "look at the loss and the gradient norm before the first of them"
-            )
+            what = f"iteration {it.step}: the gradients of {self.skips} iterations in a row were not finite"
+            limit = f"so nothing was learned (train.max_skipped={self.max_skipped})"
+            fix = "lower optimizer.lr or lengthen its warm-up, and look at the loss and the gradient norm"
+            raise Diverged(f"{what}, {limit}; {fix} before the first of them")
 
     def report(self, step: int, saved: bool) -> None:
         """Log the last line of a run that all ranks agreed to stop after `step`."""
-        name = signal.Signals(self.agreed).name
-        self.log.info(
-            f"{name}: stopped after iteration {step}"
-            + (", which was saved" if saved else "; nothing was saved: there is no checkpoint.dir, or the save failed")
-        )
+        ending = "; nothing was saved: there is no checkpoint.dir, or the save failed"
+        ending = ", which was saved" if saved else ending
+        self.log.info(f"{signal.Signals(self.agreed).name}: stopped after iteration {step}{ending}")
 
     # ---- signals --------------------------------------------------------------------------------------------------
 
@@ -156,7 +153,5 @@ class Stop:
             self._end(signal.SIGTERM, f"and has not moved for {activity.idle():.0f} s")
 
     def _end(self, number: signal.Signals, why: str) -> None:
-        self.listener.end(
-            f"{self.mesh.coordinates()} got {number.name} {why}: ends without saving in {self.mesh.activity}",
-            128 + number,
-        )
+        rank = self.mesh.coordinates()
+        self.listener.end(f"{rank} got {number.name} {why}: ends without saving in {self.mesh.activity}", 128 + number)

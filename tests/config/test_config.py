@@ -126,7 +126,8 @@ def test_help_lists_every_key(capsys):
 @pytest.mark.parametrize(
     "argument, parts",
     [
-        ("paralel.tp=2", ["unknown key paralel", "did you mean parallel?"]),
+        ("paralel.tp=2", ["unknown key paralel.tp", "did you mean parallel?"]),
+        ("trainer.num_nodes=2", ["unknown key trainer.num_nodes; did you mean train?"]),
         ("parallel.tpp=2", ["unknown key parallel.tpp", "did you mean parallel.tp?"]),
         ("train.lr=1", ["unknown key train.lr", "did you mean optimizer.lr?"]),
         ("model.rope_scaling.factr=8", ["did you mean model.rope_scaling.factor?"]),
@@ -410,7 +411,7 @@ FP8 = ["precision.fp8=current"]
             1,
             ["model.hidden_dropout=1.0 lies outside [0, 1); use at least 0 and less than 1"],
         ),
-        (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=1.5 lies outside [0, 1)"]),
+        (["optimizer.betas=[0.9,1.5]"], 1, ["optimizer.betas=[0.9, 1.5]: 1.5 lies outside [0, 1); use at least 0"]),
         (["optimizer.lr=.nan"], 1, ["optimizer.lr=nan lies outside"]),
         (["optimizer.lr=.inf"], 1, ["optimizer.lr=inf lies outside [0, inf); use a finite number"]),
         (
@@ -613,6 +614,13 @@ FP8 = ["precision.fp8=current"]
                 "data.source=mock"
             ],
         ),
+        (
+            ["checkpoint.every=5"],
+            1,
+            ["checkpoint.every=5 has no effect with checkpoint.dir=null; drop it, or set checkpoint.dir"],
+        ),
+        (["profile.ranks=[0,0]"], 1, ["profile.ranks=0,0 has no effect with profile.kind=none; drop it"]),
+        (["profile.end_step=13"], 1, ["drop it, or set profile.kind=nsys, torch or memory"]),
         (
             ["checkpoint.resume_step=3"],
             1,

@@ -65,7 +65,7 @@ def test_every_name_is_answered(tmp_path, theirs, ours):
         ("--train.steps=5", "unknown option --train.steps; use train.steps=VALUE"),
         ("--sequence-parallel", "unknown option --sequence-parallel; use parallel.sequence_parallel=VALUE"),
         # What has no counterpart.
-        ("trainer.devices=8", "unknown key trainer; did you mean train?"),
+        ("trainer.devices=8", "unknown key trainer.devices; did you mean train?"),
         ("--use-distributed-optimizer", "unknown option --use-distributed-optimizer; use [CONFIG.yaml"),
     ],
 )

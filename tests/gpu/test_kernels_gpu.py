@@ -300,7 +300,8 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
 
     dy = randn(5, 211, h, dtype=dtype, seed=5).transpose(0, 1)
     dtotal = randn(211, 5, h, dtype=dtype, seed=6) if dtotal else None
-    results = [ops.add_norm_backward(dy, dtotal, *twins[::2], weight, delta_bias is not None) for ops in (fused, plain)]
+    wanted = delta_bias is not None, False
+    results = [ops.add_norm_backward(dy, dtotal, *twins[::2], weight, *wanted) for ops in (fused, plain)]
     for name, mine, twin in zip(("dx", "dweight", "dbias", "ddelta_bias"), *results, strict=True):
         assert (mine is None) == (twin is None), name
         if mine is not None:
@@ -315,5 +316,5 @@ def test_add_norm_repeats_bit_by_bit():
 
     x, weight = randn(1055, 1, 4096, dtype=torch.bfloat16), randn(4096, dtype=torch.bfloat16, seed=1)
     total, y, statistics = fused.add_norm(x, x, weight, weight, weight, 1e-5)
-    first, second = (fused.add_norm_backward(y, x, total, statistics, weight, True) for _ in range(2))
+    first, second = (fused.add_norm_backward(y, x, total, statistics, weight, True, False) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
