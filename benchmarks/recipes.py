@@ -51,7 +51,7 @@ RECIPES = (
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
-LEAST_SECONDS = 60  # that a measurement may take; with less left none is begun
+LEAST_SECONDS = 60  # of a measurement; with less left none is begun
 LABEL = """\
 # One rank of every recipe
 
@@ -190,18 +190,18 @@ def todo(args: argparse.Namespace, failed: set[Run | Real]) -> Iterator[Run | Re
 
 
 def run_missing(args: argparse.Namespace) -> int:
-    """Run it until the time is over; return how many failed."""
-    end, failed = time.monotonic() + args.seconds, set()
+    """Run it until the time is over; return how many failed. None is begun that may take as long as the longest did."""
+    end, failed, longest = time.monotonic() + args.seconds, set(), LEAST_SECONDS
     for run in todo(args, failed):
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
+        begun = time.monotonic()
+        if end - begun < longest:
             print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
             break
         print(run, flush=True)
-        begun = time.monotonic()
         try:
-            result = compare.launch(run.command(args), left, {})
-            print(f"    {result['step_seconds']:.3f} s a step; took {time.monotonic() - begun:.0f} s", flush=True)
+            result = compare.launch(run.command(args), end - begun, {})
+            longest = max(longest, took := time.monotonic() - begun)
+            print(f"    {result['step_seconds']:.3f} s a step; took {took:.0f} s", flush=True)
         except (compare.Failed, compare.Skipped) as error:
             print(f"    {error}", flush=True)
             failed.add(run)
