@@ -30,12 +30,13 @@ import torch
 
 from benchmarks import record
 from benchmarks.cases import CASES, FP8_RECIPES, Case
+from minitron.runtime.environment import DEFAULTS
 
 OURS = "benchmarks/step.py"
 # What each needs in its environment. Megatron-core relies on one work queue, which keeps kernels in the order of their
 # launch; minitron's pipelined products, and the others' FSDP, need several.
 PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "torchtitan": {}, "huggingface": {}}
-ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # growing segments do not fragment
+ENVIRONMENT = DEFAULTS  # of the peer, too
 BF16_TUNERS = {"huggingface"}
 GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
 

@@ -97,15 +97,14 @@ run_job() {
     fi
 }
 
-# NVLink multicast takes memory that these models need; larger chunks suit the pipeline's messages; segments that grow
-# keep memory from fragmenting. Without CUDA_DEVICE_MAX_CONNECTIONS=1, on purpose: the products of tensor parallelism are
+# NVLink multicast takes memory that these models need; larger chunks suit the pipeline's messages. What else torch and
+# NCCL need, minitron sets (minitron/runtime/environment.py). Without CUDA_DEVICE_MAX_CONNECTIONS=1, on purpose: the products of tensor parallelism are
 # pipelined with their communication over several streams, and with a single hardware queue would wait for each other.
 # Without NVTE_*_LAYERNORM_SM_MARGIN: no norm here is Transformer Engine's. Without TORCH_NCCL_AVOID_RECORD_STREAMS: the
 # default of torch 2.11, which warns of it.
 set_environment() {
     export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
     export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
-    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export PYTHONUNBUFFERED=1
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # from SIGTERM to SIGKILL (torch 2.12)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 
+from minitron.runtime.environment import set_defaults
 from minitron.runtime.signals import Listener
 
 if __name__ == "__main__":  # before torch is loaded, which takes seconds
+    set_defaults(os.environ)
     listener = Listener(os.environ).open()
 
 from minitron import pretrain

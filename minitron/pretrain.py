@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 
+from minitron.runtime.environment import set_defaults
 from minitron.runtime.signals import Listener
 
 if __name__ == "__main__":  # before torch is loaded, which takes seconds
+    set_defaults(os.environ)
     listener = Listener(os.environ).open()
 
 import torch

@@ -116,10 +116,15 @@ class Recorded:
         self.recording.replay()
 
 
-def replayed(trainer: Trainer) -> None:
+def replayed(trainer: Trainer, always: bool = True, recorder: Callable | None = None) -> None:
     """Let `trainer` run its first steps eagerly and replay the others, as on a GPU."""
-    layers = trainer.cfg.model.num_layers
-    always, recorder = True, partial(Twin, trainer)
     trainer.graph = StepGraph(
-        trainer.executor, trainer.backward_scale, trainer.finish, trainer.reset, trainer.mesh, layers, always, recorder
+        trainer.executor,
+        trainer.backward_scale,
+        trainer.finish,
+        trainer.reset,
+        trainer.mesh,
+        trainer.cfg.model.num_layers,
+        always,
+        recorder or partial(Twin, trainer),
     )

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import time
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,7 +15,7 @@ from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.data.loader import Loader
 from minitron.runtime import graph
 from minitron.train import build
-from replay import replayed
+from replay import Twin, replayed
 from test_invariance import axes
 from test_lora import ALL, lora
 
@@ -108,3 +114,66 @@ def same(ranks, world, cfg, most_nodes) -> list[int]:
         losses = [figures["loss"] for figures in eager[0]]
         assert len(set(losses)) == len(losses), "every step has a batch of its own"
     return [graphs for *_, graphs in rerun]
+
+
+class Broken(Twin):
+    """Fails on the last rank, alone in the middle of a backward; on the others, as on a GPU, nothing runs."""
+
+    def record(self, work):
+        if self.trainer.mesh.rank + 1 < self.trainer.mesh.world.size:
+            return SimpleNamespace(nodes=0)
+        if self.trainer.mesh.world.size == 1:
+            slot = next(p.slot for p in self.trainer.chunks[0].blocks["0"].parameters())
+            with mock.patch.object(slot, "_report", side_effect=RuntimeError("operation not permitted")):
+                work()
+        raise RuntimeError("operation not permitted")
+
+
+class Lines:
+    """Stands in for a Log."""
+
+    def __init__(self):
+        self.lines = []
+        self.info = self.warn = self.alarm = self.lines.append
+
+
+def run_and_tell(cfg, recorder_of, always, slow):
+    """Figures of each step, what the log says, and whether steps are replayed at the end."""
+    torch.set_num_threads(1)
+    trainer, figures = build(cfg, mesh_of(cfg)), []
+    graph.WARM_UP = 2
+    replayed(trainer, always, partial(recorder_of, trainer))
+    trainer.graph.log = log = Lines()
+    loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
+    for step in range(cfg.train.steps):
+        if (trainer.graph.replaying if slow == "replayed" else not trainer.graph.replaying) and slow:
+            time.sleep(0.3)
+        figures.append(trainer.step(loader.step(step * batch, step), cfg.optimizer.lr * (1 + step)).read())
+    loader.close()
+    return figures, log.lines, trainer.graph.replaying
+
+
+@pytest.mark.parametrize("slow", ["eager", "replayed"])
+def test_the_faster_steps_are_kept_and_the_log_says_by_how_much(ranks, slow):
+    cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 12, "global_batch_size": 4}}, axes(""))
+    for figures, lines, replaying in ranks(2, run_and_tell, cfg, Twin, False, slow):
+        assert replaying == (slow == "eager") and len({step["loss"] for step in figures}) == 12
+        recorded, compared = lines
+        assert re.fullmatch(
+            r"train.cuda_graph: recorded [\d,]+ kernels and copies of a step in \d graphs, in .*", recorded
+        )
+        text = r"train.cuda_graph=auto: ([\d.]+) s a step eager, ([\d.]+) s replayed; goes on (eager|replayed)"
+        eager, again, kept = re.fullmatch(text, compared).groups()
+        assert (kept == "replayed") == (float(again) < float(eager)) == replaying
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_that_cannot_record_leaves_all_ranks_eager(ranks, world):
+    cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 5, "global_batch_size": 4}}, axes(""))
+    eager = ranks(world, run, cfg, False)
+    told = ranks(world, run_and_tell, cfg, Broken, True, None)
+    for (expected, *_), (figures, _, replaying) in zip(eager, told, strict=True):
+        assert not replaying and [step["loss"] for step in figures] == [step["loss"] for step in expected]
+    warning = "train.cuda_graph: RuntimeError: operation not permitted; steps stay eager on all ranks"
+    assert told[-1][1] == [f"warning: {warning}"]
+    assert world == 1 or told[0][1][-1] == "train.cuda_graph: another rank failed; steps stay eager on all ranks"

@@ -42,6 +42,7 @@ from minitron.config.schema import Config
 from minitron.pipeline.executor import Executor, Run
 from minitron.pipeline.schedule import Action, Backward, Exchange
 from minitron.runtime.log import Log
+from minitron.runtime.meter import Mark
 
 WARM_UP = 3  # steps in which kernels are compiled, communicators set up and FP8's scales found
 TIMED = 3  # steps of each kind whose times are compared
@@ -157,7 +158,7 @@ class StepGraph:
         self.log: Log | None = None
         self.calls, self.replaying, self.settled = 0, False, False
         self.nodes, self.capture_seconds = 0, 0.0
-        self._marks: list[torch.cuda.Event] = []  # when each of the first steps began
+        self._marks: list[Mark] = []  # when each of the first steps began
         self._graphs: list[tuple[Graph, Part]] = []
         self._static: dict[int, StaticBatch] = {}  # by microbatch
         self._actions: list[object] = []
@@ -208,8 +209,7 @@ class StepGraph:
         self.calls += 1
         recorded = WARM_UP + self.timed + 1
         if self.timed:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
+            self._marks.append(Mark(self.mesh.device))
         if self.calls == recorded:
             self._record_on_all(batches)
         elif self.calls == recorded + self.timed + 1:
@@ -266,8 +266,7 @@ class StepGraph:
 
     def _compare(self, recorded: int) -> None:
         """Return to eager steps if they were faster, on all ranks."""
-        self._marks[-1].synchronize()
-        each = [begin.elapsed_time(end) / 1000 for begin, end in pairwise(self._marks)]
+        each = [end.seconds_since(begin) for begin, end in pairwise(self._marks)]
         medians = [statistics.median(each[first : first + TIMED]) for first in (WARM_UP, recorded)]
         slowest = torch.tensor(medians, dtype=torch.float64, device=self.mesh.device)
         all_reduce_(slowest, self.mesh.world, op=dist.ReduceOp.MAX)
