@@ -199,7 +199,7 @@ def run_missing(args: argparse.Namespace) -> int:
             break
         print(run, flush=True)
         try:
-            result = compare.launch(run.command(args), end - begun, {})
+            result = compare.launch(run.command(args), end - begun, compare.ENVIRONMENT)
             longest = max(longest, took := time.monotonic() - begun)
             print(f"    {result['step_seconds']:.3f} s a step; took {took:.0f} s", flush=True)
         except (compare.Failed, compare.Skipped) as error:
