@@ -179,13 +179,17 @@ def configuration(recipe: str, keys: tuple[str, ...]) -> Config:
 
 
 def todo(args: argparse.Namespace, failed: set[Run | Real]) -> Iterator[Run | Real]:
-    """What is to be run next, asked again after every run. failed: what was tried, and what needs it, is left out."""
+    """What is to be run next, asked again after every run: what jobs' times need before what stands beside them.
+
+    failed: what was tried; what needs it is left out.
+    """
     every = [(job, (real,)) for _, job, real in checks()] if args.two_gpus else [(job, job.beside) for job in jobs()]
-    for job, beside in every:
+    for job, _ in every:
         if job.main.row(record.rows(args.results)) is None:
             yield from (run for run in job.support if one_rank.earlier(run.options(args), run.rank) is None)
             if failed.isdisjoint(job.support):
                 yield job.main
+    for _, beside in every:
         yield from (run for run in beside if run.row(record.rows(args.results)) is None)
 
 
