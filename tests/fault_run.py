@@ -4,6 +4,7 @@ fault_run.py FAULT CONFIG...
 
 none
 sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
+halt@2    rank 2 sleeps forever before step 9, which is replayed on a GPU with train.cuda_graph=on
 nan       a weight becomes NaN before step 3
 drift@R   from step 3 on rank R updates a norm's weight differently
 late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
@@ -117,14 +118,25 @@ class Run:
 
 
 def sleep(rank):
-    forward = executor._Run.forward
+    forward = executor.Run.forward
 
     def stuck(run, op):
         if os.environ["RANK"] == rank and op.mb == 1 and run.executor.pp.activity.step == 3:
             time.sleep(1000)
         return forward(run, op)
 
-    executor._Run.forward = stuck
+    executor.Run.forward = stuck
+
+
+def halt(rank):
+    step = Trainer.step
+
+    def stuck(trainer, batches, lr):
+        if os.environ["RANK"] == rank and trainer.mesh.activity.step == 9:
+            time.sleep(1000)
+        return step(trainer, batches, lr)
+
+    Trainer.step = stuck
 
 
 def nan():
@@ -166,5 +178,5 @@ def late(port):
 
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1].split("@")
-    {"none": lambda: None, "sleep": sleep, "nan": nan, "drift": drift, "late": late}[fault](*arguments)
+    {"none": lambda: None, "sleep": sleep, "halt": halt, "nan": nan, "drift": drift, "late": late}[fault](*arguments)
     pretrain.main(sys.argv[2:])

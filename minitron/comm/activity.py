@@ -110,7 +110,9 @@ class Progress:
         return Progress(words, torch.as_tensor(_DeviceView(words), device=device))
 
     def begin_step(self, step: int) -> None:
-        """Queue the beginning of a step."""
+        """Queue the beginning of a step; of the same one again if what was queued of it will not run."""
+        if self.queued[-1][0] == step:
+            self.queued.pop()
         self.queued.append((step, []))
         self._step.fill_(step)
         self._done.zero_()

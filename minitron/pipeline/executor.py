@@ -118,7 +118,8 @@ class Run:
             elif isinstance(action, Backward):
                 self.backward(action)
             else:
-                self.exchange(action)
+                self.exchange(action)  # the device is through with it when it begins what waits for it
+                continue
             activity.ended()
 
     def forward(self, op: Forward) -> None:

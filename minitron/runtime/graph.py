@@ -197,6 +197,7 @@ class StepGraph:
                     assert static is not None and new is not None
                     static.copy_(new)
                 graph.replay()
+        self.mesh.activity.begin("update")
         assert self._loss is not None
         return self._loss
 
@@ -227,6 +228,7 @@ class StepGraph:
         recorded = torch.tensor(problem is None, dtype=torch.int32, device=self.mesh.device)
         all_reduce_(recorded, self.mesh.world, op=dist.ReduceOp.MIN)
         self.replaying = bool(recorded.item())
+        self.mesh.activity.begin_step(self.mesh.activity.step)  # of which nothing has run yet
         if not self.replaying:
             self.close()
             self.reset()
@@ -240,7 +242,7 @@ class StepGraph:
         planned = parts(actions, self.executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
         read = {action.mb for part in planned for action in part.actions if not isinstance(action, Exchange)}
         self._static = {mb: batches[mb].clone() for mb in read}
-        self._actions = [*actions, "update"]
+        self._actions = [action for action in actions if not isinstance(action, Exchange)]
         self.reset()
         run: Run | None = None
 

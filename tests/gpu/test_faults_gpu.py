@@ -27,9 +27,22 @@ def test_a_stuck_kernel_is_found(tmp_path):
     assert "not finished: nccl:" in waiting, output
 
 
-def test_whoever_waits_for_a_dead_rank_ends_before_torchrun_loses_patience(tmp_path):
-    with Run(tmp_path, "none", "parallel.tp=2", ranks=2, on_gpus=True) as run:
-        os.kill(run.training().workers()[1], signal.SIGKILL)
+def test_a_replay_that_stands_still_is_found(tmp_path):
+    keys = "parallel.tp=2", "train.cuda_graph=on", "train.hang_seconds=15"
+    with Run(tmp_path, "halt@1", *keys, ranks=2, on_gpus=True) as run:
+        run.wait_for("where all ranks stand:")
+        status, _, output = run.end()
+    assert status == 1 and re.search(r"exitcode *: 124", output) and "kernels and copies of a step" in output
+    asleep, waiting = (output.split(f"rank {rank} (pp 0")[1].split("the main thread:")[0] for rank in (1, 0))
+    assert "host: step 9, data\n" in asleep and "device: through with all actions" in asleep, output
+    assert "device: not through with step 9, Forward(mb=0, chunk=0)" in waiting, output
+
+
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_whoever_waits_for_a_dead_rank_ends_before_torchrun_loses_patience(tmp_path, graph):
+    with Run(tmp_path, "none", "parallel.tp=2", f"train.cuda_graph={graph}", ranks=2, on_gpus=True) as run:
+        run.wait_for('"step": 9', run.folder / "metrics.jsonl")
+        os.kill(run.workers()[1], signal.SIGKILL)
         status, _, output = run.end()
     assert status == 1 and "forcefully" not in output, output  # torchrun kills whoever lives on for 30 s
 
