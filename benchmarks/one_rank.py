@@ -33,6 +33,9 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+    from minitron.runtime.environment import set_defaults
+
+    set_defaults(os.environ)  # before torch loads
 
 import torch
 

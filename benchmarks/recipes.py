@@ -51,7 +51,7 @@ RECIPES = (
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
-LEAST_SECONDS = 60  # that a measurement may take; with less left none is begun
+LEAST_SECONDS = 60  # of a measurement; with less left none is begun
 LABEL = """\
 # One rank of every recipe
 
@@ -179,29 +179,33 @@ def configuration(recipe: str, keys: tuple[str, ...]) -> Config:
 
 
 def todo(args: argparse.Namespace, failed: set[Run | Real]) -> Iterator[Run | Real]:
-    """What is to be run next, asked again after every run. failed: what was tried, and what needs it, is left out."""
+    """What is to be run next, asked again after every run: what jobs' times need before what stands beside them.
+
+    failed: what was tried; what needs it is left out.
+    """
     every = [(job, (real,)) for _, job, real in checks()] if args.two_gpus else [(job, job.beside) for job in jobs()]
-    for job, beside in every:
+    for job, _ in every:
         if job.main.row(record.rows(args.results)) is None:
             yield from (run for run in job.support if one_rank.earlier(run.options(args), run.rank) is None)
             if failed.isdisjoint(job.support):
                 yield job.main
+    for _, beside in every:
         yield from (run for run in beside if run.row(record.rows(args.results)) is None)
 
 
 def run_missing(args: argparse.Namespace) -> int:
-    """Run it until the time is over; return how many failed."""
-    end, failed = time.monotonic() + args.seconds, set()
+    """Run it until the time is over; return how many failed. None is begun that may take as long as the longest did."""
+    end, failed, longest = time.monotonic() + args.seconds, set(), LEAST_SECONDS
     for run in todo(args, failed):
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
+        begun = time.monotonic()
+        if end - begun < longest:
             print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
             break
         print(run, flush=True)
-        begun = time.monotonic()
         try:
-            result = compare.launch(run.command(args), left, {})
-            print(f"    {result['step_seconds']:.3f} s a step; took {time.monotonic() - begun:.0f} s", flush=True)
+            result = compare.launch(run.command(args), end - begun, compare.ENVIRONMENT)
+            longest = max(longest, took := time.monotonic() - begun)
+            print(f"    {result['step_seconds']:.3f} s a step; took {took:.0f} s", flush=True)
         except (compare.Failed, compare.Skipped) as error:
             print(f"    {error}", flush=True)
             failed.add(run)
