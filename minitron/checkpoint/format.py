@@ -100,19 +100,14 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]
 
     Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
     """
-    boxes = [
-        (
-            name,
-            whole,
-            kind,
-            NAMES[tensor.dtype],
-            {"file": path.name, "key": f"{kind}:{name}:{number}", "start": start, "shape": tensor.shape},
-        )
-        for number, (name, kind, whole, start, tensor) in enumerate(pieces)
-    ]
-    begin = header((box["key"], piece.tensor.dtype, box["shape"]) for piece, (*_, box) in zip(pieces, boxes))
+    boxes, entries, tensors = [], [], [piece.tensor for piece in pieces]
+    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
+        key, shape = f"{kind}:{name}:{number}", tensor.shape
+        entries.append((key, tensor.dtype, shape))
+        place = {"file": path.name, "key": key, "start": start, "shape": shape}
+        boxes.append((name, whole, kind, NAMES[tensor.dtype], place))
     with disk_errors(path):
-        return {path.name: write_file(path, [begin, *(piece.tensor for piece in pieces)])}, boxes
+        return {path.name: write_file(path, [header(entries), *tensors])}, boxes
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
@@ -131,7 +126,7 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata
 
 def write_file(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
     """Write a file and wait until it is on the disk. Returns its record in the index."""
-    size = crc = 0
+    crc = 0
     with open(path, "wb") as file:
         for part in parts:
             if isinstance(part, Tensor):
@@ -141,10 +136,9 @@ def write_file(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
                 block = whole[begin : begin + BLOCK_BYTES]
                 crc = zlib.crc32(block, crc)
                 file.write(block)
-            size += len(whole)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": size, "checksum": f"{crc:08x}", "algorithm": "crc32"}
+        return {"bytes": file.tell(), "checksum": f"{crc:08x}", "algorithm": "crc32"}
 
 
 def checksum(data: bytes) -> str:
