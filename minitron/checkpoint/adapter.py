@@ -91,10 +91,8 @@ def fingerprint(reader: Weights) -> str:
 def check_base(adapter: Reader, base: Weights, mark: str) -> None:
     """Raise CheckpointError unless the adapter was trained beside these weights. mark: their fingerprint."""
     if adapter.state.get("base") != mark:
-        raise CheckpointError(
-            f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
-            f"{adapter.state.get('base')}, and {base.path} has {mark}; name the former as the base"
-        )
+        why = f"its weights had the fingerprint {adapter.state.get('base')}, and {base.path} has {mark}"
+        raise CheckpointError(f"{adapter.path} holds an adapter of another model: {why}; name the former as the base")
 
 
 class LowRank(NamedTuple):
@@ -115,15 +113,7 @@ class Merged:
         self.adapter, self.base, self.cfg = adapter, base, cfg
         self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
         self.config, self.state = adapter.config, adapter.state
-        rank = cfg.lora.rank
-        self.parts = {
-            layer: [
-                LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
-                for i, (target, span) in enumerate(spans.items())
-            ]
-            for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
-            if spans
-        }
+        self.targets = adapted(cfg.model, cfg.lora.targets)
 
     def names(self) -> list[str]:
         return [name for name in self.base.names() if best_kind(self.base, name)]
@@ -155,13 +145,13 @@ class Merged:
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
-        if not isinstance(self.base, hf.FolderReader):
-            self.base.verify()
+        self.base.verify()
 
     def parts_of(self, name: str) -> list[LowRank]:
         """Return the targets' products within a weight; an empty list if it has no adapter."""
-        match = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
-        return self.parts.get(match[1], []) if match else []
+        match, rank = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name), self.cfg.lora.rank
+        spans = enumerate(self.targets.get(match[1], {}).items() if match else ())
+        return [LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank)) for i, (target, span) in spans]
 
 
 Weights = Reader | hf.FolderReader | Merged

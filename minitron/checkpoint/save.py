@@ -160,7 +160,8 @@ class Checkpointer:
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if host is not None))
         if copied is not None:
             self.state.optimizer.snapshot_done = copied
-        self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
+        progress = {"iteration": step, "consumed_samples": consumed_samples}
+        self.running = self.thread.submit(self._write, progress, mine, scalars, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()
 
@@ -171,60 +172,44 @@ class Checkpointer:
             running.result()
 
     def _write(
-        self,
-        step: int,
-        consumed_samples: int,
-        mine: list[Piece],
-        scalars: dict[str, Tensor],
-        copied: torch.cuda.Event | None,
+        self, progress: dict, mine: list[Piece], scalars: dict[str, Tensor], copied: torch.cuda.Event | None
     ) -> None:
         """Make a checkpoint of the copy, together with the other ranks' threads. Runs in the thread."""
         if copied is not None:
             copied.synchronize()
-        started = time.perf_counter()
         layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
-        state = {name: value.item() for name, value in scalars.items()}
-        about = {
-            "iteration": step,
-            "consumed_samples": consumed_samples,
-            "config": asdict(self.cfg),
-            "layout": layout | {"vp": len(self.state.chunks)},
-            "state": state | {"data": self.data, "base": self.state.base},
-        }
-        size = sum(piece.tensor.nbytes for piece in mine)
+        layout["vp"] = len(self.state.chunks)
+        state = {name: value.item() for name, value in scalars.items()} | {"data": self.data, "base": self.state.base}
+        about = progress | {"config": asdict(self.cfg), "layout": layout, "state": state}
+        step = progress["iteration"]
         try:
-            self._to_disk(about, mine, size)
+            self._to_disk(about, mine)
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
             self.directory /= f"aside.{self.owner}"
-            self._write(step, consumed_samples, mine, scalars, None)
-            aside = f"; this run's step {step} is in {self.directory}" if self.saved == step else ""
-            raise TakenOver(f"{error}{aside}") from error
+            self._to_disk(about, mine)
+            raise TakenOver(f"{error}; this run's step {step} is in {self.directory}") from error
         except CheckpointError as error:
-            return self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
-        self.saved = step
-        self.log.info(
-            f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
-            f"{time.perf_counter() - started:.2f} s"
-        )
+            self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
 
-    def _to_disk(self, about: dict, mine: list[Piece], size: int) -> None:
+    def _to_disk(self, about: dict, mine: list[Piece]) -> None:
         """Write and commit the checkpoint. Raises CheckpointError and TakenOver, on all ranks alike."""
-        rank, keep, owner, temporary = self.mesh.rank, self.cfg.checkpoint.keep, self.owner, None
+        started, temporary, rank = time.perf_counter(), None, self.mesh.rank
+        step, size = about["iteration"], sum(piece.tensor.nbytes for piece in mine)
         try:
-            temporary = self.decide(
-                lambda: size, lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner)
-            )
+            temporary = self.decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), self.owner))
             self.decide(
                 lambda: write_shard(temporary / f"rank_{rank:05d}.safetensors", mine),
-                lambda shards: commit(temporary, about, shards, keep, self.saved, owner),
+                lambda shards: commit(temporary, about, shards, self.cfg.checkpoint.keep, self.saved, self.owner),
             )
         except CheckpointError:
             if temporary is not None and rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             # Whoever took the directory over may have cleared this save away, in the midst of a file.
-            self.decide(lambda: None, lambda _: check_owner(self.directory, owner))
+            self.decide(lambda: None, lambda _: check_owner(self.directory, self.owner))
             raise
+        self.saved, seconds = step, time.perf_counter() - started
+        self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in {seconds:.2f} s")
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
