@@ -39,9 +39,8 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
             if not final.is_dir():
                 _build(final, build)
     except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write, with room in it"
-        ) from error
+        fix = "choose a directory that this job may write, with room in it"
+        raise ValueError(f"data.cache_dir={final.parent}: {error}; {fix}") from error
     return final
 
 
@@ -51,9 +50,8 @@ def reading(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError) as error:
-        raise ValueError(
-            f"{directory}: this folder of data.cache_dir is damaged ({error}); delete it, the next run builds it again"
-        ) from error
+        why = f"this folder of data.cache_dir is damaged ({error})"
+        raise ValueError(f"{directory}: {why}; delete it, the next run builds it again") from error
 
 
 def save_arrays(folder: Path, **arrays: np.ndarray) -> None:

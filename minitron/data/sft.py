@@ -60,9 +60,8 @@ class TokenizedFiles:
             except OSError as error:
                 raise ValueError(f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files") from error
         self.fingerprint = digest.hexdigest()[:16]
-        folder = build_once(
-            Path(cache_dir) / f"sft-{self.fingerprint}", lambda folder: _tokenize(folder, self.paths, tokenizer)
-        )
+        folder = Path(cache_dir) / f"sft-{self.fingerprint}"
+        build_once(folder, lambda partial: _tokenize(partial, self.paths, tokenizer))
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
         (self._lines,) = load_arrays(folder, "lines")
@@ -78,10 +77,8 @@ class TokenizedFiles:
         if (prompts > seq_len).any():
             i = int((prompts > seq_len).argmax())
             number, line = self._lines[documents[i]].tolist()
-            raise ValueError(
-                f"{self.paths[number]}: line {line} has a prompt of {prompts[i]} tokens, which leaves no "
-                f"room for an answer in train.seq_len={seq_len}; shorten it, or raise train.seq_len"
-            )
+            why = f"a prompt of {prompts[i]} tokens, which leaves no room for an answer in train.seq_len={seq_len}"
+            raise ValueError(f"{self.paths[number]}: line {line} has {why}; shorten it, or raise train.seq_len")
 
     def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
@@ -121,10 +118,8 @@ class SFTDataset:
         """Describe in one line how much there is, and how well it is packed."""
         n, sequences = len(self.part), self.packing.num_sequences
         cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
-        return (
-            f"sft: an epoch is {n:,} documents{cut} in {sequences:,} samples of train.seq_len={self.seq_len}, "
-            f"{self.fill:.2%} full"
-        )
+        samples = f"{sequences:,} samples of train.seq_len={self.seq_len}, {self.fill:.2%} full"
+        return f"sft: an epoch is {n:,} documents{cut} in {samples}"
 
 
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
@@ -141,10 +136,8 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
     if not tokenizer.special.keys() >= set(HEADER):
-        raise ValueError(
-            "chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE, or write "
-            "prompt and completion"
-        )
+        fix = "set data.tokenizer=llama3:FILE, or write prompt and completion"
+        raise ValueError(f"chat messages need the special tokens of Llama 3; {fix}")
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
     parts, context = [], [tokenizer.bos]
     for message in messages:
@@ -164,10 +157,9 @@ def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
         _check_messages(row["messages"])
         return encode_chat(row["messages"], tokenizer)
     if keys != {"prompt", "completion"}:
-        raise ValueError(
-            f"has {', '.join(sorted(keys)) or 'none'} of the keys prompt, completion and messages; give "
-            "prompt and completion, or messages"
-        )
+        found = ", ".join(sorted(keys)) or "none"
+        fix = "give prompt and completion, or messages"
+        raise ValueError(f"has {found} of the keys prompt, completion and messages; {fix}")
     for key in sorted(keys):
         if not isinstance(row[key], str):
             raise ValueError(f"has a {key} that is no text; put it into quotes")
@@ -178,14 +170,11 @@ def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _check_messages(messages: object) -> None:
     """Check for an optional system message, then user and assistant in turn, the assistant last and with text."""
-    if not (
-        isinstance(messages, list)
-        and messages
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        )
-    ):
+
+    def is_message(m: object) -> bool:
+        return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+
+    if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
         raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
