@@ -18,7 +18,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from minitron.checkpoint import hf
@@ -124,13 +123,11 @@ class Merged:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.base.shape(name)
 
-    def dtype(self, name: str, kind: str) -> torch.dtype:
-        return torch.float32 if self.parts_of(name) else self.base.dtype(name, best_kind(self.base, name))
-
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read any box of a merged weight."""
-        box = self.base.read(name, best_kind(self.base, name), start, shape).to(self.dtype(name, kind))
-        for part in self.parts_of(name):
+        """Read any box of a weight; in float32 if something is merged into it."""
+        box, parts = self.base.read(name, best_kind(self.base, name), start, shape), self.parts_of(name)
+        box = box.float() if parts else box
+        for part in parts:
             first, last = max(start[0], part.start), min(start[0] + shape[0], part.start + part.size)
             if first < last:
                 a, b = self.factors(name, part, slice(first - part.start, last - part.start))

@@ -29,7 +29,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -219,10 +218,9 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
     own pinned memory comes in powers of two, up to twice of what is needed.
     """
     size = 4 * rows * numel
-    lacking = CheckpointError(
-        f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this "
-        "rank's state; use more hosts, or save nothing with checkpoint.dir=null"
-    )
+    fix = "use more hosts, or save nothing with checkpoint.dir=null"
+    why = f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this rank's state"
+    lacking = CheckpointError(f"{why}; {fix}")
     try:
         memory = torch.zeros(rows, numel)
     except RuntimeError as error:
@@ -243,33 +241,32 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
     """
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # of None: where it is
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
 
 
-def decide(
-    own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None
-) -> Any:
+def decide(own: Callable, rule: Callable, mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
     """Return rule([own() of every rank]), computed on rank 0, on every rank.
 
     A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
     collective. What travels between these ranks is pickled in memory; no file is ever unpickled.
     """
-    try:
-        value = own()
-    except CheckpointError as error:
-        value = error
-    together, values, answer = mesh.world.size > 1, [value], [None]
-    if together:
-        values = [None] * mesh.world.size if mesh.rank == 0 else None
-        dist.gather_object(value, values, group=group)
-    if mesh.rank == 0:
+
+    def outcome(call: Callable, *arguments: Any) -> Any:
         try:
-            answer = [v for v in values if isinstance(v, CheckpointError)][:1] or [rule(values)]
+            return call(*arguments)
         except CheckpointError as error:
-            answer = [error]
+            return error
+
+    first, together = mesh.rank == 0, mesh.world.size > 1
+    values, answer = [outcome(own)] * mesh.world.size, [None]
+    if together:
+        dist.gather_object(values[0], values if first else None, group=group)
+    if first:
+        failed = [value for value in values if isinstance(value, CheckpointError)]
+        answer = failed[:1] or [outcome(rule, values)]
     if together:
         dist.broadcast_object_list(answer, group=group)
     if isinstance(answer[0], CheckpointError):

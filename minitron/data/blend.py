@@ -48,8 +48,8 @@ class BlendedDataset:
             save_arrays(folder, part=part, sample=sample)
 
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = build_once(Path(cache_dir) / f"blend-{_hash(key)}", build)
-        self._part, self._sample = load_arrays(folder, "part", "sample")
+        folder = Path(cache_dir) / f"blend-{_hash(key)}"
+        self._part, self._sample = load_arrays(build_once(folder, build), "part", "sample")
 
     def __len__(self) -> int:
         return len(self._part)

@@ -183,10 +183,8 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     if not 1 <= len(parts) <= 3 or not all(0 <= part < float("inf") for part in parts) or sum(parts) == 0:
         raise ValueError(f"data.split={split!r} is not up to three shares of at least 0, as in 969,30,1; correct it")
     shares = np.array(parts + [0.0] * (3 - len(parts)))
-    ends, total = [0], 0.0
-    for share in (shares / np.sum(shares)).tolist():
-        total += share  # in Megatron's order: round() must see the same last bit
-        ends.append(round(total * float(num_sequences)))
+    totals = itertools.accumulate((shares / np.sum(shares)).tolist())  # as Megatron adds: round() sees the last bit
+    ends = [0, *(round(total * float(num_sequences)) for total in totals)]
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 

@@ -101,8 +101,7 @@ def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     names.sort(key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
-    sources = [(name, (root / name).read_bytes()) for name in names]
-    sources = [(name, content) for name, content in sources if content]
+    sources = [(name, content) for name in names if (content := (root / name).read_bytes())]
     if not sources:
         why = f"no .py sources in {root} (this Python was installed without them)"
         raise ValueError(f"data.source=corpus: {why}; {OTHER_DATA}")

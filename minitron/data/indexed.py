@@ -27,7 +27,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -155,16 +155,12 @@ class IndexedWriter(AbstractContextManager):
             self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
     def __exit__(self, kind, error, traceback) -> None:
-        try:
-            if kind is None:
-                self.finalize()
-        finally:
-            try:
-                with _writing(self.prefix):
-                    self._bin.close()  # writes what is buffered; a full disk raises
-            finally:
-                for name in "bin", "idx":
-                    Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
+        with ExitStack() as last_of_all:
+            for name in "bin", "idx":
+                last_of_all.callback(Path(f"{self.prefix}.{name}{self._suffix}").unlink, missing_ok=True)
+            with _writing(self.prefix), self._bin:  # closing it writes what is buffered; a full disk raises
+                if kind is None:
+                    self.finalize()
 
     def add_document(self, document: np.ndarray | Sequence[np.ndarray]) -> None:
         """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""

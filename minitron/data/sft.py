@@ -25,7 +25,7 @@ Left out: tools and other roles, templates of other models, weights of files.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -150,8 +150,14 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
     return parts
 
 
-def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
+def _encode(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
     """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
+    try:
+        row = parse_json(line.rstrip())
+    except ValueError as error:
+        parsed = isinstance(error, json.JSONDecodeError)  # else too deep, or not UTF-8
+        why = f"{error.msg} at character {error.pos + 1}" if parsed else error
+        raise ValueError(f"is not JSON ({why}); correct it") from error
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:
         _check_messages(row["messages"])
@@ -189,26 +195,16 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
     lines = []
     with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
         for number, path in enumerate(paths):
-            for line, row in _rows(path):
-                try:
-                    parts = _encode(row, tokenizer)
-                except ValueError as error:
-                    raise ValueError(f"{path}: line {line} {error}") from error
-                writer.add_document([np.array(part, np.int64) for part in parts])
-                lines.append((number, line))
+            with open(path, "rb") as file:
+                for line, text in enumerate(file, 1):
+                    if not text.strip():
+                        continue
+                    try:
+                        parts = _encode(text, tokenizer)
+                    except ValueError as error:
+                        raise ValueError(f"{path}: line {line} {error}") from error
+                    writer.add_document([np.array(part, np.int64) for part in parts])
+                    lines.append((number, line))
     if not lines:
         raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
     save_arrays(folder, lines=np.array(lines))
-
-
-def _rows(path: str) -> Iterator[tuple[int, object]]:
-    """Yield (line number, value) of every line that is not blank."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield number, parse_json(line.rstrip())
-                except ValueError as error:
-                    parsed = isinstance(error, json.JSONDecodeError)  # else too deep, or not UTF-8
-                    why = f"{error.msg} at character {error.pos + 1}" if parsed else error
-                    raise ValueError(f"{path}: line {number} is not JSON ({why}); correct it") from error

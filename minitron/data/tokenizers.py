@@ -49,10 +49,7 @@ MAX_SPACES = 25_000
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
 
-    vocab_size = 257
-    eod = 256
-    bos = None
-    special = {}
+    vocab_size, eod, bos, special = 257, 256, None, {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
