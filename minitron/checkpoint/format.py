@@ -26,8 +26,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece
-from minitron.config.files import parse_json, read_bytes, size_of
+from minitron.config.files import errors_as, parse_json, read_bytes, size_of
 from minitron.kernels.gemm import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
@@ -50,13 +50,9 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: one line that names the file."""
 
 
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> AbstractContextManager:
     """Turn an OSError inside into a CheckpointError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}") from error
+    return errors_as(CheckpointError, lambda e: f"{e.filename or path}: {(e.strerror or str(e)).lower()}", OSError)
 
 
 def file_size(path: Path) -> int:

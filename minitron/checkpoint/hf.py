@@ -34,9 +34,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitron.checkpoint.format import NAMES, STORED, CheckpointError
+from minitron.checkpoint.format import STORED, CheckpointError
 from minitron.config import cli, rules
-from minitron.config.files import read_json, size_of
+from minitron.config.files import errors_as, read_json, size_of
 from minitron.config.schema import ModelConfig
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
@@ -120,10 +120,8 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
         if model["ffn_hidden_size"] is None and isinstance(model["hidden_size"], int):
             model["ffn_hidden_size"] = 4 * model["hidden_size"]
     cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
-    try:
+    with errors_as(CheckpointError, lambda error: f"{origin}: {error}", ValueError):
         rules.check(cfg, world=1)
-    except ValueError as error:
-        raise CheckpointError(f"{origin}: {error}") from error
     for key, allowed in (fixed | {"head_dim": (None, cfg.model.head_dim)}).items():
         if settings.get(key, allowed[0]) not in allowed:
             has = f"minitron's {fmt.family} has {' or '.join(map(repr, allowed))}"
@@ -245,11 +243,6 @@ class FolderReader:
         """Return the dtype that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
 
-    @property
-    def precision(self) -> str:
-        """The name in precision.DTYPES of the one that holds all tensors exactly."""
-        return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
-
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Read the box [start, start + shape) of a global tensor, in the format of the file."""
         assert kind == "param" and len(start) == len(shape) == len(self.shape(name))
@@ -351,13 +344,11 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
 
 
 def _headers(path: Path) -> dict[str, Place]:
-    try:
+    with errors_as(CheckpointError, lambda e: f"{path} cannot be read ({e}); copy it again", OSError, SafetensorError):
         size_of(path)
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: Place(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
 
 
 def _json(path: Path) -> dict:

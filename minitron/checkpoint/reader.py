@@ -22,6 +22,7 @@ from torch import Tensor
 from minitron.checkpoint.boxes import Box, covers
 from minitron.checkpoint.directory import STEP, newest
 from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, file_size, read_index
+from minitron.config.files import errors_as
 from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -131,15 +132,13 @@ class Reader:
     def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
         """Copy what `wanted` has in common with each (key, box) of a file."""
         file_size(path)
-        try:
+        with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", SafetensorError, OSError):
             with safe_open(path, framework="pt") as opened:
                 for key, stored, common in found:
                     part = opened.get_slice(key)
                     if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
                         raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
                     result[common.within(wanted)] = part[common.within(stored)]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""

@@ -11,9 +11,20 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 JSON_BYTES = 64 << 20  # more than any description of a model or of its files
+
+
+@contextmanager
+def errors_as(kind: type[ValueError], line: Callable[[Exception], str], *caught: type[Exception]) -> Iterator[None]:
+    """Raise kind(line(error)) in the place of an error of the `caught` types: what a user reads, in one line."""
+    try:
+        yield
+    except caught as error:
+        raise kind(line(error)) from error
 
 
 def size_of(path: str | os.PathLike) -> int:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minitron.config.files import errors_as
 from minitron.config.schema import DataConfig
 from minitron.config.sizes import MOCK_DOCUMENT
 from minitron.data.blend import BlendedDataset, normalize, part_samples
@@ -85,7 +86,7 @@ def build_datasets(
         info |= {"train_samples": train_samples, "valid_samples": valid_samples}
     info |= {"tokenizer": tokenizer and tokenizer.fingerprint}
     info |= {"train": train.fingerprint, "valid": valid and valid.fingerprint}
-    return Datasets(train, valid, tokenizer, info, train.describe() if isinstance(train, SFTDataset) else "")
+    return Datasets(train, valid, tokenizer, info, train.note if isinstance(train, SFTDataset) else "")
 
 
 # What a source gives: the tokenizer, the beginning of `info`, and (part of the split, samples) -> dataset.
@@ -166,10 +167,8 @@ def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     rule = "give one prefix, or weight and prefix in turn, as in [0.7, web_text_document, 0.3, code_text_document]"
     if not paths or len(paths) % 2:
         raise ValueError(f"data.paths={paths} has {len(paths)} entries; {rule}")
-    try:
+    with errors_as(ValueError, lambda error: f"data.paths={paths}: {error}; {rule}", ValueError):
         weights = [float(weight) for weight in paths[::2]]
-    except ValueError as error:
-        raise ValueError(f"data.paths={paths}: {error}; {rule}") from error
     normalize(weights)
     return paths[1::2], weights
 

@@ -26,13 +26,13 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from minitron.config.files import read_json
+from minitron.config.files import errors_as, read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -50,13 +50,11 @@ class DataError(ValueError):
     """
 
 
-@contextmanager
-def _readable() -> Iterator[None]:
+def _readable() -> ContextDecorator:
     """Turn the OSError of a file that exists but cannot be read into a DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); correct its permissions") from error
+    return errors_as(
+        DataError, lambda e: f"{e.filename}: cannot be read ({e.strerror}); correct its permissions", OSError
+    )
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -211,10 +209,8 @@ def read_sidecar(prefix: str | os.PathLike) -> dict | None:
     if not path.is_file():
         return None
     fix = "delete it or preprocess the data again"
-    try:
+    with errors_as(DataError, lambda error: f"{path}: not JSON ({error}); {fix}", ValueError):
         sidecar = read_json(path)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); {fix}") from error
     kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}
     if missing := kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set()):
         raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; {fix}")
@@ -279,13 +275,9 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     return DTYPES[code], num_sequences, num_indices
 
 
-@contextmanager
-def _writing(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fix = "choose a prefix in a folder that you may write, with room in it"
-        raise ValueError(f"{prefix}: cannot be written ({error}); {fix}") from error
+def _writing(prefix: str) -> AbstractContextManager:
+    fix = "choose a prefix in a folder that you may write, with room in it"
+    return errors_as(ValueError, lambda error: f"{prefix}: cannot be written ({error}); {fix}", OSError)
 
 
 def _flush_to_disk(file) -> None:

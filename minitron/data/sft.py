@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitron.config.files import parse_json, size_of
+from minitron.config.files import errors_as, parse_json, size_of
 from minitron.data.cache import build_once, load_arrays, reading, save_arrays
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
@@ -53,12 +53,11 @@ class TokenizedFiles:
         self.prefix = ", ".join(self.paths)
         digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint}".encode())
         for path in self.paths:
-            try:
+            line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files"
+            with errors_as(ValueError, line, OSError):
                 size_of(path)
                 with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise ValueError(f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files") from error
         self.fingerprint = digest.hexdigest()[:16]
         folder = Path(cache_dir) / f"sft-{self.fingerprint}"
         build_once(folder, lambda partial: _tokenize(partial, self.paths, tokenizer))
@@ -89,7 +88,10 @@ class TokenizedFiles:
 
 
 class SFTDataset:
-    """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples."""
+    """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples.
+
+    note: a line that says how much there is, and how well it is packed.
+    """
 
     def __init__(self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int):
         documents.check(part, seq_len)
@@ -99,6 +101,9 @@ class SFTDataset:
         self.packing = Packing(lengths, capacity, seed)
         self.fill = int(lengths.sum()) / (self.packing.num_sequences * capacity)
         self.cut = int((whole > capacity).sum())
+        cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
+        samples = f"{self.packing.num_sequences:,} samples of train.seq_len={seq_len}, {self.fill:.2%} full"
+        self.note = f"sft: an epoch is {len(part):,} documents{cut} in {samples}"
         self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
 
     def __len__(self) -> int:
@@ -113,13 +118,6 @@ class SFTDataset:
         tokens = np.pad(tokens, (0, hole), constant_values=self.documents.eod)
         mask = np.pad(answers, (0, hole))[1:].astype(np.float32)
         return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
-
-    def describe(self) -> str:
-        """Describe in one line how much there is, and how well it is packed."""
-        n, sequences = len(self.part), self.packing.num_sequences
-        cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
-        samples = f"{sequences:,} samples of train.seq_len={self.seq_len}, {self.fill:.2%} full"
-        return f"sft: an epoch is {n:,} documents{cut} in {samples}"
 
 
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ def _check_messages(messages: object) -> None:
         raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
-    if not turns or len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
+    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
         raise ValueError(f"has the roles {', '.join(roles)}; begin with system or not, then user and assistant in turn")
     if not all(m["content"].strip() for m in messages if m["role"] == "assistant"):
         raise ValueError("has an empty answer of the assistant; fill it in, or drop the line")
@@ -199,10 +197,8 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
                 for line, text in enumerate(file, 1):
                     if not text.strip():
                         continue
-                    try:
+                    with errors_as(ValueError, lambda error: f"{path}: line {line} {error}", ValueError):
                         parts = _encode(text, tokenizer)
-                    except ValueError as error:
-                        raise ValueError(f"{path}: line {line} {error}") from error
                     writer.add_document([np.array(part, np.int64) for part in parts])
                     lines.append((number, line))
     if not lines:

@@ -21,7 +21,6 @@ Left out: downloads, a beginning-of-text token in pretraining data; chats are sf
 """
 
 import base64
-import binascii
 import hashlib
 import itertools
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 import sentencepiece
 import tiktoken
 
-from minitron.config.files import parse_json, size_of
+from minitron.config.files import errors_as, parse_json, read_bytes
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -131,13 +130,12 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
 def load_llama3(path: Path) -> TiktokenTokenizer:
     """Load tokenizer.model of Llama 3 or later: lines "base64(token) rank"; 256 special tokens follow the last rank."""
     ranks = {}
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        try:
+    fix = "give the tokenizer.model of Llama 3 (that of Llama 2 is llama2:FILE)"
+    lines = _read(path).splitlines()
+    with errors_as(ValueError, lambda e: f"{path}: line {number} is not 'base64 rank' ({e}); {fix}", ValueError):
+        for number, line in enumerate(lines, start=1):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            fix = "give the tokenizer.model of Llama 3 (that of Llama 2 is llama2:FILE)"
-            raise ValueError(f"{path}: line {number} is not 'base64 rank' ({error}); {fix}") from error
     _check_ranks(ranks, path)
     reserved, names = itertools.count(), SPECIAL.split()
     names += ["-"] * (NUM_SPECIAL - len(names))
@@ -195,9 +193,6 @@ def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
 def _read(path: Path) -> bytes:
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
-    try:
-        if size_of(path) > TOKENIZER_BYTES:
-            raise OSError(f"it has more than {TOKENIZER_BYTES} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error}); correct its permissions or the path") from error
+    fix = "correct its permissions or the path"
+    with errors_as(ValueError, lambda error: f"{path}: cannot be read ({error}); {fix}", OSError):
+        return read_bytes(path, TOKENIZER_BYTES)
