@@ -88,10 +88,10 @@ class State(NamedTuple):
                 yield Piece(name, "fp8_history", tuple(gemm.history.shape), (0, 0), gemm.history)
 
 
-def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) -> Iterator[Piece]:
+def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor]]) -> Iterator[Piece]:
     """Yield this rank's slices as boxes of global tensors: views, to copy from or into.
 
-    slices: kind -> one flat tensor per bucket, laid out as the optimizer's; None leaves the bucket out.
+    slices: kind -> one flat tensor per bucket, laid out as the optimizer's; an empty one leaves the bucket out.
     """
     for part in gradients.owned():
         shape, shard, at = tuple(part.param.shape), part.param.spec.shard, 0
@@ -99,7 +99,7 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
         for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
             begin, at = at, at + prod(box.shape)
             for kind, flat in slices.items():
-                if flat[part.bucket] is not None:
+                if len(flat[part.bucket]):
                     view = part.of(flat)[begin:at].view(box.shape)
                     for cut, start in to_global(box, shard):
                         yield Piece(part.name, kind, whole, start, view[cut.within(box)])
@@ -122,19 +122,15 @@ class Checkpointer:
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
         self.running: Future | None = None
-        gradients = state.optimizer.gradients
-        ours = [gradients.counts(bucket) for bucket in gradients.buckets]
-        sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
+        gradients, masters = state.optimizer.gradients, state.optimizer.masters
+        sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
         self.directory = Path(cfg.checkpoint.dir).expanduser()
 
         def take_memory() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
         self.owner = self.decide(take_memory, lambda _: claim(self.directory))
-        self.host = {
-            kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
-            for kind, row in zip(state.slices(), self.memory)
-        }
+        self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(gradients, self.host))
 
     def due(self, step: int) -> bool:
@@ -156,7 +152,7 @@ class Checkpointer:
             mine = mine + [piece._replace(tensor=_to_host(piece.tensor)) for piece in histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
-        copied = copy_beside(self.stream, ((host, device) for host, device in pairs if host is not None))
+        copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
             self.state.optimizer.snapshot_done = copied
         progress = {"iteration": step, "consumed_samples": consumed_samples}

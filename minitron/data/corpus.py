@@ -47,6 +47,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 TRAINING_PIECE = 1000  # characters of a training sentence; SentencePiece drops sentences beyond 4192 bytes
 SPACE_MARK = "\u2581"  # SentencePiece's own sign for a space
 OTHER_DATA = "use another Python, or data.source=indexed with your own data"
+# Text is not altered before it is cut; every text can be encoded; numbers of the special pieces.
 UNCHANGED = dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
 PIECES = dict(byte_fallback=True, allow_whitespace_only_pieces=True, split_digits=True)
 IDS = dict(unk_id=0, eos_id=1, bos_id=-1, pad_id=-1)

@@ -157,7 +157,6 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> EpochP
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
     """Find where sample k begins, stream token k * seq_len: rows (position in document_index, offset in tokens).
 
-
     lengths: int32 [sequences] -> [num_samples + 1, 2], int32 while positions fit, as in Megatron.
     """
     fits = len(document_index) <= np.iinfo(np.int32).max
@@ -191,8 +190,7 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
     last = 0 if plan.first_samples == plan.samples else len(sequences)
     for index, first in (documents, len(documents) - last), (shuffle, plan.first_samples):
         for part in index[:first], index[first:]:  # of two ranges, if the last epoch is apart
-            if len(part):
-                rng.shuffle(part)
+            rng.shuffle(part)
     cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])
     save_arrays(folder, document=documents, sample=cuts, shuffle=shuffle)
     (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")
