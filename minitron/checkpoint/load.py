@@ -105,7 +105,7 @@ def check_data(start: Start, info: dict) -> None:
 @torch.no_grad()
 def restore(start: Start, state: State) -> None:
     """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all."""
-    mesh = state.mesh
+    mesh = state.optimizer.gradients.mesh
     decide(lambda: start.step, _check_same, mesh)
     if start.reader is start.frozen is None:
         return

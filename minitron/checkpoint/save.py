@@ -64,10 +64,6 @@ class State(NamedTuple):
     scaler: LossScaler | None
     base: str | None = None  # fingerprint of frozen weights, which are not saved
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.optimizer.gradients.mesh
-
     def slices(self) -> dict[str, list[Tensor]]:
         """Map each kind to one flat slice per bucket."""
         o = self.optimizer
@@ -115,7 +111,7 @@ class Checkpointer:
 
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
         self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
-        self.mesh = mesh = state.mesh
+        self.mesh = mesh = state.optimizer.gradients.mesh
         group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
         self.decide = partial(decide, mesh=mesh, group=group)
         on_gpu = mesh.device.type == "cuda"

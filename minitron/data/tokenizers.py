@@ -45,6 +45,21 @@ TOKENIZER_BYTES = 256 << 20
 MAX_SPACES = 25_000
 
 
+def load_tokenizer(spec: str, key: str = "data.tokenizer") -> "Tokenizer":
+    """Load the tokenizer that a spec of the table above names; `~` in it is the home directory.
+
+    key: what an error calls the spec.  Raises ValueError for an unknown kind or a bad file.
+    """
+    kind, _, path = spec.partition(":")
+    if spec == "bytes":
+        return ByteTokenizer()
+    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2}
+    if kind not in loaders or not path:
+        fix = "name one of them (the tokenizer of data.source=corpus is made with the corpus)"
+        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; {fix}")
+    return loaders[kind](Path(os.path.expanduser(path)))
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
 
@@ -100,6 +115,11 @@ class SentencePieceTokenizer:
         return self._model.decode(ids)
 
 
+# What data code needs of a tokenizer: encode, decode, vocab_size; eod, the id that ends a document; bos, the one that
+# begins one, None if it was trained without; special, the ids of its special tokens; fingerprint, 16 hex digits.
+Tokenizer = ByteTokenizer | TiktokenTokenizer | SentencePieceTokenizer
+
+
 def load_gpt2(folder: Path) -> TiktokenTokenizer:
     """Load DIR/encoder.json, {token: id}, and DIR/vocab.bpe, a comment line and then a merge "left right" a line.
 
@@ -147,26 +167,6 @@ def load_llama3(path: Path) -> TiktokenTokenizer:
 def load_llama2(path: Path) -> SentencePieceTokenizer:
     """Load tokenizer.model of Llama 2."""
     return SentencePieceTokenizer(_read(path), str(path))
-
-
-# What data code needs of a tokenizer: encode, decode, vocab_size; eod, the id that ends a document; bos, the one that
-# begins one, None if it was trained without; special, the ids of its special tokens; fingerprint, 16 hex digits.
-Tokenizer = ByteTokenizer | TiktokenTokenizer | SentencePieceTokenizer
-
-
-def load_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
-    """Load the tokenizer that a spec of the table above names; `~` in it is the home directory.
-
-    key: what an error calls the spec.  Raises ValueError for an unknown kind or a bad file.
-    """
-    kind, _, path = spec.partition(":")
-    if spec == "bytes":
-        return ByteTokenizer()
-    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2}
-    if kind not in loaders or not path:
-        fix = "name one of them (the tokenizer of data.source=corpus is made with the corpus)"
-        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; {fix}")
-    return loaders[kind](Path(os.path.expanduser(path)))
 
 
 def cut_long_spaces(text: str) -> list[str]:
