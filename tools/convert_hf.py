@@ -16,7 +16,6 @@ Left out: tokenizers (copy the tokenizer's files beside exported weights) and dr
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -38,7 +37,7 @@ from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, open_weights
 from minitron.checkpoint.boxes import Box, Piece
 from minitron.checkpoint.directory import begin, commit
-from minitron.checkpoint.format import NAMES, header, write_shard
+from minitron.checkpoint.format import header, write_shard
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
 from tools import hf_export
@@ -128,7 +127,7 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
     """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = hf.FolderReader(source, vocab_multiple)
     shapes = {name: reader.shape(name) for name in reader.names()}
-    dtype = dtype or NAMES[functools.reduce(torch.promote_types, (reader.dtype(name, "param") for name in shapes))]
+    dtype = dtype or reader.precision
     config, values = Config(model=reader.model, precision=PrecisionConfig(dtype)), sum(map(math.prod, shapes.values()))
     with new_folder(target) as folder, tqdm(total=values, unit=" weights", unit_scale=True, desc="importing") as bar:
         with Writer(folder, 0, asdict(config)) as writer:

@@ -34,7 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitron.checkpoint.format import STORED, CheckpointError
+from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import cli, rules
 from minitron.config.files import errors_as, read_json, size_of
 from minitron.config.schema import ModelConfig
@@ -242,6 +242,11 @@ class FolderReader:
     def dtype(self, name: str, kind: str) -> torch.dtype:
         """Return the dtype that holds the values of all parts exactly."""
         return reduce(torch.promote_types, (STORED_DTYPES[self._places[part.name].dtype] for part in self._map[name]))
+
+    @property
+    def precision(self) -> str:
+        """The name in precision.DTYPES of the one that holds all tensors exactly."""
+        return NAMES[reduce(torch.promote_types, (self.dtype(name, "param") for name in self.names()))]
 
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Read the box [start, start + shape) of a global tensor, in the format of the file."""
