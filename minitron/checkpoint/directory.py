@@ -35,6 +35,7 @@ from pathlib import Path
 
 from minitron.checkpoint import format as files
 from minitron.checkpoint.format import CheckpointError, disk_errors
+from minitron.config.files import errors_as
 
 STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
 OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
@@ -120,12 +121,10 @@ def make_writable(directory: Path) -> None:
         _check_pointer(directory / "latest")
         (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
         (probe / files.INDEX).touch()
-        try:
+        fix = "as every save has to; use a disk, or a bucket with a hierarchical namespace"
+        line = lambda e: f"checkpoint.dir={directory}: folders cannot be renamed ({e.strerror}), {fix}"
+        with errors_as(CheckpointError, line, OSError):
             _remove(probe)
-        except OSError as error:
-            why = f"folders cannot be renamed ({error.strerror}), as every save has to"
-            fix = "use a disk, or a bucket with a hierarchical namespace"
-            raise CheckpointError(f"checkpoint.dir={directory}: {why}; {fix}") from error
 
 
 def _check_pointer(pointer: Path) -> None:

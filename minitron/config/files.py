@@ -1,7 +1,8 @@
 """Read files that a user names, which may be pipes, devices, a terabyte large, or JSON made to do harm.
 
 Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN and infinite numbers and
-gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is.
+gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is, and `errors_as`
+turns such an error into the line that a user reads.
 """
 
 from __future__ import annotations
