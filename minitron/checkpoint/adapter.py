@@ -18,7 +18,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from minitron.checkpoint import hf
@@ -91,10 +90,8 @@ def fingerprint(reader: Weights) -> str:
 def check_base(adapter: Reader, base: Weights, mark: str) -> None:
     """Raise CheckpointError unless the adapter was trained beside these weights. mark: their fingerprint."""
     if adapter.state.get("base") != mark:
-        raise CheckpointError(
-            f"{adapter.path} holds an adapter of another model: its weights had the fingerprint "
-            f"{adapter.state.get('base')}, and {base.path} has {mark}; name the former as the base"
-        )
+        why = f"its weights had the fingerprint {adapter.state.get('base')}, and {base.path} has {mark}"
+        raise CheckpointError(f"{adapter.path} holds an adapter of another model: {why}; name the former as the base")
 
 
 class LowRank(NamedTuple):
@@ -115,15 +112,7 @@ class Merged:
         self.adapter, self.base, self.cfg = adapter, base, cfg
         self.path, self.index, self.iteration = adapter.path, adapter.index, adapter.iteration
         self.config, self.state = adapter.config, adapter.state
-        rank = cfg.lora.rank
-        self.parts = {
-            layer: [
-                LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank))
-                for i, (target, span) in enumerate(spans.items())
-            ]
-            for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
-            if spans
-        }
+        self.targets = adapted(cfg.model, cfg.lora.targets)
 
     def names(self) -> list[str]:
         return [name for name in self.base.names() if best_kind(self.base, name)]
@@ -134,13 +123,11 @@ class Merged:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.base.shape(name)
 
-    def dtype(self, name: str, kind: str) -> torch.dtype:
-        return torch.float32 if self.parts_of(name) else self.base.dtype(name, best_kind(self.base, name))
-
     def read(self, name: str, kind: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read any box of a merged weight."""
-        box = self.base.read(name, best_kind(self.base, name), start, shape).to(self.dtype(name, kind))
-        for part in self.parts_of(name):
+        """Read any box of a weight; in float32 if something is merged into it."""
+        box, parts = self.base.read(name, best_kind(self.base, name), start, shape), self.parts_of(name)
+        box = box.float() if parts else box
+        for part in parts:
             first, last = max(start[0], part.start), min(start[0] + shape[0], part.start + part.size)
             if first < last:
                 a, b = self.factors(name, part, slice(first - part.start, last - part.start))
@@ -155,13 +142,13 @@ class Merged:
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
-        if not isinstance(self.base, hf.FolderReader):
-            self.base.verify()
+        self.base.verify()
 
     def parts_of(self, name: str) -> list[LowRank]:
         """Return the targets' products within a weight; an empty list if it has no adapter."""
-        match = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
-        return self.parts.get(match[1], []) if match else []
+        match, rank = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name), self.cfg.lora.rank
+        spans = enumerate(self.targets.get(match[1], {}).items() if match else ())
+        return [LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank)) for i, (target, span) in spans]
 
 
 Weights = Reader | hf.FolderReader | Merged

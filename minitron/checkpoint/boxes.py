@@ -57,20 +57,16 @@ class Piece(NamedTuple):
 
 def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> list[Box]:
     """Cut elements [first, last) of a flattened tensor into boxes, in memory order: at most 2 * dims - 1 of them."""
-    if first >= last:
-        return []
-    if len(shape) == 1:
-        return [Box((first,), (last - first,))]
-    row = prod(shape[1:])
-    head, tail = -(-first // row), last // row  # rows [head, tail) are whole
-
-    def part(i: int, begin: int, end: int) -> list[Box]:
-        return [Box((i, *box.start), (1, *box.shape)) for box in boxes_of_range(shape[1:], begin, end)]
-
-    if head > tail:
-        return part(tail, first - tail * row, last - tail * row)
-    rows = [Box((head, *[0] * (len(shape) - 1)), (tail - head, *shape[1:]))] if head < tail else []
-    return part(head - 1, first - (head - 1) * row, row) + rows + part(tail, 0, last - tail * row)
+    boxes = []
+    while first < last:
+        # The outermost dim along which a slab, all of the inner dims, begins here and ends before `last`.
+        slabs = enumerate(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        dim, slab = next((dim, slab) for dim, slab in slabs if first % slab == 0 and first + slab <= last)
+        start = tuple(map(int, np.unravel_index(first, shape)))
+        count = min((last - first) // slab, shape[dim] - start[dim])
+        boxes.append(Box(start, (*[1] * dim, count, *shape[dim + 1 :])))
+        first += count * slab
+    return boxes
 
 
 def to_global(local: Box, shard: Shard | None) -> Iterator[tuple[Box, tuple[int, ...]]]:

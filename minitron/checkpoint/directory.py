@@ -33,16 +33,9 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from minitron.checkpoint.format import (
-    INDEX,
-    INDEX_BEGIN,
-    CheckpointError,
-    checksum,
-    disk_errors,
-    file_size,
-    write_file,
-    write_index,
-)
+from minitron.checkpoint import format as files
+from minitron.checkpoint.format import CheckpointError, disk_errors
+from minitron.config.files import errors_as
 
 STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
 OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
@@ -64,24 +57,21 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 
 def in_the_way(directory: Path, after: int, until: int) -> Path | None:
     """Find what would keep one of these steps from being saved: a folder that only has the name of a checkpoint."""
-    return next(
-        (path for step, path in _named(directory).items() if after < step <= until and not _is_saved(path)), None
-    )
+    steps = _named(directory)
+    return next((steps[step] for step in steps if after < step <= until and not _is_saved(steps[step])), None)
 
 
 def _named(directory: Path) -> dict[int, Path]:
     """Map iterations, ascending, to all paths that have the name of a checkpoint."""
-    return dict(
-        sorted((int(match[1]), path) for path in directory.glob("step_*") if (match := STEP.fullmatch(path.name)))
-    )
+    found = ((STEP.fullmatch(path.name), path) for path in directory.glob("step_*"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def _names(folder: Path) -> list[str]:
     """List the names in a folder; none if it is no folder."""
-    try:
+    with suppress(OSError):
         return os.listdir(folder)
-    except OSError:
-        return []
+    return []
 
 
 def _is_saved(folder: Path) -> bool:
@@ -91,15 +81,8 @@ def _is_saved(folder: Path) -> bool:
         bool(names)
         and not folder.is_symlink()
         and all(SAVED.fullmatch(name) and _begins(folder / name, b"") for name in names)
-        and (INDEX not in names or _begins(folder / INDEX, INDEX_BEGIN))
+        and (files.INDEX not in names or _begins(folder / files.INDEX, files.INDEX_BEGIN))
     )
-
-
-def _is_empty(folder: Path) -> bool:
-    """Tell whether the path is an empty folder, and no link to one."""
-    with suppress(OSError):
-        return not folder.is_symlink() and not os.listdir(folder)
-    return False
 
 
 def _begins(path: Path, text: bytes) -> bool:
@@ -120,7 +103,7 @@ def newest(directory: Path) -> Path | None:
     with disk_errors(pointer):
         if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
             return next(reversed(checkpoints(directory).values()), None)
-        file_size(pointer)
+        files.file_size(pointer)
         with open(pointer, "rb") as file:
             text = file.read(256).decode(errors="replace")
     name = text.split(" ")[0]
@@ -137,14 +120,11 @@ def make_writable(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         _check_pointer(directory / "latest")
         (probe := directory / f"probe.tmp-{secrets.token_hex(4)}").mkdir()
-        (probe / INDEX).touch()
-        try:
+        (probe / files.INDEX).touch()
+        fix = "as every save has to; use a disk, or a bucket with a hierarchical namespace"
+        line = lambda e: f"checkpoint.dir={directory}: folders cannot be renamed ({e.strerror}), {fix}"
+        with errors_as(CheckpointError, line, OSError):
             _remove(probe)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint.dir={directory}: folders cannot be renamed ({error.strerror}), as every "
-                "save has to; use a disk, or a bucket with a hierarchical namespace"
-            ) from error
 
 
 def _check_pointer(pointer: Path) -> None:
@@ -152,10 +132,8 @@ def _check_pointer(pointer: Path) -> None:
     if os.path.lexists(pointer):
         with open(pointer if _begins(pointer, b"") else os.devnull, "rb") as file:
             if not POINTER.fullmatch(file.read(64).decode(errors="replace")):
-                raise CheckpointError(
-                    f"{pointer} is damaged, or not minitron's, and a save would replace it; move it "
-                    "away, or use another checkpoint.dir"
-                )
+                fix = "move it away, or use another checkpoint.dir"
+                raise CheckpointError(f"{pointer} is damaged, or not minitron's, and a save would replace it; {fix}")
 
 
 def claim(directory: Path) -> str:
@@ -168,10 +146,9 @@ def claim(directory: Path) -> str:
     make_writable(directory)
     with disk_errors(directory):
         before = _owners(directory)
-        owner = f"{max((number for number, _ in before), default=0) + 1}-{secrets.token_hex(4)}"
-        (directory / f"owner.{owner}").write_text(
-            f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
-        )
+        owner = f"{before[-1][0] + 1 if before else 1}-{secrets.token_hex(4)}"
+        about = f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
+        (directory / f"owner.{owner}").write_text(about)
         for _, name in before:
             (directory / f"owner.{name}").unlink(missing_ok=True)
     return owner
@@ -179,11 +156,8 @@ def claim(directory: Path) -> str:
 
 def _owners(directory: Path) -> list[tuple[int, str]]:
     """List (number, owner) of all owner files. The last one counts."""
-    return sorted(
-        (int(match[2]), match[1])
-        for path in directory.glob("owner.*")
-        if (match := OWNER.fullmatch(path.name)) and _begins(path, OWNER_BEGIN)
-    )
+    found = ((OWNER.fullmatch(path.name), path) for path in directory.glob("owner.*"))
+    return sorted((int(match[2]), match[1]) for match, path in found if match and _begins(path, OWNER_BEGIN))
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
@@ -192,10 +166,8 @@ def check_owner(directory: Path, owner: str | None) -> None:
     if owners and owners[-1][1] != owner:
         with disk_errors(directory):
             newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
-        raise TakenOver(
-            f"checkpoint.dir={directory} was taken over by {newest}; only one run at a time can save "
-            "there: end one of them, or give it another"
-        )
+        fix = "only one run at a time can save there: end one of them, or give it another"
+        raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; {fix}")
 
 
 def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None) -> Path:
@@ -204,26 +176,22 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
     with disk_errors(directory):
         check_owner(directory, owner)
         for stale in directory.glob("*.tmp-*"):
-            if TEMPORARY.fullmatch(stale.name) and (_is_saved(stale) or _is_empty(stale)):
-                _remove(stale)
+            if TEMPORARY.fullmatch(stale.name):
+                if _is_saved(stale):
+                    _remove(stale)
+                with suppress(OSError):
+                    stale.rmdir()  # of a save that had not begun to write: it removes empty folders alone
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
-            raise CheckpointError(
-                f"{directory} has {free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
-                "; free some, or lower checkpoint.keep"
-            )
+            needs = f"{free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
+            raise CheckpointError(f"{directory} has {needs}; free some, or lower checkpoint.keep")
         temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
 
 
 def commit(
-    temporary: Path,
-    about: dict,
-    shards: Iterable[tuple[dict, list]],
-    keep: int = 0,
-    after: int = 0,
-    owner: str | None = None,
+    temporary: Path, about: dict, shards: Iterable[tuple], keep: int = 0, after: int = 0, owner: str | None = None
 ) -> None:
     """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
 
@@ -233,8 +201,8 @@ def commit(
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     with disk_errors(directory):
-        write_index(temporary, about, shards)
-        write_file(temporary / "latest", [_pointer(folder.name).encode()])
+        files.write_index(temporary, about, shards)
+        files.write_file(temporary / "latest", [_pointer(folder.name).encode()])
         _sync(temporary)
         check_owner(directory, owner)
         if os.path.lexists(folder) and not _is_saved(folder):
@@ -273,4 +241,4 @@ def _sync(folder: Path) -> None:
 
 
 def _pointer(name: str) -> str:
-    return f"{name} {checksum(name.encode())}\n"
+    return f"{name} {files.checksum(name.encode())}\n"

@@ -26,8 +26,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece
-from minitron.config.files import parse_json, read_bytes, size_of
+from minitron.config.files import errors_as, parse_json, read_bytes, size_of
 from minitron.kernels.gemm import DTYPES
 
 FORMAT = {"format": "minitron-checkpoint", "version": 1}
@@ -50,13 +50,9 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read: one line that names the file."""
 
 
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> AbstractContextManager:
     """Turn an OSError inside into a CheckpointError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}") from error
+    return errors_as(CheckpointError, lambda e: f"{e.filename or path}: {(e.strerror or str(e)).lower()}", OSError)
 
 
 def file_size(path: Path) -> int:
@@ -100,19 +96,14 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]
 
     Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
     """
-    boxes = [
-        (
-            name,
-            whole,
-            kind,
-            NAMES[tensor.dtype],
-            {"file": path.name, "key": f"{kind}:{name}:{number}", "start": start, "shape": tensor.shape},
-        )
-        for number, (name, kind, whole, start, tensor) in enumerate(pieces)
-    ]
-    begin = header((box["key"], piece.tensor.dtype, box["shape"]) for piece, (*_, box) in zip(pieces, boxes))
+    boxes, entries, tensors = [], [], [piece.tensor for piece in pieces]
+    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
+        key, shape = f"{kind}:{name}:{number}", tensor.shape
+        entries.append((key, tensor.dtype, shape))
+        place = {"file": path.name, "key": key, "start": start, "shape": shape}
+        boxes.append((name, whole, kind, NAMES[tensor.dtype], place))
     with disk_errors(path):
-        return {path.name: write_file(path, [begin, *(piece.tensor for piece in pieces)])}, boxes
+        return {path.name: write_file(path, [header(entries), *tensors])}, boxes
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
@@ -131,7 +122,7 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata
 
 def write_file(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
     """Write a file and wait until it is on the disk. Returns its record in the index."""
-    size = crc = 0
+    crc = 0
     with open(path, "wb") as file:
         for part in parts:
             if isinstance(part, Tensor):
@@ -141,10 +132,9 @@ def write_file(path: Path, parts: Iterable[bytes | Tensor]) -> dict:
                 block = whole[begin : begin + BLOCK_BYTES]
                 crc = zlib.crc32(block, crc)
                 file.write(block)
-            size += len(whole)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": size, "checksum": f"{crc:08x}", "algorithm": "crc32"}
+        return {"bytes": file.tell(), "checksum": f"{crc:08x}", "algorithm": "crc32"}
 
 
 def checksum(data: bytes) -> str:

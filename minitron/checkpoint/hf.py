@@ -36,7 +36,7 @@ from torch import Tensor
 
 from minitron.checkpoint.format import NAMES, STORED, CheckpointError
 from minitron.config import cli, rules
-from minitron.config.files import read_json, size_of
+from minitron.config.files import errors_as, read_json, size_of
 from minitron.config.schema import ModelConfig
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
@@ -55,22 +55,23 @@ class Format(NamedTuple):
     buffers: str  # tensors that old versions saved and none reads
 
 
+KEYS = {  # field of ModelConfig: (its key of Llama, its key of GPT-2)
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads", None),
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "max_positions": ("max_position_embeddings", "n_positions"),
+    "tie_embeddings": ("tie_word_embeddings", "tie_word_embeddings"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
+}
 FORMATS = {
     "llama": Format(
         "llama",
         "LlamaForCausalLM",
         "model.",
-        dict(
-            num_layers="num_hidden_layers",
-            hidden_size="hidden_size",
-            ffn_hidden_size="intermediate_size",
-            num_heads="num_attention_heads",
-            num_kv_heads="num_key_value_heads",
-            vocab_size="vocab_size",
-            max_positions="max_position_embeddings",
-            tie_embeddings="tie_word_embeddings",
-            norm_eps="rms_norm_eps",
-        ),
+        {field: key for field, (key, _) in KEYS.items()},
         dict(num_key_value_heads=None, max_position_embeddings=2048, tie_word_embeddings=False, rms_norm_eps=1e-6),
         dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
         r"\.rotary_emb\.inv_freq$",
@@ -79,32 +80,15 @@ FORMATS = {
         "gpt",
         "GPT2LMHeadModel",
         "transformer.",
-        dict(
-            num_layers="n_layer",
-            hidden_size="n_embd",
-            ffn_hidden_size="n_inner",
-            num_heads="n_head",
-            vocab_size="vocab_size",
-            max_positions="n_positions",
-            tie_embeddings="tie_word_embeddings",
-            norm_eps="layer_norm_epsilon",
-        ),
+        {field: key for field, (_, key) in KEYS.items() if key},
         dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
-        dict(
-            activation_function="gelu_new",
-            scale_attn_weights=True,
-            scale_attn_by_inverse_layer_idx=False,
-            add_cross_attention=False,
-        ),
+        dict(activation_function="gelu_new", scale_attn_weights=True)
+        | dict(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
         r"\.attn\.(masked_)?bias$",
     ),
 }
-ROPE_SCALING = dict(
-    factor="factor",
-    low_freq_factor="low_freq_factor",
-    high_freq_factor="high_freq_factor",
-    original_max_positions="original_max_position_embeddings",
-)
+ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+ROPE_SCALING["original_max_positions"] = "original_max_position_embeddings"
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -136,23 +120,19 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
         if model["ffn_hidden_size"] is None and isinstance(model["hidden_size"], int):
             model["ffn_hidden_size"] = 4 * model["hidden_size"]
     cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
-    try:
+    with errors_as(CheckpointError, lambda error: f"{origin}: {error}", ValueError):
         rules.check(cfg, world=1)
-    except ValueError as error:
-        raise CheckpointError(f"{origin}: {error}") from error
     for key, allowed in (fixed | {"head_dim": (None, cfg.model.head_dim)}).items():
         if settings.get(key, allowed[0]) not in allowed:
-            raise CheckpointError(
-                f"{origin}: {key}={settings[key]!r} is not supported, minitron's {fmt.family} has "
-                f"{' or '.join(map(repr, allowed))}; convert another model"
-            )
+            has = f"minitron's {fmt.family} has {' or '.join(map(repr, allowed))}"
+            raise CheckpointError(f"{origin}: {key}={settings[key]!r} is not supported, {has}; convert another model")
     return cfg.model
 
 
 def _take(settings: dict, keys: dict[str, str], origin: str) -> dict:
-    missing = [key for key in keys.values() if key not in settings]
-    if missing:
-        raise CheckpointError(f"{origin}: {missing[0]} is missing; copy the file that belongs to these weights")
+    for key in keys.values():
+        if key not in settings:
+            raise CheckpointError(f"{origin}: {key} is missing; copy the file that belongs to these weights")
     return {field: settings[key] for field, key in keys.items()}
 
 
@@ -176,10 +156,7 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
     """Map global tensor names to their parts, first rows first, without the padding of the vocabulary."""
     h, f, kv, vocab = m.hidden_size, m.ffn_hidden_size, m.kv_heads * m.head_dim, (m.vocab_size, m.hidden_size)
     if m.family == "llama":
-        layer, parts = (
-            "model.layers",
-            {"embedding.words": [Part("model.embed_tokens", vocab)], "head.norm": [Part("model.norm", (h,))]},
-        )
+        words, norm, layer = "model.embed_tokens", "model.norm", "model.layers"
         block = {
             "norm1": [Part("input_layernorm", (h,))],
             "attention.qkv": [Part(f"self_attn.{x}_proj", (rows, h)) for x, rows in zip("qkv", (h, kv, kv))],
@@ -189,10 +166,7 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
             "mlp.down": [Part("mlp.down_proj", (h, f))],
         }
     else:
-        layer, parts = (
-            "transformer.h",
-            {"embedding.words": [Part("transformer.wte", vocab)], "head.norm": [Part("transformer.ln_f", (h,))]},
-        )
+        words, norm, layer = "transformer.wte", "transformer.ln_f", "transformer.h"
         block = {
             "norm1": [Part("ln_1", (h,))],
             "attention.qkv": [Part("attn.c_attn", (3 * h, h), True)],
@@ -201,33 +175,30 @@ def tensor_map(m: ModelConfig) -> dict[str, list[Part]]:
             "mlp.up": [Part("mlp.c_fc", (f, h), True)],
             "mlp.down": [Part("mlp.c_proj", (h, f), True)],
         }
-    parts |= {
-        f"blocks.{i}.{ours}": [part._replace(name=f"{layer}.{i}.{part.name}") for part in stack]
-        for i in range(m.num_layers)
-        for ours, stack in block.items()
-    }
+    parts = {"embedding.words": [Part(words, vocab)], "head.norm": [Part(norm, (h,))]}
+    for i in range(m.num_layers):
+        for ours, stack in block.items():
+            parts[f"blocks.{i}.{ours}"] = [part._replace(name=f"{layer}.{i}.{part.name}") for part in stack]
     if not m.tie_embeddings:
         parts["head"] = [Part("lm_head", vocab)]
-    result = {
-        f"{ours}.weight": [part._replace(name=f"{part.name}.weight") for part in stack] for ours, stack in parts.items()
-    }
+    weights, biases = {}, {}
+    for ours, stack in parts.items():
+        weights[f"{ours}.weight"] = [part._replace(name=f"{part.name}.weight") for part in stack]
+        if m.family == "gpt" and ours not in ("embedding.words", "head"):
+            biases[f"{ours}.bias"] = [Part(f"{part.name}.bias", part.shape[:1]) for part in stack]
     if m.family == "gpt":
-        result |= {
-            f"{ours}.bias": [Part(f"{part.name}.bias", part.shape[:1]) for part in stack]
-            for ours, stack in parts.items()
-            if ours not in ("embedding.words", "head")
-        }
-        result["embedding.positions"] = [Part("transformer.wpe.weight", (m.max_positions, h))]
-    return result
+        biases["embedding.positions"] = [Part("transformer.wpe.weight", (m.max_positions, h))]
+    return weights | biases
 
 
 def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map global tensor names to their shapes, the vocabulary padded."""
-    shapes = {
-        name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) for name, parts in tensor_map(m).items()
-    }
-    vocabulary = {"embedding.words.weight", "head.weight"} & shapes.keys()
-    return shapes | dict.fromkeys(vocabulary, (m.padded_vocab_size, m.hidden_size))
+    shapes = {}
+    for name, parts in tensor_map(m).items():
+        rows = sum(part.shape[0] for part in parts)
+        padded = name in ("embedding.words.weight", "head.weight")
+        shapes[name] = (m.padded_vocab_size if padded else rows, *parts[0].shape[1:])
+    return shapes
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -292,6 +263,9 @@ class FolderReader:
             box[max(row - begin, 0) :] = self._mean(name)[columns[0]]
         return box
 
+    def verify(self) -> None:
+        """Do nothing: files of others have no checksums."""
+
     def _slice(self, part: Part, *index: slice) -> Tensor:
         """Read a box of one part. Opens the file each time: while mapped, its pages count as memory of the process."""
         place = self._places[part.name]
@@ -320,32 +294,24 @@ class FolderReader:
             if place is None:
                 raise CheckpointError(f"{self.path} lacks the tensor {name} of config.json's model; copy it again")
             if place.shape != part.stored:
-                raise CheckpointError(
-                    f"{place.path}: {name} has shape {place.shape}, config.json's model {part.stored}"
-                    "; copy the files of one model"
-                )
+                why = f"{name} has shape {place.shape}, config.json's model {part.stored}"
+                raise CheckpointError(f"{place.path}: {why}; copy the files of one model")
             if place.dtype not in STORED_DTYPES:
-                raise CheckpointError(
-                    f"{place.path}: {name} is {place.dtype}, none of {', '.join(STORED_DTYPES)}; "
-                    "save the model unquantized"
-                )
+                why = f"{name} is {place.dtype}, none of {', '.join(STORED_DTYPES)}"
+                raise CheckpointError(f"{place.path}: {why}; save the model unquantized")
         for name in self._places.keys() - parts.keys():
             if name == "lm_head.weight" and self.model.tie_embeddings:
                 self._check_tied(self._map["embedding.words.weight"][0])
             elif not re.search(fmt.buffers, name):
-                raise CheckpointError(
-                    f"{self._places[name].path}: {name} has no place in config.json's model, a "
-                    f"{fmt.architecture}; copy the files of one model"
-                )
+                why = f"{name} has no place in config.json's model, a {fmt.architecture}"
+                raise CheckpointError(f"{self._places[name].path}: {why}; copy the files of one model")
 
     def _check_tied(self, words: Part) -> None:
         """Raise CheckpointError if a saved, tied head differs from the embedding: transformers 5 would not tie it."""
         head = words._replace(name="lm_head.weight")
         if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
-            raise CheckpointError(
-                f"{self._places[head.name].path}: {head.name} differs from the embedding, to which "
-                "config.json ties it; set tie_word_embeddings=false there"
-            )
+            why = f"{head.name} differs from the embedding, to which config.json ties it"
+            raise CheckpointError(f"{self._places[head.name].path}: {why}; set tie_word_embeddings=false there")
 
 
 class Place(NamedTuple):
@@ -365,10 +331,9 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
     if not index.exists():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
-            raise CheckpointError(
-                f"{folder} holds {pickles[0]} but no {whole.name}: .bin is a pickle, and loading one "
-                "can run any code; have transformers' save_pretrained write safetensors"
-            )
+            why = ".bin is a pickle, and loading one can run any code"
+            fix = "have transformers' save_pretrained write safetensors"
+            raise CheckpointError(f"{folder} holds {pickles[0]} but no {whole.name}: {why}; {fix}")
         raise CheckpointError(f"{folder} holds neither {whole.name} nor {index.name}; copy the weights there")
     files = _json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) and f == Path(f).name for f in files.values()):
@@ -377,22 +342,18 @@ def _find_tensors(folder: Path) -> dict[str, Place]:
     for file in sorted(set(files.values())):
         inside, listed = _headers(folder / file), {name for name, other in files.items() if other == file}
         for name in sorted(inside.keys() ^ listed):
-            raise CheckpointError(
-                f"{folder / file} {'holds' if name in inside else 'lacks'} {name}, other than "
-                f"{index.name} says; copy the files of one model"
-            )
+            why = f"{'holds' if name in inside else 'lacks'} {name}, other than {index.name} says"
+            raise CheckpointError(f"{folder / file} {why}; copy the files of one model")
         places |= inside
     return places
 
 
 def _headers(path: Path) -> dict[str, Place]:
-    try:
+    with errors_as(CheckpointError, lambda e: f"{path} cannot be read ({e}); copy it again", OSError, SafetensorError):
         size_of(path)
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: Place(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
 
 
 def _json(path: Path) -> dict:

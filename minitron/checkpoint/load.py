@@ -22,17 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import (
-    Merged,
-    Weights,
-    base_of,
-    best_kind,
-    check_base,
-    config_of,
-    fingerprint,
-    open_weights,
-)
+from minitron.checkpoint.adapter import Weights, base_of, best_kind, check_base, config_of, fingerprint, open_weights
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
 from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, make_writable, newest
 from minitron.checkpoint.format import CheckpointError
@@ -78,27 +68,22 @@ def find(cfg: Config) -> Start:
         except CheckpointError as error:
             if "checkpoint.dir" in str(error):
                 raise
-            raise CheckpointError(
-                f"checkpoint.dir={c.dir} cannot be written: {error}; name another directory, or null for none"
-            ) from error
+            why = f"checkpoint.dir={c.dir} cannot be written: {error}"
+            raise CheckpointError(f"{why}; name another directory, or null for none") from error
         reader = None
         with _or_another(directory):
             if c.resume:
                 folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
                 reader = None if folder is None else Reader(folder)
         if stranger := in_the_way(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
-            raise CheckpointError(
-                f"{stranger} is in the way of a save of this run: it holds what no save wrote; move "
-                "it away, or use another checkpoint.dir"
-            )
+            why = "is in the way of a save of this run: it holds what no save wrote"
+            raise CheckpointError(f"{stranger} {why}; move it away, or use another checkpoint.dir")
         if reader is not None:
             _check_model(reader, cfg, STRUCTURE + MEANING)
-            _check_keys(reader, "run", _trained(asdict(config_of(reader))), _trained(asdict(cfg)), "checkpoint.dir")
+            _check_keys(reader, "run", _trained(config_of(reader)), _trained(cfg), "checkpoint.dir")
             if not {"data", "optimizer_steps"} <= reader.state.keys():
-                raise CheckpointError(
-                    f"{reader.path} holds weights only; start from it with checkpoint.load="
-                    f"{reader.path} and another checkpoint.dir"
-                )
+                fix = f"start from it with checkpoint.load={reader.path} and another checkpoint.dir"
+                raise CheckpointError(f"{reader.path} holds weights only; {fix}")
             if base is not None:
                 check_base(reader, base, mark)
             return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"], base, mark)
@@ -111,18 +96,16 @@ def check_data(start: Start, info: dict) -> None:
     """Raise CheckpointError unless samples and their order are the saved run's. info: this run's `Datasets.info`."""
     for name, saved in start.data.items():
         if name not in ("valid", "valid_samples") and saved != info.get(name):
-            path = start.reader.path
-            raise CheckpointError(
-                f"{path}/index.json was saved with other data: {name} was {saved!r} and is "
-                f"{info.get(name)!r}; restore it, or begin a run of its own from the weights with "
-                f"checkpoint.load={path} and another checkpoint.dir"
-            )
+            path, now = start.reader.path, info.get(name)
+            fix = f"begin a run of its own from the weights with checkpoint.load={path} and another checkpoint.dir"
+            why = f"was saved with other data: {name} was {saved!r} and is {now!r}"
+            raise CheckpointError(f"{path}/index.json {why}; restore it, or {fix}")
 
 
 @torch.no_grad()
 def restore(start: Start, state: State) -> None:
     """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all."""
-    mesh = state.mesh
+    mesh = state.optimizer.gradients.mesh
     decide(lambda: start.step, _check_same, mesh)
     if start.reader is start.frozen is None:
         return
@@ -142,9 +125,7 @@ def restore(start: Start, state: State) -> None:
     optimizer.gradients.wait_parameters()
     if start.resume:
         for name, value in state.scalars().items():  # a run in another dtype had no loss scale
-            value.fill_(
-                reader.state["optimizer_steps"] if name == "optimizer_steps" else reader.state.get(name, value.item())
-            )
+            value.fill_(reader.state.get(name, value.item()))
         for chunk in state.chunks:
             if chunk.fp8_state.scaling is not None and chunk.fp8_state.scaling.history.any():
                 chunk.fp8_state.scaling.follow_history()
@@ -152,11 +133,11 @@ def restore(start: Start, state: State) -> None:
 
 def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
     """Verify the files that hold the pieces, and this rank's share of the others; then read every piece."""
-    if isinstance(reader, Merged):
-        reader.verify()
-    elif not isinstance(reader, hf.FolderReader):  # whose files have no checksums
+    if isinstance(reader, Reader):
         files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
         reader.verify(sorted(files.union(list(reader.files)[mesh.rank :: mesh.world.size])))
+    else:
+        reader.verify()
     for piece in wanted:
         piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
 
@@ -187,27 +168,22 @@ def _frozen(reader: Weights, state: State) -> Iterator[Piece]:
 def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
     found = reader.shape(name) if reader.kinds(name) else None
     if found != shape:
-        raise CheckpointError(
-            f"{reader.index} is of another model: {name} has shape {found and list(found)} there and {list(shape)} here"
-        )
+        shapes = f"{name} has shape {found and list(found)} there and {list(shape)} here"
+        raise CheckpointError(f"{reader.index} is of another model: {shapes}")
 
 
 def _open_base(cfg: Config) -> Weights:
     """Open the weights that a run starts from. Raises CheckpointError if they are of another model."""
     path = base_of(cfg)
     if path is None:
-        raise CheckpointError(
-            f"finetune.kind={cfg.finetune.kind} has no weights to start from; set finetune.base to a "
-            "Hugging Face folder or a minitron checkpoint"
-        )
+        fix = "set finetune.base to a Hugging Face folder or a minitron checkpoint"
+        raise CheckpointError(f"finetune.kind={cfg.finetune.kind} has no weights to start from; {fix}")
     key = "checkpoint.load=" if cfg.finetune.base is None else "finetune.base="
     reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple, key=key)
     directory = cfg.checkpoint.dir
     if directory is not None and reader.path.resolve() in checkpoints(Path(directory).expanduser().resolve()).values():
-        raise CheckpointError(
-            f"{key}{path} lies in checkpoint.dir={directory}, where this run's saves would delete "
-            "it; use another checkpoint.dir"
-        )
+        why = f"lies in checkpoint.dir={directory}, where this run's saves would delete it"
+        raise CheckpointError(f"{key}{path} {why}; use another checkpoint.dir")
     _check_model(reader, cfg, STRUCTURE if cfg.finetune.base is None else STRUCTURE + MEANING)
     return reader
 
@@ -247,50 +223,36 @@ def _or_another(directory: Path, bad: Reader | None = None) -> Iterator[None]:
     except CheckpointError as error:
         others = [reader for reader in _sound(directory) if bad is None or reader.path != bad.path]
         best = max(others, key=lambda o: (bad is None or o.iteration < bad.iteration, o.iteration), default=None)
-        advice = (
-            "there is no other checkpoint; checkpoint.resume=false begins anew"
-            if best is None
-            else f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}"
-        )
-        raise CheckpointError(f"{error}; {advice}") from error
+        fix = "there is no other checkpoint; checkpoint.resume=false begins anew"
+        if best is not None:
+            fix = f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}"
+        raise CheckpointError(f"{error}; {fix}") from error
 
 
 def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other: str) -> None:
     """Raise CheckpointError unless all of our keys were the same in the saved configuration."""
     for key, now in ours.items():
         if saved.get(key) != now:
-            raise CheckpointError(
-                f"{reader.index} is of another {what}: {key} was {saved.get(key)} and is {now}; set "
-                f"it to that, or use another {other}"
-            )
+            why = f"is of another {what}: {key} was {saved.get(key)} and is {now}"
+            raise CheckpointError(f"{reader.index} {why}; set it to that, or use another {other}")
 
 
-def _trained(config: Mapping) -> dict:
-    """Return the keys that say which parameters are trained. Runs from before fine-tuning existed have none of them."""
-    kind, lora = config.get("finetune", {}).get("kind"), config.get("lora")
-    if kind != "lora":
-        return {"finetune.kind": kind}
-    return {
-        "finetune.kind": kind,
-        "lora.rank": lora["rank"],
-        "lora.alpha": lora["alpha"],
-        "lora.targets": sorted(lora["targets"]),
-    }
+def _trained(cfg: Config) -> dict:
+    """Return the keys that say which parameters are trained."""
+    keys, lora = {"finetune.kind": cfg.finetune.kind}, cfg.lora
+    if cfg.finetune.kind == "lora":
+        keys |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets)}
+    return keys
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     """Raise CheckpointError unless the saved configuration of the model agrees in these keys."""
-    saved, ours = (
-        {**m, "num_kv_heads": m["num_kv_heads"] or m["num_heads"]}
-        for m in (asdict(config_of(reader).model), asdict(cfg.model))
-    )
-    saved, ours = ({f"model.{name}": m[name] for name in names} for m in (saved, ours))
+    models = (asdict(c.model) | {"num_kv_heads": c.model.kv_heads} for c in (config_of(reader), cfg))
+    saved, ours = ({f"model.{name}": model[name] for name in names} for model in models)
     _check_keys(reader, "model", saved, ours, "checkpoint")
 
 
 def _check_same(steps: list[int]) -> None:
     if len(set(steps)) > 1:
-        raise CheckpointError(
-            f"ranks would start after steps {sorted(set(steps))}; checkpoint.dir must be one "
-            "directory that all nodes share"
-        )
+        fix = "checkpoint.dir must be one directory that all nodes share"
+        raise CheckpointError(f"ranks would start after steps {sorted(set(steps))}; {fix}")

@@ -22,6 +22,7 @@ from torch import Tensor
 from minitron.checkpoint.boxes import Box, covers
 from minitron.checkpoint.directory import STEP, newest
 from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, file_size, read_index
+from minitron.config.files import errors_as
 from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -44,9 +45,7 @@ class Reader:
         try:
             index = read_index(self.index)
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
-            self.config, self.layout, self.state = (
-                _mapping(index[part], part) for part in ("config", "layout", "state")
-            )
+            self.config, self.layout, self.state = (_mapping(index, part) for part in ("config", "layout", "state"))
             self.files, self._tensors = index["files"], index["tensors"]
             self._check_head()
             self._check_tensors()
@@ -59,15 +58,15 @@ class Reader:
         """Check all but the tensors. Raises ValueError, and whatever wrong types raise."""
         folder = STEP.fullmatch(self.path.name)
         if folder and int(folder[1]) != self.iteration:
+            fix = "give it its old name back, or the index.json of its safetensors"
             raise CheckpointError(
-                f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; "
-                "give it its old name back, or the index.json of its safetensors"
+                f"{self.index} is of iteration {self.iteration}, and its folder says {folder[1]}; {fix}"
             )
         for section in self.config:
-            _mapping(self.config[section], f"config.{section}")
+            _mapping(self.config, section, "config.")
         _counts(*self.layout.values())
-        data = _mapping(self.state.get("data", {}), "state.data")
-        _counts(*(data[name] for name in ("train_samples", "valid_samples") if name in data))
+        data = _mapping({"data": {}} | self.state, "data", "state.")
+        _counts(*(data.get(name, 0) for name in ("train_samples", "valid_samples")))
         for name in COUNTERS:
             if not -1 << 31 < self.state.get(name, 0) < 1 << 31:
                 raise ValueError(f"{name}={self.state[name]} is no counter")
@@ -82,18 +81,16 @@ class Reader:
         """Check every box. Raises ValueError, and whatever wrong types raise."""
         used: set[tuple[str, str]] = set()
         for name in self._tensors:
+            whole = self.shape(name)
             for kind in self.kinds(name):
-                if not (self.dtype(name, kind) and self._tensors[name]["kinds"][kind]["boxes"]):
+                found = list(self._boxes(name, kind))
+                if not (self.dtype(name, kind) and found):
                     raise ValueError(f"{kind} of {name} has no boxes")
-                found, whole = list(self._boxes(name, kind)), self.shape(name)
-                _counts(*whole, *(number for _, _, box in found for part in box for number in part))
-                if (
-                    len(whole) > MAX_DIMS
-                    or not covers(whole, [box for *_, box in found])
-                    or not all(file in self.files for file, _, _ in found)
-                ):
+                files, keys, boxes = zip(*found)
+                _counts(*whole, *(number for box in boxes for part in box for number in part))
+                if len(whole) > MAX_DIMS or not covers(whole, boxes) or not self.files.keys() >= set(files):
                     raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
-                for file, key, _ in found:
+                for file, key in zip(files, keys):
                     if not isinstance(key, str):
                         raise ValueError(f"the key {key!r} is no text")
                     if (file, key) in used:
@@ -135,29 +132,27 @@ class Reader:
     def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
         """Copy what `wanted` has in common with each (key, box) of a file."""
         file_size(path)
-        try:
+        with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", SafetensorError, OSError):
             with safe_open(path, framework="pt") as opened:
                 for key, stored, common in found:
                     part = opened.get_slice(key)
                     if (part.get_dtype(), tuple(part.get_shape())) != (STORED[result.dtype], stored.shape):
                         raise CheckpointError(f"{path}: {key} is not of the dtype and shape that index.json says")
                     result[common.within(wanted)] = part[common.within(stored)]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
-            path, expected = self.path / name, self.files[name]
+            path, saved = self.path / name, self.files[name]
             size, checksum, block = file_size(path), 0, memoryview(bytearray(BLOCK_BYTES))
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {expected['bytes']}")
+            if size != saved["bytes"]:
+                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
             with disk_errors(path), open(path, "rb", buffering=0) as file:
                 while count := file.readinto(block):
                     checksum = zlib.crc32(block[:count], checksum)
-            if f"{checksum:08x}" != expected["checksum"]:
+            if f"{checksum:08x}" != saved["checksum"]:
                 raise CheckpointError(
-                    f"{path} is damaged: its checksum is {checksum:08x} instead of {expected['checksum']}"
+                    f"{path} is damaged: its checksum is {checksum:08x} instead of {saved['checksum']}"
                 )
 
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
@@ -173,7 +168,7 @@ def _counts(*values: object) -> tuple[int, ...]:
     return values
 
 
-def _mapping(value: object, what: str) -> dict:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is no object")
-    return value
+def _mapping(parent: dict, name: str, path: str = "") -> dict:
+    if not isinstance(parent[name], dict):
+        raise ValueError(f"{path}{name} is no object")
+    return parent[name]

@@ -29,7 +29,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -65,10 +64,6 @@ class State(NamedTuple):
     scaler: LossScaler | None
     base: str | None = None  # fingerprint of frozen weights, which are not saved
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.optimizer.gradients.mesh
-
     def slices(self) -> dict[str, list[Tensor]]:
         """Map each kind to one flat slice per bucket."""
         o = self.optimizer
@@ -89,10 +84,10 @@ class State(NamedTuple):
                 yield Piece(name, "fp8_history", tuple(gemm.history.shape), (0, 0), gemm.history)
 
 
-def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) -> Iterator[Piece]:
+def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor]]) -> Iterator[Piece]:
     """Yield this rank's slices as boxes of global tensors: views, to copy from or into.
 
-    slices: kind -> one flat tensor per bucket, laid out as the optimizer's; None leaves the bucket out.
+    slices: kind -> one flat tensor per bucket, laid out as the optimizer's; an empty one leaves the bucket out.
     """
     for part in gradients.owned():
         shape, shard, at = tuple(part.param.shape), part.param.spec.shard, 0
@@ -100,7 +95,7 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor | None]]) 
         for box in boxes_of_range(shape, part.offset, part.offset + part.numel):
             begin, at = at, at + prod(box.shape)
             for kind, flat in slices.items():
-                if flat[part.bucket] is not None:
+                if len(flat[part.bucket]):
                     view = part.of(flat)[begin:at].view(box.shape)
                     for cut, start in to_global(box, shard):
                         yield Piece(part.name, kind, whole, start, view[cut.within(box)])
@@ -116,26 +111,22 @@ class Checkpointer:
 
     def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
         self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
-        self.mesh = mesh = state.mesh
+        self.mesh = mesh = state.optimizer.gradients.mesh
         group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
         self.decide = partial(decide, mesh=mesh, group=group)
         on_gpu = mesh.device.type == "cuda"
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
         self.running: Future | None = None
-        gradients = state.optimizer.gradients
-        ours = [gradients.counts(bucket) for bucket in gradients.buckets]
-        sizes = [x.numel() if our else 0 for x, our in zip(state.optimizer.masters, ours, strict=True)]
+        gradients, masters = state.optimizer.gradients, state.optimizer.masters
+        sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
         self.directory = Path(cfg.checkpoint.dir).expanduser()
 
         def take_memory() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
         self.owner = self.decide(take_memory, lambda _: claim(self.directory))
-        self.host = {
-            kind: [part if our else None for part, our in zip(row.split(sizes), ours)]
-            for kind, row in zip(state.slices(), self.memory)
-        }
+        self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(gradients, self.host))
 
     def due(self, step: int) -> bool:
@@ -157,10 +148,11 @@ class Checkpointer:
             mine = mine + [piece._replace(tensor=_to_host(piece.tensor)) for piece in histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
-        copied = copy_beside(self.stream, ((host, device) for host, device in pairs if host is not None))
+        copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
             self.state.optimizer.snapshot_done = copied
-        self.running = self.thread.submit(self._write, step, consumed_samples, mine, scalars, copied)
+        progress = {"iteration": step, "consumed_samples": consumed_samples}
+        self.running = self.thread.submit(self._write, progress, mine, scalars, copied)
         if not self.cfg.checkpoint.async_save:
             self.wait()
 
@@ -171,60 +163,44 @@ class Checkpointer:
             running.result()
 
     def _write(
-        self,
-        step: int,
-        consumed_samples: int,
-        mine: list[Piece],
-        scalars: dict[str, Tensor],
-        copied: torch.cuda.Event | None,
+        self, progress: dict, mine: list[Piece], scalars: dict[str, Tensor], copied: torch.cuda.Event | None
     ) -> None:
         """Make a checkpoint of the copy, together with the other ranks' threads. Runs in the thread."""
         if copied is not None:
             copied.synchronize()
-        started = time.perf_counter()
         layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
-        state = {name: value.item() for name, value in scalars.items()}
-        about = {
-            "iteration": step,
-            "consumed_samples": consumed_samples,
-            "config": asdict(self.cfg),
-            "layout": layout | {"vp": len(self.state.chunks)},
-            "state": state | {"data": self.data, "base": self.state.base},
-        }
-        size = sum(piece.tensor.nbytes for piece in mine)
+        layout["vp"] = len(self.state.chunks)
+        state = {name: value.item() for name, value in scalars.items()} | {"data": self.data, "base": self.state.base}
+        about = progress | {"config": asdict(self.cfg), "layout": layout, "state": state}
+        step = progress["iteration"]
         try:
-            self._to_disk(about, mine, size)
+            self._to_disk(about, mine)
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
             self.directory /= f"aside.{self.owner}"
-            self._write(step, consumed_samples, mine, scalars, None)
-            aside = f"; this run's step {step} is in {self.directory}" if self.saved == step else ""
-            raise TakenOver(f"{error}{aside}") from error
+            self._to_disk(about, mine)
+            raise TakenOver(f"{error}; this run's step {step} is in {self.directory}") from error
         except CheckpointError as error:
-            return self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
-        self.saved = step
-        self.log.info(
-            f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in "
-            f"{time.perf_counter() - started:.2f} s"
-        )
+            self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
 
-    def _to_disk(self, about: dict, mine: list[Piece], size: int) -> None:
+    def _to_disk(self, about: dict, mine: list[Piece]) -> None:
         """Write and commit the checkpoint. Raises CheckpointError and TakenOver, on all ranks alike."""
-        rank, keep, owner, temporary = self.mesh.rank, self.cfg.checkpoint.keep, self.owner, None
+        started, temporary, rank = time.perf_counter(), None, self.mesh.rank
+        step, size = about["iteration"], sum(piece.tensor.nbytes for piece in mine)
         try:
-            temporary = self.decide(
-                lambda: size, lambda sizes: begin(self.directory, about["iteration"], sum(sizes), owner)
-            )
+            temporary = self.decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), self.owner))
             self.decide(
                 lambda: write_shard(temporary / f"rank_{rank:05d}.safetensors", mine),
-                lambda shards: commit(temporary, about, shards, keep, self.saved, owner),
+                lambda shards: commit(temporary, about, shards, self.cfg.checkpoint.keep, self.saved, self.owner),
             )
         except CheckpointError:
             if temporary is not None and rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             # Whoever took the directory over may have cleared this save away, in the midst of a file.
-            self.decide(lambda: None, lambda _: check_owner(self.directory, owner))
+            self.decide(lambda: None, lambda _: check_owner(self.directory, self.owner))
             raise
+        self.saved, seconds = step, time.perf_counter() - started
+        self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in {seconds:.2f} s")
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
@@ -234,10 +210,9 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
     own pinned memory comes in powers of two, up to twice of what is needed.
     """
     size = 4 * rows * numel
-    lacking = CheckpointError(
-        f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this "
-        "rank's state; use more hosts, or save nothing with checkpoint.dir=null"
-    )
+    fix = "use more hosts, or save nothing with checkpoint.dir=null"
+    why = f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this rank's state"
+    lacking = CheckpointError(f"{why}; {fix}")
     try:
         memory = torch.zeros(rows, numel)
     except RuntimeError as error:
@@ -258,33 +233,32 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
     """
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # of None: where it is
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
     return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
 
 
-def decide(
-    own: Callable[[], Any], rule: Callable[[list], Any], mesh: Mesh, group: dist.ProcessGroup | None = None
-) -> Any:
+def decide(own: Callable, rule: Callable, mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
     """Return rule([own() of every rank]), computed on rank 0, on every rank.
 
     A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
     collective. What travels between these ranks is pickled in memory; no file is ever unpickled.
     """
-    try:
-        value = own()
-    except CheckpointError as error:
-        value = error
-    together, values, answer = mesh.world.size > 1, [value], [None]
-    if together:
-        values = [None] * mesh.world.size if mesh.rank == 0 else None
-        dist.gather_object(value, values, group=group)
-    if mesh.rank == 0:
+
+    def outcome(call: Callable, *arguments: Any) -> Any:
         try:
-            answer = [v for v in values if isinstance(v, CheckpointError)][:1] or [rule(values)]
+            return call(*arguments)
         except CheckpointError as error:
-            answer = [error]
+            return error
+
+    first, together = mesh.rank == 0, mesh.world.size > 1
+    values, answer = [outcome(own)] * mesh.world.size, [None]
+    if together:
+        dist.gather_object(values[0], values if first else None, group=group)
+    if first:
+        failed = [value for value in values if isinstance(value, CheckpointError)]
+        answer = failed[:1] or [outcome(rule, values)]
     if together:
         dist.broadcast_object_list(answer, group=group)
     if isinstance(answer[0], CheckpointError):

@@ -1,7 +1,8 @@
 """Read files that a user names, which may be pipes, devices, a terabyte large, or JSON made to do harm.
 
 Opening a pipe waits for whoever writes into it, a device may have no end, and json reads NaN and infinite numbers and
-gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is.
+gives up on a thousand brackets. Here each of these is an OSError or a ValueError, as a missing file is, and `errors_as`
+turns such an error into the line that a user reads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 JSON_BYTES = 64 << 20  # more than any description of a model or of its files
+
+
+@contextmanager
+def errors_as(kind: type[ValueError], line: Callable[[Exception], str], *caught: type[Exception]) -> Iterator[None]:
+    """Raise kind(line(error)) in the place of an error of the `caught` types: what a user reads, in one line."""
+    try:
+        yield
+    except caught as error:
+        raise kind(line(error)) from error
 
 
 def size_of(path: str | os.PathLike) -> int:

@@ -42,11 +42,14 @@ class BlendedDataset:
         self.parts = list(parts)
         key = f"{shares.tolist()} {num_samples}"
         self.fingerprint = _hash(" ".join([key, *(part.fingerprint for part in parts)]))
+
+        def build(folder: Path) -> None:
+            part, sample = greedy_order(shares, num_samples)
+            save_arrays(folder, part=part, sample=sample)
+
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = build_once(
-            Path(cache_dir) / f"blend-{_hash(key)}", lambda folder: _save_blend(folder, shares, num_samples)
-        )
-        self._part, self._sample = load_arrays(folder, "part", "sample")
+        folder = Path(cache_dir) / f"blend-{_hash(key)}"
+        self._part, self._sample = load_arrays(build_once(folder, build), "part", "sample")
 
     def __len__(self) -> int:
         return len(self._part)
@@ -59,14 +62,10 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
     """Return float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(
-                f"data.paths: blend weight {weight} is not a positive number; leave that dataset out or "
-                "give it a weight above 0"
-            )
-    if len(weights) > np.iinfo(np.int16).max:
-        raise ValueError(
-            f"data.paths: {len(weights)} datasets, at most {np.iinfo(np.int16).max} can be blended; merge some"
-        )
+            fix = "leave that dataset out or give it a weight above 0"
+            raise ValueError(f"data.paths: blend weight {weight} is not a positive number; {fix}")
+    if len(weights) > (most := np.iinfo(np.int16).max):
+        raise ValueError(f"data.paths: {len(weights)} datasets, at most {most} can be blended; merge some")
     shares = np.array(weights, np.float64)
     return shares / np.sum(shares)
 
@@ -88,9 +87,8 @@ def greedy_order(shares: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.n
     part, sample = np.empty((steps, chunks), np.int16), np.empty((steps, chunks), np.int64)
     pending = np.arange(chunks)
     while len(pending):
-        part[:, pending], sample[:, pending], end[:, pending] = _run_chunks(
-            shares, first[pending], begin[:, pending], steps
-        )
+        result = _run_chunks(shares, first[pending], begin[:, pending], steps)
+        part[:, pending], sample[:, pending], end[:, pending] = result
         pending = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
         begin[:, pending] = end[:, pending - 1]
     return part.T.reshape(-1)[:num_samples], sample.T.reshape(-1)[:num_samples]
@@ -121,8 +119,3 @@ def _rounded_shares(shares: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _save_blend(folder: Path, shares: np.ndarray, num_samples: int) -> None:
-    part, sample = greedy_order(shares, num_samples)
-    save_arrays(folder, part=part, sample=sample)

@@ -19,14 +19,16 @@ reads it in full before a run.
 Left out: separate files for validation, except for sft; the test split is only set aside.
 """
 
+import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from minitron.config.files import errors_as
 from minitron.config.schema import DataConfig
 from minitron.config.sizes import MOCK_DOCUMENT
 from minitron.data.blend import BlendedDataset, normalize, part_samples
@@ -74,96 +76,84 @@ def build_datasets(
     """
     if train_samples < 1:
         raise ValueError(f"{train_samples} training samples were asked for; set train.steps to 1 or more")
-    if max(train_samples, valid_samples) > MAX_SAMPLES:
-        raise ValueError(
-            f"{max(train_samples, valid_samples)} samples are more than the {MAX_SAMPLES} of which an "
-            "order can be laid out; lower train.steps, train.eval_steps or train.global_batch_size"
-        )
-    if data.source == "mock":
-        return _mock(data.document_length, vocab_size, seq_len, seed, train_samples, valid_samples)
-    cache_dir = Path(os.path.expanduser(data.cache_dir))
-    if data.source == "sft":
-        return _sft(data, cache_dir, vocab_size, seq_len, seed, train_samples, valid_samples)
+    if (most := max(train_samples, valid_samples)) > MAX_SAMPLES:
+        why = f"{most} samples are more than the {MAX_SAMPLES} of which an order can be laid out"
+        raise ValueError(f"{why}; lower train.steps, train.eval_steps or train.global_batch_size")
+    open_source = {"mock": _mock, "sft": _sft}.get(data.source, _token_files)
+    tokenizer, info, dataset = open_source(data, vocab_size, seq_len, seed)
+    train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
+    if data.source in ("corpus", "indexed"):  # the order of others does not depend on how many samples there are
+        info |= {"train_samples": train_samples, "valid_samples": valid_samples}
+    info |= {"tokenizer": tokenizer and tokenizer.fingerprint}
+    info |= {"train": train.fingerprint, "valid": valid and valid.fingerprint}
+    return Datasets(train, valid, tokenizer, info, train.note if isinstance(train, SFTDataset) else "")
+
+
+# What a source gives: the tokenizer, the beginning of `info`, and (part of the split, samples) -> dataset.
+Source = tuple[Tokenizer | None, dict, Callable[[int, int], Dataset]]
+
+
+def _mock(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
+    """Make random data, with another seed for validation.
+
+    Without data.document_length a document has a quarter of a sample on average, so that separate_documents has work.
+    """
+    longest = data.document_length
+    mean = max(1, MOCK_DOCUMENT * seq_len) if longest is None else None
+
+    def dataset(which: int, samples: int) -> MockDataset:
+        return MockDataset(vocab_size, seq_len, samples, seed + which, mean, longest)
+
+    return None, {"source": "mock"}, dataset
+
+
+def _token_files(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
+    """Open the corpus, one file or a blend of several, and check all files."""
+    cache_dir, weights = Path(os.path.expanduser(data.cache_dir)), None
     info = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
         if data.tokenizer != "corpus":
-            raise ValueError(
-                f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own; set "
-                "data.tokenizer=corpus, or preprocess your own text and set data.source=indexed"
-            )
+            why = f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own"
+            fix = "set data.tokenizer=corpus, or preprocess your own text and set data.source=indexed"
+            raise ValueError(f"{why}; {fix}")
         corpus = build_corpus(cache_dir, vocab_size)
-        prefixes, weights, tokenizer = [corpus.prefix], None, corpus.tokenizer
+        prefixes, tokenizer = [corpus.prefix], corpus.tokenizer
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
     else:
         prefixes, weights = parse_paths(data.paths)
         tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer)
     files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache_dir) for prefix in prefixes]
+    info |= {"weights": weights, "data": [file.fingerprint for file in files]}
+    info |= {"tokens": [file.num_tokens for file in files]}
 
-    def dataset(which: int, num_samples: int) -> GPTDataset | BlendedDataset:
-        wanted = [num_samples] if weights is None else [part_samples(num_samples, s) for s in normalize(weights)]
+    def dataset(which: int, samples: int) -> GPTDataset | BlendedDataset:
+        wanted = [samples] if weights is None else [part_samples(samples, share) for share in normalize(weights)]
         parts = [
-            GPTDataset(file, _sequences(file, data.split, which), samples, seq_len, seed, cache_dir, vocab_size)
-            for file, samples in zip(files, wanted, strict=True)
+            GPTDataset(file, _sequences(file, data.split, which), count, seq_len, seed, cache_dir, vocab_size)
+            for file, count in zip(files, wanted, strict=True)
         ]
-        return parts[0] if weights is None else BlendedDataset(parts, weights, num_samples, cache_dir)
+        return parts[0] if weights is None else BlendedDataset(parts, weights, samples, cache_dir)
 
-    train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
-    info |= {
-        "tokenizer": tokenizer.fingerprint if tokenizer else None,
-        "weights": weights,
-        "data": [file.fingerprint for file in files],
-        "tokens": [file.num_tokens for file in files],
-        "train_samples": train_samples,
-        "valid_samples": valid_samples,
-        "train": train.fingerprint,
-        "valid": valid.fingerprint if valid else None,
-    }
-    return Datasets(train, valid, tokenizer, info)
+    return tokenizer, info, dataset
 
 
-def _mock(
-    longest: int | None, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
-) -> Datasets:
-    """Make random data, with another seed for validation.
-
-    Without data.document_length a document has a quarter of a sample on average, so that separate_documents has work.
-    """
-    mean = max(1, MOCK_DOCUMENT * seq_len) if longest is None else None
-    train, valid = (
-        MockDataset(vocab_size, seq_len, samples, part_seed, mean, longest) if samples else None
-        for samples, part_seed in ((train_samples, seed), (valid_samples, seed + 1))
-    )
-    order = f"mock seed {seed} vocab_size {vocab_size} seq_len {seq_len}" + (f" longest {longest}" if longest else "")
-    return Datasets(train, valid, None, {"source": "mock", "train": order, "valid": order})
-
-
-def _sft(
-    data: DataConfig, cache_dir: Path, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
-) -> Datasets:
-    """Tokenize and pack the files. The number of samples does not change their order, so `info` leaves it out."""
-    corpus = data.tokenizer == "corpus"
+def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
+    """Tokenize and pack files of questions and answers."""
+    cache_dir, corpus = Path(os.path.expanduser(data.cache_dir)), data.tokenizer == "corpus"
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
 
-    def read(paths: Sequence[str]) -> TokenizedFiles:
+    @functools.cache
+    def read(paths: tuple[str, ...]) -> TokenizedFiles:
         paths = [build_docstrings(cache_dir) if path == "docstrings" else path for path in paths]
         return TokenizedFiles(paths, tokenizer, cache_dir)
 
-    def part(documents: TokenizedFiles, which: int, samples: int) -> SFTDataset:
+    def dataset(which: int, samples: int) -> SFTDataset:
+        documents = read(tuple(data.valid_paths if which == VALID and data.valid_paths else data.paths))
         chosen = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
         return SFTDataset(documents, chosen, samples, seq_len, seed)
 
-    documents = read(data.paths)
-    train, valid = part(documents, TRAIN, train_samples), None
-    if valid_samples:
-        valid = part(read(data.valid_paths) if data.valid_paths else documents, VALID, valid_samples)
-    info = {
-        "source": "sft",
-        "tokenizer": tokenizer.fingerprint,
-        "train": train.fingerprint,
-        "valid": valid.fingerprint if valid else None,
-    }
-    return Datasets(train, valid, tokenizer, info, train.describe())
+    return tokenizer, {"source": "sft"}, dataset
 
 
 def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -177,10 +167,8 @@ def parse_paths(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     rule = "give one prefix, or weight and prefix in turn, as in [0.7, web_text_document, 0.3, code_text_document]"
     if not paths or len(paths) % 2:
         raise ValueError(f"data.paths={paths} has {len(paths)} entries; {rule}")
-    try:
+    with errors_as(ValueError, lambda error: f"data.paths={paths}: {error}; {rule}", ValueError):
         weights = [float(weight) for weight in paths[::2]]
-    except ValueError as error:
-        raise ValueError(f"data.paths={paths}: {error}; {rule}") from error
     normalize(weights)
     return paths[1::2], weights
 
@@ -194,10 +182,8 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     if not 1 <= len(parts) <= 3 or not all(0 <= part < float("inf") for part in parts) or sum(parts) == 0:
         raise ValueError(f"data.split={split!r} is not up to three shares of at least 0, as in 969,30,1; correct it")
     shares = np.array(parts + [0.0] * (3 - len(parts)))
-    ends, total = [0], 0.0
-    for share in (shares / np.sum(shares)).tolist():
-        total += share  # in Megatron's order: round() must see the same last bit
-        ends.append(round(total * float(num_sequences)))
+    totals = itertools.accumulate((shares / np.sum(shares)).tolist())  # as Megatron adds: round() sees the last bit
+    ends = [0, *(round(total * float(num_sequences)) for total in totals)]
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
@@ -205,10 +191,8 @@ def _sequences(file: IndexedDataset | TokenizedFiles, split: str, which: int) ->
     sequences = split_ranges(split, len(file))[which]
     if not len(sequences):
         purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")
-        raise ValueError(
-            f"data.split={split} leaves none of the {len(file)} sequences of {file.prefix} to {purpose}; "
-            f"enlarge its {share} share"
-        )
+        why = f"data.split={split} leaves none of the {len(file)} sequences of {file.prefix} to {purpose}"
+        raise ValueError(f"{why}; enlarge its {share} share")
     return sequences
 
 
@@ -220,10 +204,8 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
     if sidecar is not None:
         made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
         if made_by != "corpus" if tokenizer is None else fingerprint != tokenizer.fingerprint:
-            raise ValueError(
-                f"data.tokenizer={spec} did not make {prefix}: {prefix}.json says {made_by} with "
-                f"fingerprint {fingerprint}; set data.tokenizer to that"
-            )
+            says = f"{prefix}.json says {made_by} with fingerprint {fingerprint}"
+            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {says}; set data.tokenizer to that")
     needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
     _check_vocabulary(needed, f"the tokenizer of {prefix}", vocab_size)
     if file.num_bin_bytes > SCAN_BYTES:
@@ -235,6 +217,5 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
 
 def _check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
     if needed > vocab_size:
-        raise ValueError(
-            f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}; set model.vocab_size={needed}"
-        )
+        why = f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}"
+        raise ValueError(f"{why}; set model.vocab_size={needed}")

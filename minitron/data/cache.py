@@ -14,12 +14,14 @@ Left out: eviction.  A cache directory may be deleted by hand whenever no run us
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
+
+from minitron.config.files import errors_as
 
 
 def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> Path:
@@ -29,31 +31,22 @@ def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> P
     tries in turn and reports the same error).
     """
     final = Path(directory)
-    try:
-        if final.is_dir():
-            return final
-        final.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(final.parent, os.W_OK):
-            raise PermissionError(f"{final.parent} is not writable")
-        with FileLock(f"{final}.lock"):
-            if not final.is_dir():
-                _build(final, build)
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={final.parent}: {error}; choose a directory that this job may write, with room in it"
-        ) from error
+    fix = "choose a directory that this job may write, with room in it"
+    with errors_as(ValueError, lambda error: f"data.cache_dir={final.parent}: {error}; {fix}", OSError):
+        if not final.is_dir():
+            final.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(final.parent, os.W_OK):
+                raise PermissionError(f"{final.parent} is not writable")
+            with FileLock(f"{final}.lock"):
+                if not final.is_dir():
+                    _build(final, build)
     return final
 
 
-@contextmanager
-def reading(directory: Path) -> Iterator[None]:
+def reading(directory: Path) -> AbstractContextManager:
     """Turn the error of a missing or damaged file, read inside, into a ValueError that names the fix."""
-    try:
-        yield
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError(
-            f"{directory}: this folder of data.cache_dir is damaged ({error}); delete it, the next run builds it again"
-        ) from error
+    what, fix = f"{directory}: this folder of data.cache_dir is damaged", "delete it, the next run builds it again"
+    return errors_as(ValueError, lambda error: f"{what} ({error}); {fix}", OSError, EOFError, ValueError)
 
 
 def save_arrays(folder: Path, **arrays: np.ndarray) -> None:

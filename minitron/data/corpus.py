@@ -46,20 +46,12 @@ from minitron.data.tokenizers import SentencePieceTokenizer
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TRAINING_PIECE = 1000  # characters of a training sentence; SentencePiece drops sentences beyond 4192 bytes
 SPACE_MARK = "\u2581"  # SentencePiece's own sign for a space
-TRAINER = dict(
-    model_type="bpe",
-    byte_fallback=True,
-    normalization_rule_name="identity",
-    remove_extra_whitespaces=False,
-    add_dummy_prefix=False,
-    allow_whitespace_only_pieces=True,
-    split_digits=True,
-    num_threads=1,
-    unk_id=0,
-    eos_id=1,
-    bos_id=-1,
-    pad_id=-1,
-)
+OTHER_DATA = "use another Python, or data.source=indexed with your own data"
+# Text is not altered before it is cut; every text can be encoded; numbers of the special pieces.
+UNCHANGED = dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
+PIECES = dict(byte_fallback=True, allow_whitespace_only_pieces=True, split_digits=True)
+IDS = dict(unk_id=0, eos_id=1, bos_id=-1, pad_id=-1)
+TRAINER = dict(model_type="bpe", num_threads=1) | UNCHANGED | PIECES | IDS
 
 
 class Corpus(NamedTuple):
@@ -91,10 +83,8 @@ def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.P
     """
     sources = read_sources(root)
     fingerprint = fingerprint_of(sources, repr(sorted(TRAINER.items())).encode())
-    folder = build_once(
-        Path(cache_dir) / f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}",
-        lambda folder: _build(folder, sources, vocab_size, fingerprint),
-    )
+    folder = Path(cache_dir) / f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}"
+    build_once(folder, lambda partial: _build(partial, sources, vocab_size, fingerprint))
     with reading(folder):
         tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
         IndexedDataset(folder / "corpus")  # raises for a missing or truncated file
@@ -112,13 +102,10 @@ def read_sources(root: str | os.PathLike | None = None) -> list[tuple[str, bytes
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     names.sort(key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
-    sources = [(name, (root / name).read_bytes()) for name in names]
-    sources = [(name, content) for name, content in sources if content]
+    sources = [(name, content) for name in names if (content := (root / name).read_bytes())]
     if not sources:
-        raise ValueError(
-            f"data.source=corpus: no .py sources in {root} (this Python was installed without them); use "
-            "another Python, or data.source=indexed with your own data"
-        )
+        why = f"no .py sources in {root} (this Python was installed without them)"
+        raise ValueError(f"data.source=corpus: {why}; {OTHER_DATA}")
     return sources
 
 
@@ -139,10 +126,7 @@ def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fing
         except UnicodeDecodeError:
             skipped.append(name)
     if not texts:
-        raise ValueError(
-            f"data.source=corpus: none of {len(skipped)} sources is UTF-8 text; use another Python, or "
-            "data.source=indexed with your own data"
-        )
+        raise ValueError(f"data.source=corpus: none of {len(skipped)} sources is UTF-8 text; {OTHER_DATA}")
     model = _train(texts, vocab_size)
     (folder / "tokenizer.model").write_bytes(model)
     tokenizer = CorpusTokenizer(model, "the corpus tokenizer")
@@ -151,16 +135,9 @@ def _build(folder: Path, sources: list[tuple[str, bytes]], vocab_size: int, fing
         for text in texts:
             writer.add_document(np.array(tokenizer.encode(text) + [tokenizer.eod]))
     tokens = IndexedDataset(folder / "corpus")
-    meta = {
-        "python": platform.python_version(),
-        "fingerprint": fingerprint,
-        "files": len(texts),
-        "bytes": sum(len(text.encode()) for text in texts),
-        "tokens": tokens.num_tokens,
-        "vocab_size": vocab_size,
-        "skipped": skipped,
-        "unigram_entropy": unigram_entropy(tokens),
-    }
+    meta = {"python": platform.python_version(), "fingerprint": fingerprint, "files": len(texts)}
+    meta |= {"bytes": sum(len(text.encode()) for text in texts), "tokens": tokens.num_tokens, "vocab_size": vocab_size}
+    meta |= {"skipped": skipped, "unigram_entropy": unigram_entropy(tokens)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 
@@ -173,11 +150,9 @@ def _train(texts: list[str], vocab_size: int) -> bytes:
             sentence_iterator=pieces, model_writer=model, vocab_size=vocab_size, minloglevel=2, **TRAINER
         )
     except RuntimeError as error:
-        raise ValueError(
-            f"data.source=corpus: {sum(map(len, texts))} characters of source do not give "
-            f"model.vocab_size={vocab_size} pieces ({' '.join(str(error).split())}); "
-            "model.vocab_size=4096 suits the whole library"
-        ) from error
+        characters, why = sum(map(len, texts)), " ".join(str(error).split())
+        lacks = f"{characters} characters of source do not give model.vocab_size={vocab_size} pieces ({why})"
+        raise ValueError(f"data.source=corpus: {lacks}; model.vocab_size=4096 suits the whole library") from error
     return model.getvalue()
 
 

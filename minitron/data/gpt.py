@@ -64,10 +64,6 @@ class EpochPlan(NamedTuple):
     samples: int
     first_samples: int
 
-    @property
-    def last_apart(self) -> bool:
-        return self.first_samples != self.samples
-
 
 class GPTDataset:
     """Samples 0 .. len - 1 of the given range of sequences, at least `num_samples` of them.
@@ -89,18 +85,12 @@ class GPTDataset:
         vocab_size: int,
     ):
         self.indexed, self.vocab_size = indexed, vocab_size
-        key = {
-            "data": indexed.fingerprint,
-            "sequences": [sequences.start, sequences.stop],
-            "samples": num_samples,
-            "seq_len": seq_len,
-            "seed": seed,
-        }
+        key = {"data": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], "samples": num_samples}
+        key |= {"seq_len": seq_len, "seed": seed}
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        arrays = build_once(
-            Path(cache_dir) / f"gpt-{self.fingerprint}", lambda folder: _save_index(folder, key, indexed, sequences)
-        )
-        self._documents, self._cuts, self._shuffle = load_arrays(arrays, "document", "sample", "shuffle")
+        folder = Path(cache_dir) / f"gpt-{self.fingerprint}"
+        build_once(folder, lambda partial: _save_index(partial, key, indexed, sequences))
+        self._documents, self._cuts, self._shuffle = load_arrays(folder, "document", "sample", "shuffle")
 
     def __len__(self) -> int:
         return len(self._shuffle)
@@ -120,20 +110,16 @@ class GPTDataset:
         return Sample(tokens, np.cumsum([len(part) for part in parts[:-1]], dtype=np.int32))
 
 
-def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model.vocab_size") -> int:
-    """Return the largest id, 0 if there are no tokens.
-
-    Raises DataError, naming the place, the id and the key that sets vocab_size, unless all ids lie in
-    0 .. vocab_size - 1.
-    """
-    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-    if low < 0 or high >= vocab_size:
-        fix = "copy or preprocess the data again" if low < 0 else "set it to the vocabulary the data were made with"
+def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model.vocab_size") -> None:
+    """Raise DataError for an id outside 0 .. vocab_size - 1: naming the place, the id and the key of vocab_size."""
+    low, high = tokens.min(initial=0), tokens.max(initial=0)
+    allowed = f"{key}={vocab_size} allows 0 to {vocab_size - 1}"
+    if low < 0:
+        raise DataError(f"{where} holds token id {low}, but {allowed}; copy or preprocess the data again")
+    if high >= vocab_size:
         raise DataError(
-            f"{where} holds token id {low if low < 0 else high}, but {key}={vocab_size} allows 0 to "
-            f"{vocab_size - 1}; {fix}"
+            f"{where} holds token id {high}, but {allowed}; set it to the vocabulary the data were made with"
         )
-    return high
 
 
 def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size", count: int | None = None) -> int:
@@ -145,10 +131,8 @@ def scan_ids(file: IndexedDataset, vocab_size: int, key: str = "model.vocab_size
     if file.dtype.kind not in "iu":
         raise DataError(f"{file.prefix}.idx: {file.dtype} values are no token ids; give a dataset of an integer dtype")
     if not end:
-        raise DataError(
-            f"{file.prefix}.bin: no tokens in {len(file.document_indices) - 1} documents; leave this "
-            "dataset out, or preprocess text that is not empty"
-        )
+        fix = "leave this dataset out, or preprocess text that is not empty"
+        raise DataError(f"{file.prefix}.bin: no tokens in {len(file.document_indices) - 1} documents; {fix}")
     end, largest = min(end, end if count is None else count), 0
     for begin in range(0, end, BLOCK_TOKENS):
         tokens = file.tokens(begin, min(begin + BLOCK_TOKENS, end))
@@ -173,7 +157,6 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_len: int) -> EpochP
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
     """Find where sample k begins, stream token k * seq_len: rows (position in document_index, offset in tokens).
 
-
     lengths: int32 [sequences] -> [num_samples + 1, 2], int32 while positions fit, as in Megatron.
     """
     fits = len(document_index) <= np.iinfo(np.int32).max
@@ -197,20 +180,17 @@ def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: ran
     """Build the three arrays of `key` and write them into `folder`, and the key as key.json, for people to read."""
     tokens = int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     if tokens < key["seq_len"] + 1:
-        raise ValueError(
-            f"{indexed.prefix}: sequences {sequences.start} to {sequences.stop} hold {tokens} tokens, "
-            f"fewer than one sample of train.seq_len={key['seq_len']} + 1; shorten it, add data or change "
-            "data.split"
-        )
+        have = f"sequences {sequences.start} to {sequences.stop} hold {tokens} tokens"
+        need = f"fewer than one sample of train.seq_len={key['seq_len']} + 1"
+        raise ValueError(f"{indexed.prefix}: {have}, {need}; shorten it, add data or change data.split")
     plan, rng = plan_epochs(tokens, key["samples"], key["seq_len"]), np.random.RandomState(key["seed"])
     documents = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), plan.epochs)
     fits = plan.samples < np.iinfo(np.uint32).max - 1
     shuffle = np.arange(plan.samples, dtype=np.uint32 if fits else np.int64)
-    last = len(sequences) if plan.last_apart else 0
+    last = 0 if plan.first_samples == plan.samples else len(sequences)
     for index, first in (documents, len(documents) - last), (shuffle, plan.first_samples):
         for part in index[:first], index[first:]:  # of two ranges, if the last epoch is apart
-            if len(part):
-                rng.shuffle(part)
+            rng.shuffle(part)
     cuts = build_sample_index(indexed.lengths, documents, plan.samples, key["seq_len"])
     save_arrays(folder, document=documents, sample=cuts, shuffle=shuffle)
     (folder / "key.json").write_text(json.dumps(key | plan._asdict(), indent=1) + "\n")

@@ -26,26 +26,17 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from minitron.config.files import read_json
+from minitron.config.files import errors_as, read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-DTYPES = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
+DTYPES = dict(enumerate(map(np.dtype, ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices
 _BLOCK_SEQUENCES = 1 << 20
 _DAMAGED = "the index is damaged: copy or preprocess the data again (tools/check_data.py checks a dataset in full)"
@@ -59,13 +50,11 @@ class DataError(ValueError):
     """
 
 
-@contextmanager
-def _readable() -> Iterator[None]:
+def _readable() -> ContextDecorator:
     """Turn the OSError of a file that exists but cannot be read into a DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); correct its permissions") from error
+    return errors_as(
+        DataError, lambda e: f"{e.filename}: cannot be read ({e.strerror}); correct its permissions", OSError
+    )
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -104,10 +93,8 @@ class IndexedDataset:
         """
         stored, begin = int(self.lengths[sequence]), int(self.pointers[sequence])
         if not (0 <= stored and 0 <= begin <= len(self._bin) - stored * self.dtype.itemsize):
-            raise DataError(
-                f"{self.prefix}.idx: sequence {sequence} has {stored} tokens from byte {begin} on, and "
-                f".bin {len(self._bin)} bytes; {_DAMAGED}"
-            )
+            why = f"sequence {sequence} has {stored} tokens from byte {begin} on, and .bin {len(self._bin)} bytes"
+            raise DataError(f"{self.prefix}.idx: {why}; {_DAMAGED}")
         length = stored - offset if length is None else length
         assert 0 <= offset and 0 <= length <= stored - offset, "the slice stays within the sequence"
         return np.frombuffer(self._bin, self.dtype, length, begin + offset * self.dtype.itemsize)
@@ -137,10 +124,8 @@ class IndexedDataset:
         # Megatron's writers end the file with the last sequence, so this check needs no other pointer.
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
         if size != needed:
-            raise DataError(
-                f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; the file is truncated or "
-                "belongs to another index: copy or preprocess both again"
-            )
+            fix = "the file is truncated or belongs to another index: copy or preprocess both again"
+            raise DataError(f"{path}: {size} bytes, but {self.prefix}.idx needs {needed}; {fix}")
         return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
 
@@ -158,10 +143,8 @@ class IndexedWriter(AbstractContextManager):
         self.sidecar = sidecar
         codes = {known: code for code, known in DTYPES.items()}
         if self.dtype not in codes:
-            raise ValueError(
-                f"dtype {self.dtype} has no code in the .idx format; use one of "
-                f"{', '.join(str(d) for d in DTYPES.values())}"
-            )
+            known = ", ".join(map(str, codes))
+            raise ValueError(f"dtype {self.dtype} has no code in the .idx format; use one of {known}")
         self._code = codes[self.dtype]
         self._suffix = f".{secrets.token_hex(4)}.partial"
         self._lengths, self._document_indices = array("i"), array("q", [0])
@@ -170,16 +153,12 @@ class IndexedWriter(AbstractContextManager):
             self._bin = open(f"{self.prefix}.bin{self._suffix}", "xb")
 
     def __exit__(self, kind, error, traceback) -> None:
-        try:
-            if kind is None:
-                self.finalize()
-        finally:
-            try:
-                with _writing(self.prefix):
-                    self._bin.close()  # writes what is buffered; a full disk raises
-            finally:
-                for name in "bin", "idx":
-                    Path(f"{self.prefix}.{name}{self._suffix}").unlink(missing_ok=True)
+        with ExitStack() as last_of_all:
+            for name in "bin", "idx":
+                last_of_all.callback(Path(f"{self.prefix}.{name}{self._suffix}").unlink, missing_ok=True)
+            with _writing(self.prefix), self._bin:  # closing it writes what is buffered; a full disk raises
+                if kind is None:
+                    self.finalize()
 
     def add_document(self, document: np.ndarray | Sequence[np.ndarray]) -> None:
         """Append a document: one sequence (a 1-D array) or a list of sequences (which may be empty)."""
@@ -213,17 +192,13 @@ class IndexedWriter(AbstractContextManager):
 
     def _as_tokens(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1:
-            raise ValueError(
-                f"a sequence of shape {tokens.shape} was added to {self.prefix}; a document is a 1-D "
-                "array or a list of 1-D arrays"
-            )
+            fix = "a document is a 1-D array or a list of 1-D arrays"
+            raise ValueError(f"a sequence of shape {tokens.shape} was added to {self.prefix}; {fix}")
         if tokens.dtype != self.dtype and tokens.size and self.dtype.kind in "iu":
-            limits = np.iinfo(self.dtype)
-            if tokens.min() < limits.min or tokens.max() > limits.max:
-                raise ValueError(
-                    f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype} of {self.prefix};"
-                    " choose the dtype with best_dtype(vocab_size)"
-                )
+            limits, least, most = np.iinfo(self.dtype), tokens.min(), tokens.max()
+            if least < limits.min or most > limits.max:
+                why = f"token ids {least} to {most} do not fit {self.dtype} of {self.prefix}"
+                raise ValueError(f"{why}; choose the dtype with best_dtype(vocab_size)")
         return tokens.astype(self.dtype, copy=False)
 
 
@@ -234,10 +209,8 @@ def read_sidecar(prefix: str | os.PathLike) -> dict | None:
     if not path.is_file():
         return None
     fix = "delete it or preprocess the data again"
-    try:
+    with errors_as(DataError, lambda error: f"{path}: not JSON ({error}); {fix}", ValueError):
         sidecar = read_json(path)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); {fix}") from error
     kinds = {"tokenizer": str, "fingerprint": str, "vocab_size": int}
     if missing := kinds.keys() - (sidecar.keys() if isinstance(sidecar, dict) else set()):
         raise DataError(f"{path}: no {', '.join(sorted(missing))} in it; {fix}")
@@ -261,37 +234,30 @@ def check_index(dataset: IndexedDataset) -> None:
         wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
         if len(wrong):
             i = wrong[0]
-            raise DataError(
-                f"{dataset.prefix}.idx: sequence {begin + i} has {lengths[i]} tokens from byte "
-                f"{pointers[i]} on, where byte {starts[i]} is next; {_DAMAGED}"
-            )
+            why = f"{lengths[i]} tokens from byte {pointers[i]} on, where byte {starts[i]} is next"
+            raise DataError(f"{dataset.prefix}.idx: sequence {begin + i} has {why}; {_DAMAGED}")
         end = int(ends[-1])
     indices, n = dataset.document_indices, len(dataset)
     falls = np.flatnonzero(indices[1:] < indices[:-1])
     if len(falls) or not len(indices) or indices[0] != 0 or indices[-1] != n:
-        shown = indices[falls[0] : falls[0] + 2] if len(falls) else indices[[0, -1]] if len(indices) else indices
-        raise DataError(
-            f"{dataset.prefix}.idx: its document indices do not rise from 0 to {n}: "
-            f"{shown.tolist()} at {falls[0] if len(falls) else 'both ends'}; {_DAMAGED}"
-        )
+        place = falls[0] if len(falls) else "both ends"
+        shown = indices[place : place + 2] if len(falls) else np.append(indices[:1], indices[-1:])
+        why = f"its document indices do not rise from 0 to {n}: {shown.tolist()} at {place}"
+        raise DataError(f"{dataset.prefix}.idx: {why}; {_DAMAGED}")
 
 
 def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     """Read the dtype and the numbers of sequences and document indices, checked against the size of PREFIX.idx."""
     path = f"{prefix}.idx"
     if not os.path.isfile(path):
-        raise DataError(
-            f"{path}: no such file; give the prefix of a dataset, without .bin or .idx "
-            "(tools/preprocess_data.py writes one)"
-        )
+        fix = "give the prefix of a dataset, without .bin or .idx (tools/preprocess_data.py writes one)"
+        raise DataError(f"{path}: no such file; {fix}")
     size = os.path.getsize(path)
     with open(path, "rb") as index:
         head = index.read(_HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
-        raise DataError(
-            f"{path}: begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index; "
-            "make one with tools/preprocess_data.py"
-        )
+        why = f"begins with {head[:9]!r}, not {MAGIC!r}: no Megatron index"
+        raise DataError(f"{path}: {why}; make one with tools/preprocess_data.py")
     truncated = f"{path}: {size} bytes, shorter than its header says; it is truncated: copy or preprocess it again"
     if len(head) < _HEADER.size:
         raise DataError(truncated)
@@ -304,20 +270,14 @@ def _read_header(prefix: str) -> tuple[np.dtype, int, int]:
     if size < expected:
         raise DataError(truncated)
     if size not in (expected, expected + num_sequences):  # without or with modes
-        raise DataError(
-            f"{path}: {size - expected} bytes more than its header says; it is damaged: copy or preprocess it again"
-        )
+        fix = "it is damaged: copy or preprocess it again"
+        raise DataError(f"{path}: {size - expected} bytes more than its header says; {fix}")
     return DTYPES[code], num_sequences, num_indices
 
 
-@contextmanager
-def _writing(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"{prefix}: cannot be written ({error}); choose a prefix in a folder that you may write, with room in it"
-        ) from error
+def _writing(prefix: str) -> AbstractContextManager:
+    fix = "choose a prefix in a folder that you may write, with room in it"
+    return errors_as(ValueError, lambda error: f"{prefix}: cannot be written ({error}); {fix}", OSError)
 
 
 def _flush_to_disk(file) -> None:

@@ -33,17 +33,17 @@ class Loader:
         self.separate = cfg.data.separate_documents
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self.ahead: tuple[int, Future] | None = None
+        self.ahead: dict[int, Future] = {}  # consumed -> the samples that follow
 
     def step(self, consumed: int, step: int) -> list[Batch]:
         """Return this rank's microbatches of the step that begins after `consumed` samples."""
-        if self.ahead is not None and self.ahead[0] == consumed:
-            host = self.ahead[1].result()
-        else:
-            host = self._read(consumed)
-        moved = [self._to_device(b, step) for b in host]  # before a reader competes for the interpreter
+        ahead = self.ahead.get(consumed)
+        host = self._read(consumed) if ahead is None else ahead.result()
+        for batch in host:
+            batch.step.fill_(step)
+        moved = [batch.to(self.mesh.device) for batch in host]  # before a reader competes for the interpreter
         after = consumed + self.total
-        self.ahead = (after, self.reader.submit(self._read, after)) if after + self.total <= len(self.dataset) else None
+        self.ahead = {after: self.reader.submit(self._read, after)} if after + self.total <= len(self.dataset) else {}
         return moved
 
     def close(self) -> None:
@@ -59,19 +59,12 @@ class Loader:
         views = [_view(sample, self.separate) for sample in drawn]
         tokens = np.stack([sample.tokens for sample in drawn], 1)  # [s + 1, b]
         mask = np.stack([mask for mask, _, _ in views], 1)[self.order]
+        positions = self.order[:, None]
         if self.separate:
             positions = np.stack([positions for _, positions, _ in views], 1)[self.order]
-        else:
-            positions = self.order[:, None]
-        arrays = {
-            "tokens": tokens[:-1][self.order],
-            "labels": tokens[1:][self.order],
-            "mask": mask,
-            "positions": positions,
-            "order": self.order,
-            "samples": np.asarray(indices),
-            "step": np.zeros((), np.int64),
-        }
+        arrays = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order]}
+        arrays |= {"mask": mask, "positions": positions, "order": self.order}
+        arrays |= {"samples": np.asarray(indices), "step": np.zeros((), np.int64)}
         return Batch(
             **pack(arrays, pinned=self.mesh.device.type == "cuda"),
             count=float(mask.sum(dtype=np.float64)),
@@ -79,10 +72,6 @@ class Loader:
             squared_lengths=sum(squared_lengths(b, sample.padding) for (_, _, b), sample in zip(views, drawn)),
             padding=sum(sample.padding for sample in drawn),
         )
-
-    def _to_device(self, batch: Batch, step: int) -> Batch:
-        batch.step.fill_(step)
-        return batch.to(self.mesh.device)
 
 
 def squared_lengths(bounds: np.ndarray | None, padding: int) -> float:

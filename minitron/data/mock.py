@@ -7,29 +7,31 @@ stream of documents; with `longest` their lengths are uniform from 1 to that, as
 Left out: anything to learn.  The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from minitron.data.gpt import Sample
 
 
+@dataclass(frozen=True)
 class MockDataset:
     """`num_samples` samples of seq_len + 1 uniform token ids.
 
     document_length: mean tokens of a document. longest: most tokens of one. None for both: one document a sample.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        seq_len: int,
-        num_samples: int,
-        seed: int,
-        document_length: float | None = None,
-        longest: int | None = None,
-    ):
-        assert document_length is None or document_length >= 1
-        self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples
-        self.seed, self.document_length, self.longest = seed, document_length, longest
+    vocab_size: int
+    seq_len: int
+    num_samples: int
+    seed: int
+    document_length: float | None = None
+    longest: int | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        longest = f" longest {self.longest}" if self.longest else ""
+        return f"mock seed {self.seed} vocab_size {self.vocab_size} seq_len {self.seq_len}{longest}"
 
     def __len__(self) -> int:
         return self.num_samples

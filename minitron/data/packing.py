@@ -65,7 +65,7 @@ class Packing:
         patterns = pack(np.bincount(lengths), capacity)
         places = np.concatenate([np.tile(pattern, count) for count, pattern in patterns])
         sizes = np.repeat([len(pattern) for _, pattern in patterns], [count for count, _ in patterns])
-        self._ends = np.cumsum(sizes)
+        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
         self._by_length = np.argsort(places, kind="stable")
         self.num_sequences = len(sizes)
         self._epoch = lru_cache(2)(self._draw)
@@ -74,9 +74,8 @@ class Packing:
         """Return the documents of sample i of the endless order."""
         epoch, place = divmod(i, self.num_sequences)
         members, order = self._epoch(epoch)
-        end = self._ends[order[place]]
-        begin = self._ends[order[place] - 1] if order[place] else 0
-        return members[begin:end]
+        sequence = order[place]
+        return members[self._bounds[sequence] : self._bounds[sequence + 1]]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw an epoch: return the document in every place, and the order of sequences."""

@@ -25,12 +25,12 @@ Left out: tools and other roles, templates of other models, weights of files.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from minitron.config.files import parse_json, size_of
+from minitron.config.files import errors_as, parse_json, size_of
 from minitron.data.cache import build_once, load_arrays, reading, save_arrays
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
@@ -53,16 +53,14 @@ class TokenizedFiles:
         self.prefix = ", ".join(self.paths)
         digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint}".encode())
         for path in self.paths:
-            try:
+            line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files"
+            with errors_as(ValueError, line, OSError):
                 size_of(path)
                 with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise ValueError(f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files") from error
         self.fingerprint = digest.hexdigest()[:16]
-        folder = build_once(
-            Path(cache_dir) / f"sft-{self.fingerprint}", lambda folder: _tokenize(folder, self.paths, tokenizer)
-        )
+        folder = Path(cache_dir) / f"sft-{self.fingerprint}"
+        build_once(folder, lambda partial: _tokenize(partial, self.paths, tokenizer))
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
         (self._lines,) = load_arrays(folder, "lines")
@@ -78,10 +76,8 @@ class TokenizedFiles:
         if (prompts > seq_len).any():
             i = int((prompts > seq_len).argmax())
             number, line = self._lines[documents[i]].tolist()
-            raise ValueError(
-                f"{self.paths[number]}: line {line} has a prompt of {prompts[i]} tokens, which leaves no "
-                f"room for an answer in train.seq_len={seq_len}; shorten it, or raise train.seq_len"
-            )
+            why = f"a prompt of {prompts[i]} tokens, which leaves no room for an answer in train.seq_len={seq_len}"
+            raise ValueError(f"{self.paths[number]}: line {line} has {why}; shorten it, or raise train.seq_len")
 
     def get(self, i: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first `limit` tokens of a document, int64, and whether each is of an answer, bool."""
@@ -92,7 +88,10 @@ class TokenizedFiles:
 
 
 class SFTDataset:
-    """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples."""
+    """Samples of some documents of a file, packed: an endless order of epochs, of which the run asks num_samples.
+
+    note: a line that says how much there is, and how well it is packed.
+    """
 
     def __init__(self, documents: TokenizedFiles, part: range, num_samples: int, seq_len: int, seed: int):
         documents.check(part, seq_len)
@@ -102,6 +101,9 @@ class SFTDataset:
         self.packing = Packing(lengths, capacity, seed)
         self.fill = int(lengths.sum()) / (self.packing.num_sequences * capacity)
         self.cut = int((whole > capacity).sum())
+        cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
+        samples = f"{self.packing.num_sequences:,} samples of train.seq_len={seq_len}, {self.fill:.2%} full"
+        self.note = f"sft: an epoch is {len(part):,} documents{cut} in {samples}"
         self.fingerprint = f"{documents.fingerprint} {part.start}-{part.stop} seq_len {seq_len} seed {seed}"
 
     def __len__(self) -> int:
@@ -116,15 +118,6 @@ class SFTDataset:
         tokens = np.pad(tokens, (0, hole), constant_values=self.documents.eod)
         mask = np.pad(answers, (0, hole))[1:].astype(np.float32)
         return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
-
-    def describe(self) -> str:
-        """Describe in one line how much there is, and how well it is packed."""
-        n, sequences = len(self.part), self.packing.num_sequences
-        cut = f" ({self.cut:,} cut at the end)" if self.cut else ""
-        return (
-            f"sft: an epoch is {n:,} documents{cut} in {sequences:,} samples of train.seq_len={self.seq_len}, "
-            f"{self.fill:.2%} full"
-        )
 
 
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
@@ -141,10 +134,8 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
     Raises ValueError for a tokenizer without Llama 3's special tokens.
     """
     if not tokenizer.special.keys() >= set(HEADER):
-        raise ValueError(
-            "chat messages need the special tokens of Llama 3; set data.tokenizer=llama3:FILE, or write "
-            "prompt and completion"
-        )
+        fix = "set data.tokenizer=llama3:FILE, or write prompt and completion"
+        raise ValueError(f"chat messages need the special tokens of Llama 3; {fix}")
     begin, end, eot = (tokenizer.special[name] for name in HEADER)
     parts, context = [], [tokenizer.bos]
     for message in messages:
@@ -157,17 +148,22 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
     return parts
 
 
-def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
+def _encode(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
     """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
+    try:
+        row = parse_json(line.rstrip())
+    except ValueError as error:
+        parsed = isinstance(error, json.JSONDecodeError)  # else too deep, or not UTF-8
+        why = f"{error.msg} at character {error.pos + 1}" if parsed else error
+        raise ValueError(f"is not JSON ({why}); correct it") from error
     keys = {"prompt", "completion", "messages"} & (row.keys() if isinstance(row, dict) else set())
     if keys == {"messages"}:
         _check_messages(row["messages"])
         return encode_chat(row["messages"], tokenizer)
     if keys != {"prompt", "completion"}:
-        raise ValueError(
-            f"has {', '.join(sorted(keys)) or 'none'} of the keys prompt, completion and messages; give "
-            "prompt and completion, or messages"
-        )
+        found = ", ".join(sorted(keys)) or "none"
+        fix = "give prompt and completion, or messages"
+        raise ValueError(f"has {found} of the keys prompt, completion and messages; {fix}")
     for key in sorted(keys):
         if not isinstance(row[key], str):
             raise ValueError(f"has a {key} that is no text; put it into quotes")
@@ -178,18 +174,15 @@ def _encode(row: object, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _check_messages(messages: object) -> None:
     """Check for an optional system message, then user and assistant in turn, the assistant last and with text."""
-    if not (
-        isinstance(messages, list)
-        and messages
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        )
-    ):
+
+    def is_message(m: object) -> bool:
+        return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+
+    if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
         raise ValueError("has messages that are no list of objects with the texts role and content; write them so")
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
-    if not turns or len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
+    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
         raise ValueError(f"has the roles {', '.join(roles)}; begin with system or not, then user and assistant in turn")
     if not all(m["content"].strip() for m in messages if m["role"] == "assistant"):
         raise ValueError("has an empty answer of the assistant; fill it in, or drop the line")
@@ -200,26 +193,14 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
     lines = []
     with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
         for number, path in enumerate(paths):
-            for line, row in _rows(path):
-                try:
-                    parts = _encode(row, tokenizer)
-                except ValueError as error:
-                    raise ValueError(f"{path}: line {line} {error}") from error
-                writer.add_document([np.array(part, np.int64) for part in parts])
-                lines.append((number, line))
+            with open(path, "rb") as file:
+                for line, text in enumerate(file, 1):
+                    if not text.strip():
+                        continue
+                    with errors_as(ValueError, lambda error: f"{path}: line {line} {error}", ValueError):
+                        parts = _encode(text, tokenizer)
+                    writer.add_document([np.array(part, np.int64) for part in parts])
+                    lines.append((number, line))
     if not lines:
         raise ValueError(f"data.paths: there is no line in {', '.join(paths)}; give prompt and completion, or messages")
     save_arrays(folder, lines=np.array(lines))
-
-
-def _rows(path: str) -> Iterator[tuple[int, object]]:
-    """Yield (line number, value) of every line that is not blank."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield number, parse_json(line.rstrip())
-                except ValueError as error:
-                    parsed = isinstance(error, json.JSONDecodeError)  # else too deep, or not UTF-8
-                    why = f"{error.msg} at character {error.pos + 1}" if parsed else error
-                    raise ValueError(f"{path}: line {number} is not JSON ({why}); correct it") from error

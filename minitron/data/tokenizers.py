@@ -21,59 +21,31 @@ Left out: downloads, a beginning-of-text token in pretraining data; chats are sf
 """
 
 import base64
-import binascii
 import hashlib
+import itertools
 import os
 import re
 from pathlib import Path
-from typing import Protocol
 
 import sentencepiece
 import tiktoken
 
-from minitron.config.files import parse_json, size_of
+from minitron.config.files import errors_as, parse_json, read_bytes
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_SPECIAL = 256
+# The special tokens of Llama 3.1, which follow the ordinary ones; each - is reserved, and all that come after.
+SPECIAL = "begin_of_text end_of_text - - finetune_right_pad_id - start_header_id end_header_id eom_id eot_id python_tag"
+NUM_SPECIAL = 256
 TOKENIZER_BYTES = 256 << 20
-# Position of each named special token of Llama 3.1 after the ordinary ones; the rest are reserved.
-LLAMA3_NAMED = {
-    0: "begin_of_text",
-    1: "end_of_text",
-    4: "finetune_right_pad_id",
-    6: "start_header_id",
-    7: "end_header_id",
-    8: "eom_id",
-    9: "eot_id",
-    10: "python_tag",
-}
 # tiktoken's regex engine overflows its stack in a white-space run of some 500,000; Llama 3's own code cuts here.
 MAX_SPACES = 25_000
 
 
-class Tokenizer(Protocol):
-    """What data code needs of a tokenizer.
-
-    eod: the id that ends a document.  bos: the id that begins one, None if the model was trained without.  special: ids
-    of the named special tokens.  fingerprint: 16 hex digits.
-    """
-
-    vocab_size: int
-    eod: int
-    bos: int | None
-    special: dict[str, int]
-    fingerprint: str
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-
-def load_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
+def load_tokenizer(spec: str, key: str = "data.tokenizer") -> "Tokenizer":
     """Load the tokenizer that a spec of the table above names; `~` in it is the home directory.
 
     key: what an error calls the spec.  Raises ValueError for an unknown kind or a bad file.
@@ -81,21 +53,17 @@ def load_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
     kind, _, path = spec.partition(":")
     if spec == "bytes":
         return ByteTokenizer()
-    if kind not in _LOADERS or not path:
-        raise ValueError(
-            f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; name one of them (the "
-            "tokenizer of data.source=corpus is made with the corpus)"
-        )
-    return _LOADERS[kind](Path(os.path.expanduser(path)))
+    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2}
+    if kind not in loaders or not path:
+        fix = "name one of them (the tokenizer of data.source=corpus is made with the corpus)"
+        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; {fix}")
+    return loaders[kind](Path(os.path.expanduser(path)))
 
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255 and an end of document, 256, which decodes to nothing."""
 
-    vocab_size = 257
-    eod = 256
-    bos = None
-    special = {}
+    vocab_size, eod, bos, special = 257, 256, None, {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -130,16 +98,14 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.load_from_serialized_proto(model)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"{name}: no SentencePiece model ({' '.join(str(error).split())}); give the tokenizer.model of Llama 2"
-            ) from error
+            why = " ".join(str(error).split())
+            raise ValueError(f"{name}: no SentencePiece model ({why}); give the tokenizer.model of Llama 2") from error
         self.vocab_size = self._model.vocab_size()
         self.eod, self.special = self._model.eos_id(), {}
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         if self.eod < 0:
-            raise ValueError(
-                f"{name}: the model has no end-of-sentence piece, so documents cannot be separated; train it with one"
-            )
+            why = "the model has no end-of-sentence piece, so documents cannot be separated"
+            raise ValueError(f"{name}: {why}; train it with one")
         self.fingerprint = hashlib.sha256(model).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -147,6 +113,11 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
+
+
+# What data code needs of a tokenizer: encode, decode, vocab_size; eod, the id that ends a document; bos, the one that
+# begins one, None if it was trained without; special, the ids of its special tokens; fingerprint, 16 hex digits.
+Tokenizer = ByteTokenizer | TiktokenTokenizer | SentencePieceTokenizer
 
 
 def load_gpt2(folder: Path) -> TiktokenTokenizer:
@@ -170,9 +141,8 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
     joined = {"".join(pair): 256 + rank for rank, pair in enumerate(merges)}
     if any(len(pair) != 2 for pair in merges) or joined != {token: i for token, i in encoder.items() if len(token) > 1}:
-        raise ValueError(
-            f"{merges_path}: its merges are not those of {encoder_path}; give the two files of one vocabulary"
-        )
+        fix = "give the two files of one vocabulary"
+        raise ValueError(f"{merges_path}: its merges are not those of {encoder_path}; {fix}")
     _check_ranks(ranks | {b"<|endoftext|>": end}, encoder_path)
     return TiktokenTokenizer(ranks, {"<|endoftext|>": end}, GPT2_SPLIT, "<|endoftext|>")
 
@@ -180,27 +150,23 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
 def load_llama3(path: Path) -> TiktokenTokenizer:
     """Load tokenizer.model of Llama 3 or later: lines "base64(token) rank"; 256 special tokens follow the last rank."""
     ranks = {}
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        try:
+    fix = "give the tokenizer.model of Llama 3 (that of Llama 2 is llama2:FILE)"
+    lines = _read(path).splitlines()
+    with errors_as(ValueError, lambda e: f"{path}: line {number} is not 'base64 rank' ({e}); {fix}", ValueError):
+        for number, line in enumerate(lines, start=1):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise ValueError(
-                f"{path}: line {number} is not 'base64 rank' ({error}); give the tokenizer.model of Llama "
-                "3 (that of Llama 2 is llama2:FILE)"
-            ) from error
     _check_ranks(ranks, path)
-    reserved = iter(range(LLAMA3_SPECIAL))
-    names = [LLAMA3_NAMED.get(i) or f"reserved_special_token_{next(reserved)}" for i in range(LLAMA3_SPECIAL)]
+    reserved, names = itertools.count(), SPECIAL.split()
+    names += ["-"] * (NUM_SPECIAL - len(names))
+    names = [f"reserved_special_token_{next(reserved)}" if name == "-" else name for name in names]
     special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
     return TiktokenTokenizer(ranks, special, LLAMA3_SPLIT, "<|end_of_text|>")
 
 
-_LOADERS = {
-    "gpt2": load_gpt2,
-    "llama3": load_llama3,
-    "llama2": lambda path: SentencePieceTokenizer(_read(path), str(path)),
-}
+def load_llama2(path: Path) -> SentencePieceTokenizer:
+    """Load tokenizer.model of Llama 2."""
+    return SentencePieceTokenizer(_read(path), str(path))
 
 
 def cut_long_spaces(text: str) -> list[str]:
@@ -220,17 +186,13 @@ def _printable_bytes() -> list[str]:
 def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
     """Check that ids are 0 .. n - 1, each once, and that every byte is a token, so that any text can be encoded."""
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
-        raise ValueError(
-            f"{path}: ids must count from 0 without gaps and cover all 256 bytes; the file is damaged: copy it again"
-        )
+        why = "ids must count from 0 without gaps and cover all 256 bytes"
+        raise ValueError(f"{path}: {why}; the file is damaged: copy it again")
 
 
 def _read(path: Path) -> bytes:
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such tokenizer file; nothing is downloaded, so copy it there or correct the path")
-    try:
-        if size_of(path) > TOKENIZER_BYTES:
-            raise OSError(f"it has more than {TOKENIZER_BYTES} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error}); correct its permissions or the path") from error
+    fix = "correct its permissions or the path"
+    with errors_as(ValueError, lambda error: f"{path}: cannot be read ({error}); {fix}", OSError):
+        return read_bytes(path, TOKENIZER_BYTES)
