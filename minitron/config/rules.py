@@ -190,10 +190,10 @@ def _check_attention(cfg: Config) -> None:
                 f"model.attention_dropout={m.attention_dropout} needs parallel.cp=1, not {cfg.parallel.cp}"
                 "; set model.attention_dropout=0 or parallel.cp=1"
             )
-        if m.attention not in ("auto", "reference"):
+        if m.attention not in ("auto", "fused", "reference"):
             raise ValueError(
-                f"model.attention={m.attention} has no attention dropout; use model.attention=reference "
-                "or auto, or model.attention_dropout=0"
+                f"model.attention={m.attention} has no attention dropout; use model.attention=auto "
+                "or reference, or model.attention_dropout=0"
             )
 
 

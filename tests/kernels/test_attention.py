@@ -7,6 +7,7 @@ import torch
 
 from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, choose
+from minitron.kernels.rng import AttentionDropout
 from minitron.testing import assert_close_rel
 
 # Rounding of the number format (2^-24, 2^-53) times the hundreds of terms of a sum, and room.
@@ -63,12 +64,13 @@ def test_blocks_merge_to_the_whole(backend, dtype):
     check(run_backend_in_two_blocks(backend, dout, q, k, v), expected, dtype)
 
 
-def test_reference_applies_a_dropout_mask():
+def test_reference_drops_what_the_mask_says():
     dout, q, k, v = random_block(20, 20, dtype=torch.float64)
-    mask = (torch.rand(2, 4, 20, 20) > 0.3) / 0.7
+    query_counters, key_counters = torch.randint(2**32, (2, 20, 2))
+    dropout = AttentionDropout(0.3, query_counters, key_counters, layer=1, first_head=4)
     allowed = torch.from_numpy(allowed_pairs(20))
-    expected = attend_with_grads(dout, q, k, v, allowed, mask)
-    check(run_backend(REFERENCE, dout, q, k, v, True, mask), expected, torch.float64)
+    expected = attend_with_grads(dout, q, k, v, allowed, dropout.mask(4))
+    check(run_backend(REFERENCE, dout, q, k, v, True, dropout), expected, torch.float64)
 
 
 @pytest.mark.parametrize("backend", [CUDNN, FLASH_CUDA], ids=["cudnn", "flash"])
