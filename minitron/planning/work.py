@@ -33,7 +33,8 @@ from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
 # Time of kernels/fused_attention.py with dropout over that of attention without. Estimated, not measured: 7 products in
-# place of 5 in the backward, and ten integer instructions a score beside each pass over the scores.
+# place of 5 in the backward, and ten integer instructions a score in each of three passes. benchmarks/ceilings.py
+# measures both rates at GPT-3 175B's shape.
 FUSED_ATTENTION = 2.0
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
 
