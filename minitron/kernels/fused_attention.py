@@ -42,7 +42,7 @@ _NUMBERS = ["samples", "n", "sq", "sk", "query_layer", "key_layer", "first_head"
 
 @triton.jit
 def _tile(x, first, count, row_stride, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Point to [ROWS, WIDTH] elements of x [count, D] from row `first` on, and say which of them there are."""
+    """Return pointers to [ROWS, WIDTH] elements of x [count, D], from row `first` on, and which of them there are."""
     i, j = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (first + i < count)[:, None]
     if D < WIDTH:
@@ -252,7 +252,7 @@ def _attention_backward_kv(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Here scores are [keys, queries]: so dk and dv are plain products of what is in registers."""
+    """Sum dk and dv. Scores are [keys, queries] here: so both are products of what is in registers."""
     first, g = tl.program_id(0) * N, n // GROUP
     sample, key_head = (tl.program_id(1) // g).to(tl.int64), (tl.program_id(1) % g).to(tl.int64)
     keys = first + tl.arange(0, N)
