@@ -302,7 +302,7 @@ _BLOCKS = {
     _attention_backward_q: {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
     _attention_backward_kv: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 32, 4, 2)},
 }
-_IN_FLOAT32 = (32, 32, 4, 1)  # these products run outside of the tensor cores
+_IN_FLOAT32 = {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}  # products outside of the tensor cores
 
 
 def forward(
@@ -350,7 +350,8 @@ def _launch(
 ) -> None:
     (b, n, sq, d), (g, sk) = q.shape, k.shape[1:3]
     width = max(16, triton.next_power_of_2(d))
-    m_rows, n_rows, warps, stages = _IN_FLOAT32 if q.dtype == torch.float32 else _BLOCKS[kernel][max(64, width)]
+    table = _IN_FLOAT32 if q.dtype == torch.float32 else _BLOCKS[kernel]
+    m_rows, n_rows, warps, stages = table[max(64, width)]
     by_keys = kernel is _attention_backward_kv
     blocks, heads = (triton.cdiv(sk, n_rows), g) if by_keys else (triton.cdiv(sq, m_rows), n)
     counters, names, threshold, factor = (tensors[-1], tensors[-1]), (0, 0, 0), -1, 1.0

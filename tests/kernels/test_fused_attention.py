@@ -82,7 +82,7 @@ def test_kernels_compile_for_hopper_and_fit_its_shared_memory(width):
     from minitron.kernels import fused_attention
 
     for kernel, blocks in fused_attention._BLOCKS.items():
-        for kind, (m, n, warps, stages) in {"bf16": blocks[width], "fp32": fused_attention._IN_FLOAT32}.items():
+        for kind, (m, n, warps, stages) in {"bf16": blocks[width], "fp32": fused_attention._IN_FLOAT32[width]}.items():
             values = dict(CAUSAL=True, THRESHOLD=2**31, FACTOR=2.0, GROUP=2, D=width, WIDTH=width, M=m, N=n)
             types = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
             types |= {name: f"*{kind}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
