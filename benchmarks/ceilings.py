@@ -5,8 +5,8 @@
 
 No step of a trainer is faster than the sum of its parts here. `--json` prints objects instead of a table, `--results
 FILE` also appends them as records. Attention counts the pairs that a causal mask leaves, forward and backward (two
-products and five); copies count bytes read and bytes written; collectives the bus: (ranks - 1) / ranks of the
-gathered bytes per second.
+products and five), and at GPT-3 175B's shape once more with dropout; copies count bytes read and bytes written;
+collectives the bus: (ranks - 1) / ranks of the gathered bytes per second.
 
 `--device-file FILE` writes the table of `benchmarks/devices.json` with this machine in it, as device and fabric `here`:
 `python tools/plan.py ... --device here --devices FILE`. What no kernel alone tells (in_step, the shares exposed, the
@@ -52,7 +52,7 @@ GEMMS = {
 }
 ATTENTION = {
     "32/8 heads of 128": [AttentionCall(1, 32, 8, 128, s, s, True) for s in (2048, 4096, 8192, 16384)],
-    "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True)],
+    "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True, dropout) for dropout in (0.0, 0.1)],
 }
 COPY_BYTES, NCCL_BYTES = 2**30, (2**26, 2**29)  # NCCL: of the gathered tensor
 KINDS = ("forward", "input_grad", "weight_grad")
@@ -73,9 +73,12 @@ def gemm_rows(
 
 def attention_rows(calls: list[AttentionCall], name: str, device: torch.device) -> Iterator[Row]:
     for call in calls:
-        backend = attention.choose("auto", device, torch.bfloat16, call.head_dim)
+        backend = attention.choose("auto", device, torch.bfloat16, call.head_dim, call.dropout)
+        what = f"attention ({backend.name}), {name}"
+        if call.dropout:
+            what = f"dropout {call.dropout} {what}"
         took = seconds(call.prepare(backend, torch.bfloat16, device), device)
-        yield f"attention ({backend.name}), {name}", f"s {call.queries}", call.operations / took / 1e12, "TFLOP/s"
+        yield what, f"s {call.queries}", call.operations / took / 1e12, "TFLOP/s"
 
 
 def copy_rows(num_bytes: int, device: torch.device) -> Iterator[Row]:

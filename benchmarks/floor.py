@@ -26,6 +26,7 @@ from torch import Tensor
 
 from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES, Gemm
+from minitron.kernels.rng import AttentionDropout
 from minitron.model.gpt import Head
 from minitron.parallel.context import gathered_tiles, ring_tiles
 from minitron.parallel.linear import ParallelLinear
@@ -87,6 +88,7 @@ class AttentionCall:
     queries: int
     keys: int
     causal: bool
+    dropout: float = 0.0
 
     @property
     def operations(self) -> float:
@@ -100,6 +102,9 @@ class AttentionCall:
 
         q, k, v = heads_of(self.queries, self.heads), *(heads_of(self.keys, self.kv_heads) for _ in range(2))
         dout, options = heads_of(self.queries, self.heads), dict(causal=self.causal, scale=self.head_dim**-0.5)
+        if self.dropout:
+            counters = (torch.randint(2**32, (s, self.batch), device=device) for s in (self.queries, self.keys))
+            options["dropout"] = AttentionDropout(self.dropout, *counters, layer=0, first_head=0)
 
         def call():
             out, lse, saved = backend.forward(q, k, v, **options)
@@ -124,7 +129,7 @@ def step_work(trainer: Trainer) -> tuple[Counter[Product], Counter[AttentionCall
             a, share = block.attention, mesh.cp.size if cfg.parallel.cp_style == "ulysses" else 1
             for queries, keys, causal in _attention_tiles(trainer):
                 heads, kv_heads = a.heads // share, a.kv_heads // share
-                calls[AttentionCall(batch, heads, kv_heads, a.head_dim, queries, keys, causal)] += num_mb
+                calls[AttentionCall(batch, heads, kv_heads, a.head_dim, queries, keys, causal, a.dropout)] += num_mb
     return +products, +calls
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitron.kernels.rng import AttentionDropout
+
 
 def allowed_pairs(seq_len: int, boundaries=None) -> np.ndarray:
     """bool [s, s]: query (row) may see key (column): causal, and within one document if there are boundaries."""
@@ -52,10 +54,10 @@ def random_block(
     return [draw(sq, n), draw(sq, n), draw(sk, g), draw(sk, g)]
 
 
-def run_backend(backend, dout, q, k, v, causal: bool, dropout_mask=None) -> dict[str, Tensor]:
+def run_backend(backend, dout, q, k, v, causal: bool, dropout=None) -> dict[str, Tensor]:
     options = dict(causal=causal, scale=q.shape[-1] ** -0.5)
-    if dropout_mask is not None:
-        options["dropout_mask"] = dropout_mask
+    if dropout is not None:
+        options["dropout"] = dropout
     out, lse, saved = backend.forward(q, k, v, **options)
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, saved, **options)
     return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
@@ -100,3 +102,34 @@ def run_backend_in_two_blocks(backend, dout, q, k, v) -> dict[str, Tensor]:
         for total, rows, part in zip(sums, (i, j, j), parts):
             total[:, :, rows] += part
     return dict(out=out_all, lse=lse_all, dq=sums[0], dk=sums[1], dv=sums[2])
+
+
+def random_dropout(sq: int, sk: int, p: float, *, b=2, device="cpu") -> AttentionDropout:
+    generator = torch.Generator().manual_seed(sq * 1000 + sk)
+    counters = [torch.randint(2**32, (s, b), generator=generator).to(device) for s in (sq, sk)]
+    return AttentionDropout(p, *counters, layer=3, first_head=5)
+
+
+def kept_in_each_product(backend, s: int, d: int, dropout, *, n=2, dtype=torch.float32, device="cpu"):
+    """What a backend's products keep, without a rounding: bool [b, n, s, s] of out, dv, dq and dk.
+
+    All scores are 0. d keys (for dk: queries) at a time are unit vectors, so that each element of a result comes from
+    a single probability.
+    """
+    b, options = dropout.query_counters.shape[1], dict(causal=False, scale=1.0, dropout=dropout)
+    kept = {name: torch.zeros(b, n, s, s, dtype=torch.bool, device=device) for name in ("out", "dv", "dq", "dk")}
+    zeros, ones = (make(b, n, s, d, dtype=dtype, device=device) for make in (torch.zeros, torch.ones))
+    for first in range(0, s, d):
+        window = slice(first, min(first + d, s))
+        units = torch.eye(s, device=device, dtype=dtype)[:, window]
+        units = torch.nn.functional.pad(units, (0, d - units.shape[1])).expand(b, n, s, d)
+        width = window.stop - first
+        out, lse, saved = backend.forward(zeros, zeros, units, **options)
+        kept["out"][..., window] = out[..., :width] != 0
+        _, _, dv = backend.backward(units, zeros, zeros, zeros, zeros, lse, saved, **options)
+        kept["dv"][:, :, window] = dv.transpose(-1, -2)[:, :, :width] != 0
+        dq, _, _ = backend.backward(ones, zeros, units, ones, zeros, lse, saved, **options)
+        kept["dq"][..., window] = dq[..., :width] != 0
+        _, dk, _ = backend.backward(ones, units, zeros, ones, zeros, lse, saved, **options)
+        kept["dk"][:, :, window] = dk.transpose(-1, -2)[:, :, :width] != 0
+    return kept

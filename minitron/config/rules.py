@@ -177,8 +177,8 @@ def _check_attention(cfg: Config) -> None:
     if cp > 1:
         why = f"needs parallel.cp=1, not {cp}; set model.attention_dropout=0 or parallel.cp=1"
         raise ValueError(f"model.attention_dropout={m.attention_dropout} {why}")
-    if m.attention not in ("auto", "reference"):
-        fix = "use model.attention=reference or auto, or model.attention_dropout=0"
+    if m.attention not in ("auto", "fused", "reference"):
+        fix = "use model.attention=auto or reference, or model.attention_dropout=0"
         raise ValueError(f"model.attention={m.attention} has no attention dropout; {fix}")
 
 

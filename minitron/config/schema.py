@@ -63,8 +63,10 @@ class ModelConfig:
     norm_eps: float = key(1e-5, "added to the variance in norms", POSITIVE)
     init_std: float = key(0.02, "standard deviation of weights at the start", POSITIVE)
     hidden_dropout: float = key(0.0, "dropout after the embedding, attention and MLP", FRACTION)
-    attention_dropout: float = key(0.0, "dropout of attention probabilities (reference backend, cp=1)", FRACTION)
-    attention: Literal["auto", "cudnn", "flash", "flash-attn", "reference"] = key("auto", "attention kernels")
+    attention_dropout: float = key(
+        0.0, "dropout of attention probabilities (attention fused or reference, cp=1)", FRACTION
+    )
+    attention: Literal["auto", "cudnn", "flash", "flash-attn", "fused", "reference"] = key("auto", "attention kernels")
 
     @property
     def kv_heads(self) -> int:

@@ -20,7 +20,7 @@ without autograd, and its backward takes out and lse as they are given, from thi
     q, dout, out  [b, n, sq, d]    any strides with a unit last one: [s, b, n, d] tensors go in permuted, uncopied
     k, v          [b, g, sk, d]    n a multiple of g: query heads i n/g ... (i + 1) n/g - 1 share key head i
     lse           [b, n, sq]       natural logarithm, float32 (float64 for float64 inputs)
-    dropout_mask  [b, n, sq, sk]   multiplies the probabilities: 0, or 1 / (1 - rate); `reference` alone has this option
+    dropout       which probabilities are dropped (kernels/rng.py); an option of `fused` and `reference` alone
     causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
 
@@ -45,8 +45,10 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 
 from minitron.kernels.meta import hidden
+from minitron.kernels.rng import AttentionDropout
 
 aten = torch.ops.aten
+FUSED_SHARED_BYTES = 160 * 2**10  # what the largest of its kernels may need of a block: sm_80, 90 and 100 have more
 Forward = tuple[Tensor, Tensor, Any]  # out, lse, saved
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 PackedKernels = tuple[Callable[..., tuple[Tensor, Any]], Callable[..., Grads]]  # forward and backward
@@ -73,13 +75,14 @@ def choose(
 ) -> Backend:
     """Choose the backend for `model.attention`, once a run.
 
-    `auto` takes the fastest that fits: on CUDA cuDNN, then flash; on CPU flash; `reference` where neither fits (float32
-    on CUDA, attention dropout). With `documents` block lengths vary from batch to batch, and cuDNN would
-    compile a plan for each new one: then flash comes first. Raises ValueError if the backend asked for cannot run.
+    `auto` takes the fastest that fits: on CUDA cuDNN, then flash, and `fused` alone with dropout; on CPU flash;
+    `reference` where none fits (float32 on CUDA without dropout). With `documents` block lengths vary from batch to
+    batch, and cuDNN would compile a plan for each new one: then flash comes first. Raises ValueError if the backend
+    asked for cannot run.
     """
     device = torch.device(device)
     if name == "auto":
-        candidates = ("flash", "cudnn") if documents else ("cudnn", "flash")
+        candidates = ("fused",) if dropout else ("flash", "cudnn") if documents else ("cudnn", "flash")
         fitting = [c for c in candidates if _obstacle(c, device, dtype, head_dim, dropout) is None]
         name = fitting[0] if fitting else "reference"
     elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
@@ -91,21 +94,27 @@ def choose(
         return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
     if name == "flash-attn":
         return _import_flash_attn()
+    if name == "fused":
+        from minitron.kernels import fused_attention
+
+        return Backend(name, fused_attention.forward, fused_attention.backward)
     return {"cudnn": CUDNN, "reference": REFERENCE}[name]
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str | None:
     """Say why this backend cannot be used and what to do about it; None if it can be used."""
-    if name not in ("cudnn", "flash", "flash-attn", "reference"):
-        return "is not an attention backend; use auto, cudnn, flash, flash-attn or reference"
+    if name not in ("cudnn", "flash", "flash-attn", "fused", "reference"):
+        return "is not an attention backend; use auto, cudnn, flash, flash-attn, fused or reference"
     if name == "reference":
         return None
-    if dropout > 0:
+    if dropout > 0 and name != "fused":
         return f"cannot apply model.attention_dropout={dropout}; use model.attention=reference or auto"
     if name == "flash" and device.type == "cpu":
         return None
     if device.type not in ("cuda", "meta"):  # a dry run takes a GPU's
         return f"does not run on the device type {device.type!r}; use model.attention=auto"
+    if name == "fused":
+        return _obstacle_to_fused(device, head_dim)
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 or fp16 on CUDA, not {dtype}; use model.attention=auto or another precision.dtype"
     if head_dim % 8 or head_dim > 256:
@@ -118,6 +127,19 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
             return (
                 f"is refused by torch for {dtype} and head dimension {head_dim} on this GPU "
                 f"(or switched off in torch.backends.cuda); use model.attention=auto"
+            )
+    return None
+
+
+def _obstacle_to_fused(device: torch.device, head_dim: int) -> str | None:
+    if head_dim > 256:
+        return f"needs a head dimension of up to 256, not {head_dim}; use model.attention=reference"
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if available < FUSED_SHARED_BYTES:
+            return (
+                f"needs {FUSED_SHARED_BYTES} bytes of shared memory a block, and this GPU has {available}; "
+                "use model.attention=reference"
             )
     return None
 
@@ -140,15 +162,15 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout_mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: AttentionDropout | None = None
 ) -> Forward:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     q32, k32, v32 = (_grouped(x, g, dtype) for x in (q, k, v))
     scores = _scores(q32, k32, causal, scale)
     lse = scores.logsumexp(-1)
     p = torch.exp(scores - lse.unsqueeze(-1))
-    if dropout_mask is not None:
-        p = p * _grouped(dropout_mask, g, dtype)
+    if dropout is not None:
+        p = p * _grouped(dropout.mask(q.shape[1]), g, dtype)
     return (p @ v32).flatten(1, 2).to(q.dtype), lse.flatten(1, 2), None
 
 
@@ -163,14 +185,14 @@ def _reference_backward(
     *,
     causal: bool,
     scale: float,
-    dropout_mask: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Grads:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     dout32, out32, q32, k32, v32 = (_grouped(x, g, dtype) for x in (dout, out, q, k, v))
     p = torch.exp(_scores(q32, k32, causal, scale) - _grouped(lse, g, dtype).unsqueeze(-1))
     dropped, dp = p, dout32 @ v32.transpose(-1, -2)
-    if dropout_mask is not None:
-        mask = _grouped(dropout_mask, g, dtype)
+    if dropout is not None:
+        mask = _grouped(dropout.mask(q.shape[1]), g, dtype)
         dropped, dp = p * mask, dp * mask
     dv = (dropped.transpose(-1, -2) @ dout32).sum(2)  # over the query heads that share the key head
     ds = p * (dp - (dout32 * out32).sum(-1, keepdim=True)) * scale

@@ -6,7 +6,8 @@ it from the configuration and the device, in one place, and a layer that is hand
 can do.
 
     device   ops                     attention                    products             FP8
-    cuda     fused (Triton)          cuDNN, flash, flash-attn     torch, or apex       Transformer Engine, or torch
+    cuda     fused (Triton)          cuDNN, flash, flash-attn,    torch, or apex       Transformer Engine, or torch
+                                     fused (with dropout)
     cpu      plain (torch)           flash, reference             torch                torch
     meta     meta (shapes alone)     shapes alone                 shapes alone         shapes alone: a dry run
 """

@@ -30,17 +30,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Drop = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]  # `drop_elements`, or a kernel that equals it
+Drop = Callable[[Tensor, Tensor, int, int, int, float], Tensor]  # `drop_elements`, or a kernel that equals it
 _WORD = 0xFFFFFFFF
 
 # One arbitrary first word (digits of pi) per kind of name, so that position 3 and channel 3 have different hashes.
 _SAMPLE, _POSITION, _PLACE = 0x243F6A88, 0x05A308D3, 0x13198A2E
-_CHANNEL, _QUERY, _KEY = 0x03707344, 0x24093822, 0x299F31D0
+CHANNEL, _QUERY, _KEY = 0x03707344, 0x24093822, 0x299F31D0
 
 
 def token_keys(seed: int, step: int | Tensor, samples: Tensor, positions: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ def token_keys(seed: int, step: int | Tensor, samples: Tensor, positions: Tensor
     sample, across packed documents. A rank that holds a slice of the sequence passes its slice of the positions, or
     slices the keys.
     """
-    sample_words = _hash(_SAMPLE, seed, step, samples, device=samples.device)
-    position_words = _hash(_POSITION, positions, device=positions.device)
+    sample_words = _hash(_SAMPLE, seed, step, samples)
+    position_words = _hash(_POSITION, positions)
     return _mix(sample_words[None, :] ^ position_words[:, None])
 
 
@@ -67,32 +67,46 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, layer: int, site: int, dro
     return _Dropout.apply(x, p, keys, layer, site, drop or drop_elements)
 
 
-def attention_mask(
-    p: float,
-    counters: Tensor,
-    layer: int,
-    first_head: int,
-    num_heads: int,
-    samples: slice = slice(None),
-    queries: slice = slice(None),
-    seen: slice = slice(None),
-) -> Tensor:
-    """Make factors for attention probabilities, 0 or 1/(1-p): [b, num_heads, s (query), s (key)] float32.
+class AttentionDropout(NamedTuple):
+    """Which attention probabilities are dropped, by the names of their queries and keys; p in [0, 1).
 
-    counters: [s, b], the result of `token_keys`. A tensor-parallel rank asks for its own heads, from the global index
-    `first_head` on. samples, queries, seen: which samples, which queries, and which keys of the attention. Raises
-    ValueError unless 0 <= p < 1.
+    query_counters [sq, b], key_counters [sk, b]: results of `token_keys`, of any positions. A tensor-parallel rank
+    names its own heads, from the global index `first_head` on. A kernel makes its mask from this; `mask` is the twin.
     """
-    heads = _hash(
-        _CHANNEL, torch.arange(first_head, first_head + num_heads, device=counters.device), device=counters.device
-    )
-    query_words = _mix(counters[queries, samples] ^ _hash(_QUERY, layer, device=counters.device)).T[
-        :, None, :
-    ]  # [b, 1, s]
-    query_words = _mix(query_words ^ heads[:, None])  # [b, num_heads, s]
-    key_words = _mix(counters[seen, samples] ^ _hash(_KEY, layer, device=counters.device)).T  # [b, s]
-    keep = _mix(query_words[:, :, :, None] ^ key_words[:, None, None, :]) >= _threshold(p)
-    return keep.to(torch.float32) / (1 - p)
+
+    p: float
+    query_counters: Tensor
+    key_counters: Tensor
+    layer: int
+    first_head: int
+
+    def of(self, samples: slice, queries: slice, keys: slice) -> AttentionDropout:
+        """Return the dropout of some samples, queries and keys."""
+        return self._replace(
+            query_counters=self.query_counters[queries, samples], key_counters=self.key_counters[keys, samples]
+        )
+
+    def mask(self, num_heads: int) -> Tensor:
+        """Make factors for probabilities, 0 or 1 / (1 - p): [b, num_heads, sq, sk] float32.
+
+        Raises ValueError unless 0 <= p < 1.
+        """
+        for_queries, for_keys = self.layer_words
+        heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.query_counters.device)
+        query_words = _mix(self.query_counters ^ for_queries).T[:, None, :]  # [b, 1, sq]
+        query_words = _mix(query_words ^ _hash(CHANNEL, heads)[:, None])  # [b, num_heads, sq]
+        key_words = _mix(self.key_counters ^ for_keys).T  # [b, sk]
+        keep = _mix(query_words[:, :, :, None] ^ key_words[:, None, None, :]) >= self.threshold
+        return keep.to(torch.float32) / (1 - self.p)
+
+    @property
+    def layer_words(self) -> tuple[int, int]:
+        """What the counters of queries and of keys are mixed with."""
+        return _hash(_QUERY, self.layer), _hash(_KEY, self.layer)
+
+    @property
+    def threshold(self) -> int:
+        return _threshold(self.p)
 
 
 class _Dropout(torch.autograd.Function):
@@ -111,14 +125,16 @@ class _Dropout(torch.autograd.Function):
 
 def drop_by_name(x: Tensor, p: float, keys: Tensor, name: tuple[int, int], drop: Drop, first: int = 0) -> Tensor:
     """Apply `dropout` without autograd; the first channel of x is channel `first`. name: layer and site."""
-    token_words = _mix(keys ^ _hash(_PLACE, *name, device=keys.device))
+    return drop(x, keys, _hash(_PLACE, *name), first, _threshold(p), 1 / (1 - p))
+
+
+def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
+    """Return x [s, b, h] * factor where the random word is at least `threshold`, 0 elsewhere.
+
+    keys [s, b]; place: the word of layer and site; first: the number of the first channel.
+    """
     channels = torch.arange(first, first + x.shape[2], device=keys.device)
-    return drop(x, token_words, _hash(_CHANNEL, channels, device=keys.device), _threshold(p), 1 / (1 - p))
-
-
-def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
-    """Return x [s, b, h] * factor where mix(token word [s, b] ^ channel word [h]) >= threshold, 0 elsewhere."""
-    keep = _mix(token_words[:, :, None] ^ channel_words) >= threshold
+    keep = _mix(_mix(keys ^ place)[:, :, None] ^ _hash(CHANNEL, channels)) >= threshold
     return (x * factor).masked_fill(~keep, 0.0)  # torch.where would copy its 0.0 to the device, and wait
 
 
@@ -129,26 +145,20 @@ def _threshold(p: float) -> int:
     return round(p * 2**32)
 
 
-def _hash(first_word: int, *values: int | Tensor, device: torch.device) -> Tensor:
-    """Hash a name of 64-bit integers to a word. Tensors broadcast; integers alone give [1].
-
-    Integers become tensors by a fill: no copy from the host to wait for, and torch.compile can keep a layer's number
-    a variable instead of compiling once per layer.
-    """
-    word = torch.full((1,), first_word, dtype=torch.int64, device=device)
+def _hash(first_word: int, *values: int | Tensor) -> Any:
+    """Hash a name of 64-bit integers to a word. Tensors broadcast; integers alone give an integer, at no kernel."""
+    word = first_word
     for value in values:
-        if not isinstance(value, Tensor):
-            value = torch.full((1,), value, dtype=torch.int64, device=device)
         for half in (value & _WORD, value >> 32 & _WORD):
             word = _mix(word ^ half)
     return word
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Any) -> Any:
     """Map words to words, one to one and without visible structure: twice xorshift and multiply, then xorshift.
 
-    The constants come from the search for the least avalanche bias at github.com/skeeto/hash-prospector. Both are
-    below 2^31, so the products of words stay below 2^63.
+    x: a tensor or an integer. The constants come from the search for the least avalanche bias at
+    github.com/skeeto/hash-prospector. Both are below 2^31, so the products of words stay below 2^63.
     """
     x = (x ^ (x >> 16)) * 0x21F0AAAD & _WORD
     x = (x ^ (x >> 15)) * 0x735A2D97 & _WORD

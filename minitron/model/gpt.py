@@ -29,7 +29,7 @@ from minitron.kernels.fp8 import Fp8State
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
-from minitron.kernels.rng import attention_mask, dropout, token_keys
+from minitron.kernels.rng import AttentionDropout, dropout, token_keys
 from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
 from minitron.parallel.gated import swiglu, swiglu_mlp
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         dropped = None
         if self.dropout and self.training:
             assert mb.keys is not None
-            dropped = partial(attention_mask, self.dropout, mb.keys, self.layer, self.first_head, self.heads)
+            dropped = AttentionDropout(self.dropout, mb.keys, mb.keys, self.layer, self.first_head)
         y = context.attention(
             q,
             k,
@@ -82,7 +82,7 @@ class Attention(nn.Module):
             style=self.style,
             backend=self.backend,
             documents=mb.documents,
-            dropout_mask=dropped,
+            dropout=dropped,
             ops=self.ops,
         )
         return self.out(y.flatten(2), keys=mb.keys)

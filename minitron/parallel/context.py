@@ -49,6 +49,7 @@ from minitron.comm.mesh import Axis
 from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
 from minitron.kernels.attention import Backend, Forward, Grads
+from minitron.kernels.rng import AttentionDropout
 from minitron.parallel.packed import Documents, packed_attention
 
 
@@ -81,19 +82,18 @@ def attention(
     style: str,
     backend: Backend,
     documents: Documents | None = None,
-    dropout_mask: Callable[..., Tensor] | None = None,
+    dropout: AttentionDropout | None = None,
     ops: ModuleType = plain,
 ) -> Tensor:
     """Attend causally over the whole sequence, softmax(q k^T / sqrt(d)) v: q [s/cp, b, n, d]; k, v [s/cp, b, g, d].
 
     Returns out, shaped like q. The rank holds the positions of `local_positions`. documents: the boundaries of every
     sample over the whole sequence, made by `as_documents`, the same on every rank; queries see keys of their own
-    document only. dropout_mask(samples, queries, keys) makes a part [b, n, sq, sk] of the factors of the probabilities
-    (cp = 1 and the reference backend only); it is called in both passes, so that nothing of that size is kept. ops: the
-    pointwise kernels. Communicates along `axis`, in the forward and in the backward pass.
+    document only. dropout: of the probabilities (cp = 1 only, and a backend that has it). ops: the pointwise kernels.
+    Communicates along `axis`, in the forward and in the backward pass.
     """
-    _check(q, k, axis, style, documents, dropout_mask)
-    kernel = _Kernel(backend, ops, dropout_mask)
+    _check(q, k, axis, style, documents, dropout)
+    kernel = _Kernel(backend, ops, dropout)
     if axis.size == 1:
         return _on_one_rank(q, k, v, kernel, documents)
     if style != "ulysses":
@@ -108,14 +108,12 @@ def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Do
     return _Ring.apply(q, k, v, Axis.single(), kernel, documents)
 
 
-def _check(
-    q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | None, dropout_mask: object | None
-) -> None:
+def _check(q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | None, dropout: object | None) -> None:
     """Assert what config/rules.py and the loader have checked before."""
     (s, b, n, _), g, cp = q.shape, k.shape[2], axis.size
     assert style in ("ring", "allgather", "ulysses"), style
     assert n % g == 0, f"{g} key heads for {n} query heads"
-    assert cp == 1 or dropout_mask is None, "attention dropout across ranks"
+    assert cp == 1 or dropout is None, "attention dropout across ranks"
     divides = g % cp == 0 if style == "ulysses" else cp == 1 or s % 2 == 0
     assert divides, f"{style}: {s} positions, {g} key heads, {cp} ranks"
     assert documents is None or _covers(documents, b, s * cp), f"{documents} of {b} samples with {s * cp} positions"
@@ -214,7 +212,7 @@ class _Kernel:
 
     backend: Backend
     ops: ModuleType
-    dropout_mask: Callable[..., Tensor] | None = None
+    dropout: AttentionDropout | None = None
 
     def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         q, k, v = _run(q, tile, tile.queries), _run(k, tile, tile.keys), _run(v, tile, tile.keys)
@@ -230,8 +228,8 @@ class _Kernel:
 
     def _options(self, tile: Tile, q: Tensor) -> dict[str, Any]:
         options: dict[str, Any] = dict(causal=tile.causal, scale=q.shape[-1] ** -0.5)
-        if self.dropout_mask is not None:
-            options["dropout_mask"] = self.dropout_mask(tile.samples, tile.queries, tile.keys)
+        if self.dropout is not None:
+            options["dropout"] = self.dropout.of(tile.samples, tile.queries, tile.keys)
         return options
 
 

@@ -615,10 +615,10 @@ def test_peers_really_run(peer, world, argv):
 
 
 def local_ceilings():
-    call = floor.AttentionCall(1, 2, 2, 16, 32, 32, True)
+    calls = [floor.AttentionCall(1, 2, 2, 16, 32, 32, True, dropout) for dropout in (0.0, 0.1)]
     return [
         *ceilings.gemm_rows([(32, 48, 16)], "toy", CPU, (False, True)),
-        *ceilings.attention_rows([call], "toy", CPU),
+        *ceilings.attention_rows(calls, "toy", CPU),
         *ceilings.copy_rows(2**16, CPU),
     ]
 
@@ -629,7 +629,7 @@ def collective_ceilings():
 
 def test_ceilings_are_rates(ranks, tmp_path, capsys):
     rows = [*local_ceilings(), *ranks(2, collective_ceilings)[0]]
-    assert len(rows) == 2 * 3 + 1 + 1 + 2 and all(figure > 0 for _, _, figure, _ in rows)
+    assert len(rows) == 2 * 3 + 2 + 1 + 2 and all(figure > 0 for _, _, figure, _ in rows)
     ceilings.show(rows, Namespace(json=True, results=tmp_path / "results.jsonl", commit=None))
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     written = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]

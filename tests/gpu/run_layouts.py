@@ -48,6 +48,12 @@ LAYOUTS = [
     (1, dict(dropout=0.1)),
     (2, dict(dropout=0.1, tp=2)),
     (2, dict(dropout=0.1, cp=2, recompute="full")),
+    (1, dict(attention_dropout=0.1)),
+    (1, dict(attention_dropout=0.1, separate=True)),
+    (2, dict(attention_dropout=0.1)),
+    (2, dict(attention_dropout=0.1, tp=2)),
+    (2, dict(attention_dropout=0.1, pp=2, recompute="full")),
+    (4, dict(attention_dropout=0.1, dropout=0.1, tp=2, pp=2)),
     (2, {}),
     (2, dict(tp=2)),
     (2, dict(tp=2, sequence_parallel=False)),
@@ -92,7 +98,8 @@ def make(base: dict, name: str, layout: dict, device: torch.device, world: int, 
     train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2) | train_keys
     data = dict(separate_documents=layout.pop("separate", False))
     dropout, targets = layout.pop("dropout", 0.0), layout.pop("lora", None)
-    model, lora = BIG | dict(hidden_dropout=dropout), {}
+    attention = {key: layout.pop(key) for key in ("attention", "attention_dropout") if key in layout}
+    model, lora = BIG | dict(hidden_dropout=dropout) | attention, {}
     if targets is not None:
         lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout, alpha=8.0))
     cfg = config(base, lora, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
@@ -133,7 +140,10 @@ def main() -> None:
         for size, layout in LAYOUTS:
             if size != world or not all(text in str(layout) for text in sys.argv[1:]):
                 continue
-            single = {key: value for key, value in layout.items() if key in ("separate", "dropout", "lora")}
+            kept = ("separate", "dropout", "attention_dropout", "lora")
+            single = {key: value for key, value in layout.items() if key in kept}
+            if "attention_dropout" in layout:
+                single["attention"] = "reference"  # the plain formulas, whatever the layout runs
             kind = str(single)
             for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel", "lora"} else list(FORMATS)[:3]:
                 for d in ("fp32", dtype):

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
+from attention_twin import (
+    allowed_pairs,
+    attend_with_grads,
+    kept_in_each_product,
+    random_block,
+    random_dropout,
+    run_backend,
+    run_backend_in_two_blocks,
+)
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
 from minitron.parallel.context import attention
@@ -18,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # Rounding of the format, 2^-9 and 2^-12: out is rounded once, gradients come from a p and a ds that were rounded too.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-KERNELS = ["cudnn", "flash", "flash-attn", "reference"]
+KERNELS = ["cudnn", "flash", "flash-attn", "fused", "reference"]
 
 
 def backend_named(name, dtype=torch.bfloat16, head_dim=64):
@@ -66,7 +74,7 @@ def test_reference_in_float32():
     check(run_backend(REFERENCE, dout, q, k, v, True), attend_with_grads(dout, q, k, v, triangle(256)), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["flash", "flash-attn", "reference"])
+@pytest.mark.parametrize("name", ["flash", "flash-attn", "fused", "reference"])
 def test_tiny_documents(name):
     """Blocks of one and of a few tokens, as packing makes them."""
     backend = backend_named(name)
@@ -95,6 +103,7 @@ def test_auto_on_hopper_is_cudnn_and_flash_for_documents():
     assert choose("auto", "cuda", torch.bfloat16, 128) is CUDNN
     assert choose("auto", "cuda", torch.bfloat16, 128, documents=True) is FLASH_CUDA
     assert choose("auto", "cuda", torch.float32, 128) is REFERENCE
+    assert choose("auto", "cuda", torch.float32, 128, dropout=0.1).name == "fused"
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -138,3 +147,50 @@ def test_all_documents_in_one_call(samples, head_dim):
         results.append([y, *torch.autograd.grad(y, [qkv], dout)])
     for packed, apart in zip(*results):
         assert_close_rel(packed, apart, TOLERANCE[torch.bfloat16])
+
+
+# ---- with dropout ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [*TOLERANCE.items(), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "b, s, n, g, d",
+    [(1, 2048, 24, 24, 128), (2, 1000, 8, 2, 64), (2, 300, 4, 4, 80), (1, 500, 4, 1, 160), (1, 65, 2, 2, 256)],
+)
+def test_dropout_equals_float64_softmax_under_the_plain_mask(dtype, tolerance, b, s, n, g, d):
+    dout, q, k, v = random_block(s, s, b=b, n=n, g=g, d=d, dtype=dtype, device="cuda")
+    dropout = random_dropout(s, s, 0.1, b=b, device="cuda")
+    backend = choose("auto", "cuda", dtype, d, dropout=0.1)
+    assert backend.name == "fused"
+    actual = run_backend(backend, dout, q, k, v, True, dropout)
+    check(actual, attend_with_grads(dout, q, k, v, triangle(s), dropout.mask(n)), tolerance)
+    again = run_backend(backend, dout, q, k, v, True, dropout)
+    assert all(torch.equal(x, again[name]) for name, x in actual.items())  # sums have one order
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("d, p", [(64, 0.1), (128, 0.5), (256, 0.9)])
+def test_every_product_has_the_plain_mask_bit_for_bit(dtype, d, p):
+    dropout = random_dropout(500, 500, p, device="cuda")
+    backend = choose("auto", "cuda", dtype, d, dropout=p)
+    for name, kept in kept_in_each_product(backend, 500, d, dropout, dtype=dtype, device="cuda").items():
+        assert torch.equal(kept, dropout.mask(2) != 0), name
+
+
+def test_dropout_in_a_replayed_graph_has_the_masks_of_new_counters():
+    dout, q, k, v = random_block(512, 512, n=8, g=2, d=128, dtype=torch.bfloat16, device="cuda")
+    backend, first, second = (
+        choose("fused", "cuda", torch.bfloat16, 128),
+        *(random_dropout(512, sk, 0.1, device="cuda") for sk in (512, 511)),
+    )
+    second = second._replace(key_counters=second.query_counters)
+    counters = first.query_counters.clone()
+    static = first._replace(query_counters=counters, key_counters=counters)
+    run_backend(backend, dout, q, k, v, True, static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_backend(backend, dout, q, k, v, True, static)
+    counters.copy_(second.query_counters)
+    graph.replay()
+    for name, value in run_backend(backend, dout, q, k, v, True, second).items():
+        assert torch.equal(captured[name], value), name

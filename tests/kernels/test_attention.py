@@ -1,12 +1,14 @@
 """Attention backends: each equals the masked softmax in float64, also block by block, and `choose` picks or refuses."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
 from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, choose
+from minitron.kernels.rng import AttentionDropout
 from minitron.testing import assert_close_rel
 
 # Rounding of the number format (2^-24, 2^-53) times the hundreds of terms of a sum, and room.
@@ -63,12 +65,13 @@ def test_blocks_merge_to_the_whole(backend, dtype):
     check(run_backend_in_two_blocks(backend, dout, q, k, v), expected, dtype)
 
 
-def test_reference_applies_a_dropout_mask():
+def test_reference_drops_what_the_mask_says():
     dout, q, k, v = random_block(20, 20, dtype=torch.float64)
-    mask = (torch.rand(2, 4, 20, 20) > 0.3) / 0.7
+    query_counters, key_counters = torch.randint(2**32, (2, 20, 2))
+    dropout = AttentionDropout(0.3, query_counters, key_counters, layer=1, first_head=4)
     allowed = torch.from_numpy(allowed_pairs(20))
-    expected = attend_with_grads(dout, q, k, v, allowed, mask)
-    check(run_backend(REFERENCE, dout, q, k, v, True, mask), expected, torch.float64)
+    expected = attend_with_grads(dout, q, k, v, allowed, dropout.mask(4))
+    check(run_backend(REFERENCE, dout, q, k, v, True, dropout), expected, torch.float64)
 
 
 @pytest.mark.parametrize("backend", [CUDNN, FLASH_CUDA], ids=["cudnn", "flash"])
@@ -87,6 +90,10 @@ def test_auto_takes_the_fastest_that_fits():
         assert choose("auto", "cpu", dtype, 64, documents=True) is FLASH_CPU
         assert choose("auto", "cpu", dtype, 64, dropout=0.1) is REFERENCE
     assert choose("auto", "cuda", torch.float32, 64) is REFERENCE
+    for dtype in (torch.float32, torch.bfloat16):  # on meta as on a GPU
+        assert choose("auto", "meta", dtype, 80, dropout=0.1).name == "fused"
+        assert choose("auto", "meta", dtype, 512, dropout=0.1) is REFERENCE
+        assert choose("reference", "meta", dtype, 80, dropout=0.1) is REFERENCE
     assert choose("auto", "cuda", torch.bfloat16, 100) is REFERENCE
     assert choose("flash", "cpu", torch.float32, 64) is FLASH_CPU
     assert choose("reference", "cuda", torch.bfloat16, 64) is REFERENCE
@@ -114,6 +121,8 @@ def test_auto_takes_the_fastest_that_fits():
             0.5,
             "model.attention=cudnn cannot apply model.attention_dropout=0.5; use",
         ),
+        ("fused", "cpu", torch.float32, 64, 0.1, "model.attention=fused does not run on the device type 'cpu'; use"),
+        ("fused", "meta", torch.float32, 512, 0.1, "fused needs a head dimension of up to 256, not 512; use"),
         ("flash-attn", "cuda", torch.float32, 64, 0.0, "flash-attn needs bf16 or fp16 on CUDA, not torch.float32"),
         ("flash", "cuda", torch.bfloat16, 100, 0.0, "a head dimension that is a multiple of 8 up to 256, not 100; use"),
         (
@@ -130,6 +139,14 @@ def test_impossible_choices_are_refused(name, device, dtype, head_dim, dropout, 
     with pytest.raises(ValueError) as error:
         choose(name, device, dtype, head_dim, dropout)
     assert message in str(error.value)
+
+
+def test_a_gpu_with_little_shared_memory_has_dropout_in_plain_torch(monkeypatch):
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 * 2**10)  # of sm_86, sm_89 and sm_120
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert choose("auto", "cuda", torch.bfloat16, 128, dropout=0.1) is REFERENCE
+    with pytest.raises(ValueError, match="needs 163840 bytes of shared memory a block, and this GPU has 101376; use"):
+        choose("fused", "cuda", torch.bfloat16, 128, dropout=0.1)
 
 
 def test_missing_flash_attn_names_the_install_line(monkeypatch):

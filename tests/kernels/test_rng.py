@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from minitron.kernels import rng
-from minitron.kernels.rng import attention_mask, dropout, token_keys
+from minitron.kernels.rng import AttentionDropout, dropout, token_keys
 
 # Every test of a statistic draws its numbers from fixed seeds. 5 standard errors leave a chance of 6e-7 a comparison
 # that a fair coin fails, had the seeds been chosen blindly; there are about 2,000 comparisons.
@@ -58,7 +58,8 @@ def test_each_input_bit_flips_each_output_bit_with_probability_one_half():
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1))
 def test_all_64_bits_of_a_name_count(a, b):
-    words = [int(rng._hash(1, x, device=torch.device("cpu"))) for x in (a, b)]
+    words = [rng._hash(1, x) for x in (a, b)]
+    assert words == rng._hash(1, torch.tensor([a, b])).tolist()
     assert (a == b) == (words[0] == words[1])  # hypothesis draws far fewer than the 2^16 that would meet a collision
 
 
@@ -108,7 +109,7 @@ def test_no_parity_over_the_corners_of_a_rectangle():
 
 def test_attention_mask_keeps_at_its_rate_and_is_independent_over_heads_queries_keys_and_layers():
     p, keys = 0.2, arange_keys(b=2, s=96)
-    mask = attention_mask(p, keys, 0, 0, 16)
+    mask = AttentionDropout(p, keys, keys, 0, 0).mask(16)
     assert mask.shape == (2, 16, 96, 96) and mask.dtype == torch.float32
     assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
     coins = mask.ne(0).double()
@@ -118,7 +119,7 @@ def test_attention_mask_keeps_at_its_rate_and_is_independent_over_heads_queries_
         assert_uncorrelated(coins.narrow(dim, 0, length), coins.narrow(dim, 1, length), p, dim)
     query, key = torch.tril_indices(96, 96, offset=-1)
     assert_uncorrelated(coins[..., query, key], coins[..., key, query], p, "query and key exchanged")
-    assert_uncorrelated(coins, attention_mask(p, keys, 1, 0, 16).ne(0), p, "layer")
+    assert_uncorrelated(coins, AttentionDropout(p, keys, keys, 1, 0).mask(16).ne(0), p, "layer")
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------
@@ -142,11 +143,13 @@ def test_a_rank_with_some_samples_and_positions_has_its_slice_of_the_mask(data):
 
 def test_a_tensor_parallel_rank_has_its_heads_of_the_attention_mask():
     keys = arange_keys(b=3, s=16)
-    parts = [attention_mask(0.3, keys, 5, first, 2) for first in (0, 2, 4)]
-    whole = attention_mask(0.3, keys, 5, 0, 6)
+    parts = [AttentionDropout(0.3, keys, keys, 5, first).mask(2) for first in (0, 2, 4)]
+    whole = AttentionDropout(0.3, keys, keys, 5, 0).mask(6)
     assert torch.equal(torch.cat(parts, 1), whole)
     block = slice(1, 3), slice(4, 9), slice(2, 12)  # samples, queries, keys
-    assert torch.equal(attention_mask(0.3, keys, 5, 0, 6, *block), whole[block[0], :, block[1], block[2]])
+    assert torch.equal(
+        AttentionDropout(0.3, keys, keys, 5, 0).of(*block).mask(6), whole[block[0], :, block[1], block[2]]
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -159,7 +162,10 @@ def test_cuda_gives_the_masks_of_the_cpu():
                 fn(torch.ones(64, 4, 96).cuda(), 0.3, keys, layer, 1).cpu(),
                 dropout(torch.ones(64, 4, 96), 0.3, arange_keys(), layer, 1),
             )
-    assert torch.equal(attention_mask(0.3, keys, 3, 2, 4).cpu(), attention_mask(0.3, arange_keys(), 3, 2, 4))
+    assert torch.equal(
+        AttentionDropout(0.3, keys, keys, 3, 2).mask(4).cpu(),
+        AttentionDropout(0.3, arange_keys(), arange_keys(), 3, 2).mask(4),
+    )
 
 
 # ---- autograd and compilation -------------------------------------------------------------------------------------
@@ -220,4 +226,4 @@ def test_a_probability_outside_of_the_range_is_refused(p):
     with pytest.raises(ValueError, match=r"dropout probability .* is not in \[0, 1\); use 0 for no dropout"):
         dropout(torch.randn(64, 4, 32), p, arange_keys(), 0, 0)
     with pytest.raises(ValueError, match=r"is not in \[0, 1\)"):
-        attention_mask(p, arange_keys(), 0, 0, 1)
+        AttentionDropout(p, arange_keys(), arange_keys(), 0, 0).mask(1)

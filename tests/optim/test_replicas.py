@@ -66,7 +66,7 @@ class NormedHeads(gpt.Attention):
             style=self.style,
             backend=self.backend,
             documents=mb.documents,
-            dropout_mask=None,
+            dropout=None,
             ops=self.ops,
         )
         return self.out(y.flatten(2), keys=mb.keys)

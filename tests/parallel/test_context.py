@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
+from minitron.kernels.rng import AttentionDropout
 from minitron.parallel.context import as_documents, attention, gathered_tiles, local_positions, ring_tiles
 from minitron.testing import assert_close_rel
 
@@ -190,17 +191,15 @@ def test_no_gradient_leaks_into_another_document(ranks, world):
 
 def test_dropout_mask_on_one_rank():
     dout, q, k, v = Case("ring", 4, 2, True).inputs()
-    mask = (torch.rand(BATCH, 4, SEQ_LEN, SEQ_LEN) > 0.4) / 0.6
+    counters = torch.randint(2**32, (SEQ_LEN, BATCH))
+    dropout = AttentionDropout(0.4, counters, counters, 0, 0)
     for boundaries in (None, DOCUMENTS):
-        expected = attend_with_grads(*(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(boundaries), mask)
+        expected = attend_with_grads(
+            *(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(boundaries), dropout.mask(4)
+        )
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attention(
-            *inputs,
-            axis=Axis.single(),
-            style="ring",
-            backend=REFERENCE,
-            documents=boundaries,
-            dropout_mask=lambda samples, queries, keys: mask[samples, :, queries, keys],
+            *inputs, axis=Axis.single(), style="ring", backend=REFERENCE, documents=boundaries, dropout=dropout
         )
         actual = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, inputs, dout))))
         for name, value in actual.items():
@@ -357,5 +356,5 @@ def test_dropout_across_ranks_is_excluded():
             axis=Axis("cp", 0, 2, (0, 1)),
             style="ring",
             backend=REFERENCE,
-            dropout_mask=lambda *_: torch.ones(1, 4, 8, 8),
+            dropout=AttentionDropout(0.1, *torch.zeros(2, 8, 1, dtype=torch.int64), 0, 0),
         )

@@ -1,0 +1,106 @@
+"""The Triton kernels of dropout, alone and in attention, without a GPU: in Triton's interpreter, and compiled for one.
+
+tests/gpu has the same checks on a GPU. In the interpreter there is no bf16.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_twin import (
+    allowed_pairs,
+    attend_with_grads,
+    kept_in_each_product,
+    random_block,
+    random_dropout,
+    run_backend,
+)
+from minitron.kernels import plain
+from minitron.kernels.attention import FUSED_SHARED_BYTES, Backend
+from minitron.testing import assert_close_rel
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton, which a GPU's torch has"
+)
+ROOT = Path(__file__).parents[2]
+# Rounding of the format, 2^-24 and 2^-12, and in float16 a p and a ds that were rounded before.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
+
+
+def test_in_tritons_interpreter():
+    """In a process of its own: kernels are interpreted if the variable is set when they are defined."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def interpreted():
+    from minitron.kernels import fused_attention
+    from minitron.kernels.fused_activations import drop_elements
+
+    backend = Backend("fused", fused_attention.forward, fused_attention.backward)
+    for dtype, tolerance in TOLERANCE.items():
+        for sq, sk, causal, n, g, d, permuted in [
+            (64, 64, True, 4, 4, 64, True),
+            (100, 100, True, 4, 2, 80, False),
+            (150, 150, True, 2, 1, 32, True),
+            (70, 130, False, 2, 2, 64, True),
+            (130, 70, False, 2, 1, 16, True),
+        ]:
+            dout, q, k, v = random_block(sq, sk, n=n, g=g, d=d, dtype=dtype, permuted=permuted)
+            allowed = torch.from_numpy(allowed_pairs(sq)) if causal else torch.ones(sq, sk, dtype=torch.bool)
+            for dropout in (None, random_dropout(sq, sk, 0.3)):
+                mask = None if dropout is None else dropout.mask(n)
+                expected = attend_with_grads(dout, q, k, v, allowed, mask)
+                actual = run_backend(backend, dout, q, k, v, causal, dropout)
+                for name, value in expected.items():
+                    assert_close_rel(actual[name], value, tolerance, f"{name} of {sq} x {sk} in {dtype}")
+    keys = torch.randint(2**32, (7, 3))
+    for x, first in ((torch.randn(7, 3, 1100), 0), (torch.randn(7, 3, 48).half(), 48)):
+        for place in (5, 2**32 - 5):  # words of either sign
+            expected, actual = (
+                drop(x, keys, place, first, 2**30, 4 / 3) for drop in (plain.drop_elements, drop_elements)
+            )
+            assert torch.equal(actual == 0, expected == 0)
+            assert_close_rel(actual, expected, TOLERANCE[x.dtype])
+    dropout = random_dropout(96, 96, 0.3)
+    for name, kept in kept_in_each_product(backend, 96, 64, dropout).items():
+        assert torch.equal(kept, dropout.mask(2) != 0), name
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_kernels_compile_for_hopper_and_fit_its_shared_memory(width):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from minitron.kernels import fused_attention
+
+    for kernel, blocks in fused_attention._BLOCKS.items():
+        for kind, (m, n, warps, stages) in {"bf16": blocks[width], "fp32": fused_attention._IN_FLOAT32[width]}.items():
+            values = dict(CAUSAL=True, THRESHOLD=2**31, FACTOR=2.0, GROUP=2, D=width, WIDTH=width, M=m, N=n)
+            types = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
+            types |= {name: f"*{kind}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
+            types |= dict.fromkeys(("query_counters", "key_counters"), "*i64")
+            signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in kernel.arg_names}
+            # pointers and strides that 16 divides are loaded in pieces of 16 bytes, as they are in a step
+            even = {
+                (i,): [["tt.divisibility", 16]]
+                for i, name in enumerate(kernel.arg_names)
+                if signature[name][0] == "*" or name.endswith("_token")
+            }
+            compiled = triton.compile(
+                triton.compiler.ASTSource(kernel, signature, values, even),
+                target=GPUTarget("cuda", 90, 32),
+                options={"num_warps": warps, "num_stages": stages},
+            )
+            assert compiled.metadata.shared <= FUSED_SHARED_BYTES, f"{kernel.__name__} in {kind}"
+
+
+if __name__ == "__main__":
+    interpreted()
