@@ -142,6 +142,7 @@ def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
     cache_dir, corpus = Path(os.path.expanduser(data.cache_dir)), data.tokenizer == "corpus"
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
+    of_their_own = data.valid_paths
 
     @functools.cache
     def read(paths: tuple[str, ...]) -> TokenizedFiles:
@@ -149,8 +150,8 @@ def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
         return TokenizedFiles(paths, tokenizer, cache_dir)
 
     def dataset(which: int, samples: int) -> SFTDataset:
-        documents = read(tuple(data.valid_paths if which == VALID and data.valid_paths else data.paths))
-        chosen = range(len(documents)) if data.valid_paths else _sequences(documents, data.split, which)
+        documents = read(tuple(of_their_own if which == VALID and of_their_own else data.paths))
+        chosen = range(len(documents)) if of_their_own else _sequences(documents, data.split, which)
         return SFTDataset(documents, chosen, samples, seq_len, seed)
 
     return tokenizer, {"source": "sft"}, dataset

@@ -135,7 +135,8 @@ def _obstacle_to_fused(device: torch.device, head_dim: int) -> str | None:
     if head_dim > 256:
         return f"needs a head dimension of up to 256, not {head_dim}; use model.attention=reference"
     if device.type == "cuda":
-        available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks the attribute
+        available = properties.shared_memory_per_block_optin
         if available < FUSED_SHARED_BYTES:
             return (
                 f"needs {FUSED_SHARED_BYTES} bytes of shared memory a block, and this GPU has {available}; "

@@ -354,7 +354,8 @@ def _launch(
     m_rows, n_rows, warps, stages = table[max(64, width)]
     by_keys = kernel is _attention_backward_kv
     blocks, heads = (triton.cdiv(sk, n_rows), g) if by_keys else (triton.cdiv(sq, m_rows), n)
-    counters, names, threshold, factor = (tensors[-1], tensors[-1]), (0, 0, 0), -1, 1.0
+    names: tuple[int, ...] = (0, 0, 0)
+    counters, threshold, factor = (tensors[-1], tensors[-1]), -1, 1.0
     if dropout is not None:
         counters = dropout.query_counters.contiguous(), dropout.key_counters.contiguous()
         names = *map(as_int32, dropout.layer_words), dropout.first_head
