@@ -207,10 +207,9 @@ def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bo
     """Add each row to table[id - first], if the id is within the table.  table [v, h], ids [...], rows [..., h].
 
     in_order: rows are added in a fixed order, so that sums on two ranks or in two runs agree bit by bit. A table of 16
-    bits gets the float32 sum of its rows, rounded once: to add a thousand rows one by one, 8 bits would not do.
+    bits gets the float32 sum of its rows, rounded once, as torch does it on a CPU: to add a thousand rows one by one, 8
+    bits would not do.
     """
-    if table.itemsize < 4:
-        return table.add_(add_rows_(torch.zeros_like(table, dtype=torch.float32), ids, first, rows, in_order))
     local = ids.flatten() - first
     outside = (local < 0) | (local >= table.shape[0])
     local, rows = local.masked_fill(outside, 0), rows.flatten(0, -2).masked_fill(outside.unsqueeze(-1), 0)

@@ -42,7 +42,7 @@ def test_parts_of_other_ranks():
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_table_does_not_stand_still_under_a_thousand_rows(in_order):
     """Ones, added one by one to 8 bits, would never get beyond 256."""
-    ids, table = torch.tensor([3] * 1000 + [1, 999]), randn(200, 16)  # a small table torch itself adds to in float32
+    ids, table = torch.tensor([3] * 1000 + [1, 999]), randn(200, 16)
     exact = table.double()
     exact[1] += 1000
     assert plain.add_rows_(table, ids, 2, torch.ones(1002, 16, dtype=BF16), in_order) is table
