@@ -106,7 +106,7 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     """Write or add dy^T x; see kernels/plain.py."""
     if dy.dtype == torch.float32:
         plain.add_product(out, dy, x, add=add)
-    elif out.dtype == dy.dtype:  # the GEMM adds in float32 and rounds as it stores
+    elif out.dtype == dy.dtype:  # the GEMM adds in float32 and rounds as it stores, parts too where it splits the sum
         out.addmm_(dy.t(), x, beta=int(add))
     elif add:
         torch.ops.aten.addmm.dtype_out(out, dy.t(), x, torch.float32, out=out)

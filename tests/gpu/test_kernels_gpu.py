@@ -242,8 +242,8 @@ def test_weight_gradient(backend, dtype, grad_dtype, m, n, k):
         assert gemm.add_gradient(weight, dy, x) is None
         expected += dy.double().t() @ x.double()
         # a tensor core adds 16 products at a time to float32 and truncates: 3 * 4096 / 16 times 2^-24 at most
-        # bf16: each sum that is kept is rounded, by 2^-9 at most
-        tolerance = 5e-5 if grad_dtype == torch.float32 else (i + 1) * 2.0**-9
+        # bf16: each sum that is kept is rounded, by 2^-9 at most, and where cuBLAS splits a long sum its parts as well
+        tolerance = 5e-5 if grad_dtype == torch.float32 else (i + 1) * 2.0**-8
         assert_close_rel(weight.slot.main_grad.double(), expected, tolerance, f"after {i + 1}")
     assert len(reports) == 3 and not weight.slot.overwrite
 
