@@ -2,6 +2,7 @@
 
 Trains the same model from the same weights on the same text (the quickstart's corpus, unless told otherwise) in bf16
 and with each FP8 recipe, and prints the mean training loss of every tenth of the run, with its distance from bf16's.
+`--recipes bf16-gradients` is bf16 with optimizer.grad_dtype=bf16, beside the float32 gradients of all others.
 The backend is Transformer Engine on a GPU, and plain torch, the same numbers, on a CPU. Appends a record of kind
 "fp8_curves".
 """
@@ -29,26 +30,29 @@ from minitron.pretrain import build_data
 from minitron.train import build
 
 PARTS = 10
+GRADIENTS = "bf16-gradients"
 
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | section.key=value")
-    parser.add_argument("--recipes", nargs="+", choices=FP8_RECIPES, default=list(FP8_RECIPES))
+    parser.add_argument("--recipes", nargs="+", choices=(*FP8_RECIPES, GRADIENTS), default=list(FP8_RECIPES))
     parser.add_argument("--plot", help="draw the curves to this file")
     record.add_options(parser)
     args = parser.parse_intermixed_args(argv)
     device, capability = measure.choose_device()
     backend, configs = "te" if capability else "torch", {}
     with cli.user_errors():
-        for fp8 in (*args.recipes, "none"):  # bf16 last: Transformer Engine cannot load behind torch's own cuDNN
-            keys = [f"precision.fp8={fp8}", f"precision.fp8_backend={backend}"]
-            if fp8 == "none":  # whatever the configuration has
+        # bf16 last: Transformer Engine cannot load behind torch's own cuDNN
+        for name in sorted((*args.recipes, "bf16"), key=lambda name: name not in FP8_RECIPES):
+            keys = [f"precision.fp8={name}", f"precision.fp8_backend={backend}"]
+            if name not in FP8_RECIPES:  # whatever the configuration has
                 keys = ["precision.fp8=none", "precision.fp8_backend=te", "precision.fp8_bf16_layers=0"]
+            keys.append(f"optimizer.grad_dtype={'bf16' if name == GRADIENTS else 'fp32'}")
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
             rules.check(cfg, 1, capability)
             kernels.choose(cfg, device)
-            configs["bf16" if fp8 == "none" else fp8] = cfg
+            configs[name] = cfg
     curves = {name: losses(configs[name], device) for name in ("bf16", *args.recipes)}
     result = {"steps": cfg.train.steps, "backend": backend, "curves": {k: means(v) for k, v in curves.items()}}
     result["last"] = {k: v[-1] / result["curves"]["bf16"][-1] - 1 for k, v in result["curves"].items() if k != "bf16"}

@@ -192,7 +192,8 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
             lora.attach(chunk, cfg)
     initialise(chunks, cfg.train.seed)
     with room_for("the gradients"):
-        gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads)
+        grad_dtype = DTYPES[cfg.optimizer.grad_dtype]
+        gradients = Gradients(chunks, mesh, chosen, overlap=cfg.parallel.overlap_grads, dtype=grad_dtype)
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     shape = stream_length(cfg), cfg.train.micro_batch_size, m.hidden_size

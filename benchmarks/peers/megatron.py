@@ -149,7 +149,7 @@ def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> 
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk)
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=cfg.optimizer.grad_dtype == "fp32",
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         use_distributed_optimizer=True,

@@ -228,6 +228,11 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
 
 def _check_optimizer(cfg: Config) -> None:
     o = cfg.optimizer
+    if o.grad_dtype == "bf16" and cfg.precision.dtype != "bf16":
+        raise ValueError(
+            f"optimizer.grad_dtype=bf16 goes with precision.dtype=bf16, not {cfg.precision.dtype}; set "
+            "precision.dtype=bf16, or optimizer.grad_dtype=fp32"
+        )
     for name in ("warmup", "decay"):
         steps, samples = getattr(o, f"{name}_steps"), getattr(o, f"{name}_samples")
         if steps and samples is not None:

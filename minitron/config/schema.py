@@ -155,6 +155,9 @@ class OptimizerConfig:
     eps: float = key(1e-8, "AdamW's epsilon", POSITIVE)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", NOT_NEGATIVE)
     clip_grad: float = key(1.0, "global gradient norm to clip to, 0: no clipping", NOT_NEGATIVE)
+    grad_dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "gradients are added up over microbatches and ranks in it; bf16 takes half of the memory and traffic"
+    )
 
 
 @dataclass(frozen=True)

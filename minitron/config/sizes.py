@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 
-# Bytes of float32 gradients at which a bucket is closed. Large enough for NCCL's full bandwidth, small enough that the
-# one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over NVLink.
+# Bytes of gradients, in their own format, at which a bucket is closed. Large enough for NCCL's full bandwidth, small
+# enough that the one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over
+# NVLink.
 BUCKET_BYTES = 256 << 20
+GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient, by optimizer.grad_dtype
 # GPUs that read each other's memory fetch gradients in pieces of at most so many bytes: a staging buffer has room for
 # one piece of every other rank.
 PIECE_BYTES = 64 << 20

@@ -2,7 +2,7 @@
 
 Two functions of kernels/plain.py can run on apex's kernels; nothing else of apex is used:
 
-    add_product   fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    add_product   fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32, or _fp16 to gradients in bf16
     adamw_        amp_C.multi_tensor_adam_capturable, what FusedAdam calls
 
 Both are extension modules of their own, so the name `apex`, which on PyPI is another project's, is never imported. Only
@@ -12,16 +12,16 @@ kernels/kernels.py imports this file. What runs without apex even then:
     float32 products                            it allows cuBLAS to multiply those in float16
     FP8 products                                those of precision.fp8_backend
 
-Two kernels of apex would fit but are not used: wgrad_gemm_accum_fp16 adds to 16-bit gradients, and ours are float32;
+Its AdamW reads every tensor as if it had the gradient's dtype, unchecked: so a bf16 gradient is cast to float32 before.
 multi_tensor_adam_capturable_master would write the bf16 parameter in the same pass, but reads the gradient as if it had
-the parameter's dtype, unchecked. So the cast is a second pass.
+the parameter's dtype, unchecked too. So that cast is a second pass.
 """
 
 from __future__ import annotations
 
 import torch  # first: apex's extensions need the libraries that it loads
 from amp_C import multi_tensor_adam_capturable
-from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
+from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp16, wgrad_gemm_accum_fp32
 from torch import Tensor
 
 from minitron.kernels import fused
@@ -37,7 +37,8 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     if dy.dtype == torch.float32 or not add:
         return fused.add_product(out, dy, x, add=add)
     assert out.is_contiguous()  # apex looks at no strides
-    wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), out)
+    accumulate = wgrad_gemm_accum_fp32 if out.dtype == torch.float32 else wgrad_gemm_accum_fp16
+    accumulate(x.contiguous(), dy.contiguous(), out)
 
 
 def adamw_(
@@ -47,7 +48,7 @@ def adamw_(
     skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):
-        tensors, mode = [[s.grad], [s.master], [s.average], [s.square]], (DECOUPLED_DECAY, CORRECT_BIAS)
+        tensors, mode = [[s.grad.float()], [s.master], [s.average], [s.square]], (DECOUPLED_DECAY, CORRECT_BIAS)
         numbers = lr, *hyper.betas, hyper.eps, steps, *mode, s.decay, inverse
         multi_tensor_adam_capturable(CHUNK, skip, tensors, *numbers)
         if s.param.dtype != torch.float32:

@@ -1,7 +1,7 @@
 """FP8 casts and products by Transformer Engine: fast, and with the contract of kernels/fp8_torch.py.
 
 Its cast reads a bf16 matrix once and writes rows, columns and the largest magnitude in one kernel, and its GEMM adds to
-a float32 gradient in place. Its kernels are used, not its layers: communication, recomputation and gradient
+a gradient in place, float32 or bf16. Its kernels are used, not its layers: communication, recomputation and gradient
 accumulation stay with the layers. Payloads are plain tensors; the library's tensor classes exist inside of a call only.
 For a product that is not added to anything, torch calls the same cuBLAS kernel and takes the host less time.
 
@@ -69,7 +69,7 @@ class TensorScaling(fp8_torch.TensorScaling):
         return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        gemm(*self._arguments(a, b, torch.float32, out, None, add), beta=float(add))
+        gemm(*self._arguments(a, b, out.dtype, out, None, add), beta=float(add))
 
     def _arguments(
         self, a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None, add: bool

@@ -80,7 +80,7 @@ class TensorScaling:
         return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, bias=bias, out_dtype=dtype, out=out)
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
-        """Write a b^T to out in float32, or `add` it."""
+        """Write a b^T to out, float32 or bf16, or `add` it: summed in float32, rounded once."""
         product = self.multiply(a, b, torch.float32)
         out.add_(product) if add else out.copy_(product)
 

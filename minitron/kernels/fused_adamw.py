@@ -16,7 +16,7 @@ def _adamw(master, grad, average, square, param, corrections, divisor, found_inf
     if tl.load(found_inf) == 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
-        g = tl.load(grad + i, inside) / tl.load(divisor)
+        g = tl.load(grad + i, inside).to(tl.float32) / tl.load(divisor)
         p = tl.load(master + i, inside) * (1 - lr * decay)
         m = tl.load(average + i, inside) * beta1 + g * rest1
         v = tl.load(square + i, inside) * beta2 + g * g * rest2

@@ -77,6 +77,8 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
     """Write or add dy^T x; see kernels/plain.py."""
     if dy.dtype == torch.float32:
         plain.add_product(out, dy, x, add=add)
+    elif out.dtype == dy.dtype:  # the GEMM adds in float32 and rounds as it stores, parts too where it splits the sum
+        out.addmm_(dy.t(), x, beta=int(add))
     elif add:
         torch.ops.aten.addmm.dtype_out(out, dy.t(), x, torch.float32, out=out)
     else:
@@ -95,11 +97,32 @@ def _add_rows(table, ids, rows, first, size, h, BLOCK: tl.constexpr):
         tl.atomic_add(table + local * h + columns, value, inside, sem="relaxed")
 
 
+@triton.jit
+def _add_sorted(table, ids, ends, order, rows, first, size, h, BLOCK: tl.constexpr):
+    i, columns = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, local = columns < h, tl.load(ids + i).to(tl.int64) - first
+    before = tl.load(ids + i - 1, i > 0, other=-1)
+    if (local >= 0) & (local < size) & (before != local + first):  # the first of the tokens with this id
+        total = tl.zeros([BLOCK], tl.float32)
+        for j in range(i, tl.load(ends + i)):
+            total += tl.load(rows + tl.load(order + j) * h + columns, inside, other=0.0).to(tl.float32)
+        place = table + local * h + columns
+        tl.store(place, tl.load(place, inside).to(tl.float32) + total, inside)
+
+
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
     """Add rows to those of a table; see kernels/plain.py.
 
-    Tokens that share a row are added in any order, so a deterministic run takes the plain one.
+    To a float32 table tokens that share a row are added in any order, so a deterministic run takes the plain one. For
+    a table of 16 bits tokens are sorted, and a program adds up all rows of an id, in order.
     """
+    if table.itemsize < 4:
+        h, (known, order) = table.shape[1], ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(known, known, right=True, out_int32=True)
+        _add_sorted[(known.numel(), triton.cdiv(h, 1024))](
+            table, known, ends, order, rows.contiguous(), first, table.shape[0], h, BLOCK=1024, num_warps=4
+        )
+        return table
     if in_order or torch.are_deterministic_algorithms_enabled():
         return plain.add_rows_(table, ids, first, rows, in_order=True)
     size, h = table.shape

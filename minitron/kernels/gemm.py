@@ -6,7 +6,7 @@ read it; and a format is an object with the three products of a linear layer:
 
     forward        y  = x W^T + bias
     input_grad     dx = dy W
-    weight_grad    W's main_grad += dy^T x      in float32, inside the GEMM where the device can
+    weight_grad    W's main_grad += dy^T x      summed in float32, inside the GEMM where the device can
 
 `Gemm` here multiplies in the model's own format; kernels/fp8.py has the others. parallel/linear.py puts communication
 around them.
@@ -80,7 +80,7 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32).
 
-    add_product: writes or adds a product to a float32 gradient (kernels/plain.py has the contract).
+    add_product: writes or adds a product to a gradient (kernels/plain.py has the contract).
     """
 
     def __init__(self, add_product: Callable[..., None] = plain.add_product):

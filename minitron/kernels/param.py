@@ -96,7 +96,7 @@ class ParamSpec:
 
 
 class GradSlot:
-    """Where a parameter's gradient is accumulated: main_grad, a float32 view into the optimizer's flat buffer.
+    """Where a parameter's gradient is accumulated: main_grad, a view into the optimizer's flat buffer of them.
 
     overwrite: main_grad still holds the last step's gradient, which the next one replaces.
     """

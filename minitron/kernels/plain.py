@@ -9,7 +9,7 @@ and meta.py (dry runs), which have the same functions.
     split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
     merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
     sum_parts                    partial sums of a product over ranks
-    add_product                  a weight gradient, added up in float32
+    add_product                  a weight gradient, added to those before it
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its counters                   kernels/rng.py
@@ -172,16 +172,27 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
-    """Sum [p, ...] over p, in float32 or better. onto: a tensor [...] to add the sum to, in place, and to return."""
-    return parts.sum(0) if onto is None else onto.add_(parts.sum(0))
+    """Sum [p, ...] over p, in float32 or better. onto: a tensor [...] to add the sum to, in place, and to return.
+
+    The result is rounded once.
+    """
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    return parts.sum(0) if onto is None else onto.add_(parts.sum(0, dtype=wide))
 
 
 # ---- gradients of weights --------------------------------------------------------------------------------------------
 
 
 def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """Write dy^T x to out [n, k] float32, or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before."""
-    out.addmm_(dy.t().float(), x.float(), beta=int(add))
+    """Write dy^T x to out [n, k], or `add` it; dy [m, n], x [m, k]. Without `add` out may hold NaN before.
+
+    out is float32, or bf16 for dy and x in bf16: the float32 sum, rounded once.
+    """
+    if out.dtype == torch.float32:
+        out.addmm_(dy.t().float(), x.float(), beta=int(add))
+    else:
+        product = dy.t().float() @ x.float()
+        out.add_(product) if add else out.copy_(product)
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
@@ -190,7 +201,9 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
 def add_rows_(table: Tensor, ids: Tensor, first: int, rows: Tensor, in_order: bool = False) -> Tensor:
     """Add each row to table[id - first], if the id is within the table.  table [v, h], ids [...], rows [..., h].
 
-    in_order: rows are added in a fixed order, so that sums on two ranks or in two runs agree bit by bit.
+    in_order: rows are added in a fixed order, so that sums on two ranks or in two runs agree bit by bit. A table of 16
+    bits gets the float32 sum of its rows, rounded once, as torch does it on a CPU: to add a thousand rows one by one, 8
+    bits would not do.
     """
     local = ids.flatten() - first
     outside = (local < 0) | (local >= table.shape[0])
@@ -244,7 +257,10 @@ def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 class AdamState(NamedTuple):
-    """Flat tensors [n]: float32 all but `param`, the model's own slice, which may be the master itself."""
+    """Flat tensors [n]: float32 all but `param`, the model's own slice, which may be the master itself.
+
+    `grad` is float32 or bf16.
+    """
 
     master: Tensor
     grad: Tensor
@@ -272,6 +288,7 @@ def adamw_(
     """
     for decay in {s.decay for s in states}:
         masters, grads, averages, squares, _, _ = map(list, zip(*(s for s in states if s.decay == decay)))
+        grads = [grad.float() for grad in grads]
         rates = dict(lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=decay)
         options: dict[str, Any] = rates | dict(eps=hyper.eps, grad_scale=divisor, found_inf=found_inf)
         options |= dict(amsgrad=False, maximize=False)

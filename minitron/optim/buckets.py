@@ -5,7 +5,7 @@ more in launches than in work, and a reduction that starts after the backward le
 
 The idea:
   1. Parameters of one kind (dtype, weight decay, replicated over tp, tied) lie one after another in a flat buffer,
-     their gradients in a float32 buffer with the same layout. Both `param.data` and `param.slot.main_grad` are views.
+     their gradients in a second one with the same layout. Both `param.data` and `param.slot.main_grad` are views.
   2. Layers add weight gradients to `main_grad` themselves and call `param.slot.ready()`.
   3. When in the chunk's last backward the whole bucket is ready, its reduce-scatter over dp_cp starts: rank r keeps
      the sum of slice r.
@@ -23,7 +23,11 @@ tokens or heads (a norm under sequence parallelism) says so (`sum_over_tp`), and
 weight has a copy on the first and on the last pipeline stage, and its slice is summed over `embedding`. These two sums
 come after the reduce-scatter, when there is only a slice to send.
 
-Left out: ZeRO-2 and ZeRO-3. The float32 gradient buffer is kept whole because microbatches accumulate into it.
+Gradients are float32, or bf16 (optimizer.grad_dtype): half of the memory and of the traffic, and every sum that is
+written to the buffer is rounded to 8 bits, 2^-9 of its value at most. Sums are made in float32 and rounded once each:
+a product with the microbatches before it, a slice with its copies on the GPUs of a node. Process groups add in bf16.
+
+Left out: ZeRO-2 and ZeRO-3. The gradient buffer is kept whole because microbatches accumulate into it.
 """
 
 from __future__ import annotations
@@ -92,10 +96,13 @@ class BucketPlan:
                 yield span, first, last
 
 
-def plan_buckets(params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int, ranks: int) -> list[BucketPlan]:
+def plan_buckets(
+    params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int, ranks: int, itemsize: int = 4
+) -> list[BucketPlan]:
     """Lay (name, numel, key), given in forward order, into buckets, in the order in which a backward closes them.
 
-    The parameter that brings a bucket to `bucket_bytes` of float32 closes it; a tied weight has a bucket of its own.
+    The parameter that brings a bucket to `bucket_bytes` of gradients, of `itemsize` bytes each, closes it; a tied
+    weight has a bucket of its own.
     """
     plans: list[BucketPlan] = []
     filling: dict[BucketKey, list[Span]] = {}
@@ -110,7 +117,7 @@ def plan_buckets(params: Iterable[tuple[str, int, BucketKey]], bucket_bytes: int
     for name, numel, key in reversed(list(params)):
         spans = filling.setdefault(key, [])
         spans.append(Span(name, _round_up(end(spans), ALIGNMENT), numel))
-        if key.tied or end(spans) * 4 >= bucket_bytes:
+        if key.tied or end(spans) * itemsize >= bucket_bytes:
             close(key)
     for key in list(filling):
         close(key)
@@ -127,16 +134,23 @@ def _round_up(value: int, multiple: int) -> int:
 class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
 
-    data [size] in the model's dtype, grad [size] float32; data_slice, grad_slice [size / dp_cp] are views. A slice of
-    `grad` is the sum over data ranks only between `Gradients.finish` and the next step's first backward. square: 0-d
-    float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
+    data [size] in the model's dtype, grad [size] in grad_dtype; data_slice, grad_slice [size / dp_cp] are views. A
+    slice of `grad` is the sum over data ranks only between `Gradients.finish` and the next step's first backward.
+    square: 0-d float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, Param], slices: ProcessGroupSlices, overlap: bool):
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: dict[str, Param],
+        slices: ProcessGroupSlices,
+        overlap: bool,
+        grad_dtype: torch.dtype,
+    ):
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
         self.data = slices.zeros(plan.size, plan.key.dtype)
-        self.grad = slices.zeros(plan.size, torch.float32)
+        self.grad = slices.zeros(plan.size, grad_dtype)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction: Handle = Done()
@@ -222,7 +236,7 @@ class Gradients:
     A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
     bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so neither gradient
     nor optimizer state. Parameters bring a `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp,
-    tp and embedding.
+    tp and embedding. dtype: of the gradients.
     """
 
     def __init__(
@@ -232,6 +246,7 @@ class Gradients:
         kernels: Kernels,
         *,
         overlap: bool,
+        dtype: torch.dtype = torch.float32,
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self.mesh, self.overlap = mesh, overlap
@@ -242,14 +257,14 @@ class Gradients:
             named = {param.spec.name: param for param in params_of(chunk) if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             keyed = [(name, p.numel(), bucket_key(p)) for name, p in named.items()]
-            plans = plan_buckets(keyed, bucket_bytes, mesh.dp_cp.size)
+            plans = plan_buckets(keyed, bucket_bytes, mesh.dp_cp.size, dtype.itemsize)
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))
-        nbytes = sum(plan.size * (4 + plan.key.dtype.itemsize) for _, plans in planned for plan in plans)
+        nbytes = sum(plan.size * (dtype.itemsize + plan.key.dtype.itemsize) for _, plans in planned for plan in plans)
         self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, kernels.ops.sum_parts)
         for chunk, (named, plans) in zip(chunks, planned):
-            buckets = [Bucket(plan, named, self.slices, overlap) for plan in plans]
+            buckets = [Bucket(plan, named, self.slices, overlap, dtype) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:

@@ -48,7 +48,7 @@ class ProcessGroupSlices:
         return buffer.chunk(self.axis.size)[self.axis.rank]
 
     def reduce(self, buffer: Tensor) -> Handle:
-        """Begin to make own(buffer), float32, the sum of everyone's. In the same order on all ranks."""
+        """Begin to make own(buffer) the sum of everyone's, in its dtype. In the same order on all ranks."""
         return reduce_scatter_into(self.own(buffer), buffer, self.axis, wait=False)
 
     def gather(self, buffer: Tensor) -> Handle:
@@ -69,8 +69,8 @@ class SymmetricMemorySlices(ProcessGroupSlices):
         self._memory.own.zero_()
         self._copies, self._adds = torch.cuda.Stream(), torch.cuda.Stream()
         self._signals = torch.cuda.Stream(priority=-1)  # barriers are not to wait for a product's end
-        piece = min(PIECE_BYTES, nbytes // axis.size) // 4
-        self._stages = [torch.empty(axis.size - 1, piece, dtype=torch.float32, device=device) for _ in range(2)]
+        piece = min(PIECE_BYTES, nbytes // axis.size) // 4 * 4  # bytes
+        self._stages = [torch.empty(axis.size - 1, piece, dtype=torch.uint8, device=device) for _ in range(2)]
         self._free: list[Handle] = [Done(), Done()]  # when what was in a stage has been added
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
 
     def reduce(self, buffer: Tensor) -> Handle:
         self._announce()
-        for piece in self.own(buffer).split(self._stages[0].shape[1]):
+        for piece in self.own(buffer).split(self._stages[0].shape[1] // buffer.itemsize):
             self._add(piece)
         return self._free[0]
 
@@ -105,7 +105,7 @@ class SymmetricMemorySlices(ProcessGroupSlices):
         """Add the other ranks' copies of `piece`, read from the same offset of their buffers."""
         self._stages.reverse()
         self._free.reverse()
-        stage = self._stages[0][:, : piece.numel()]
+        stage = self._stages[0].view(piece.dtype)[:, : piece.numel()]
         with torch.cuda.stream(self._copies):
             self._free[0].wait()
             for part, source in zip(stage, self._others()):

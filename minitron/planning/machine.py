@@ -97,8 +97,11 @@ class Machine:
 
     TILE = (256, 128)  # of the output, that one multiprocessor makes at a time
 
-    def product(self, m: int, n: int, k: int, *, fp8: bool, weight_grad: bool = False) -> float:
-        """Time y [m, n] = x [m, k] W [k, n], or the float32 gradient [n, k] += dy [n, m] x [m, k] of its weight."""
+    def product(self, m: int, n: int, k: int, *, fp8: bool, weight_grad: bool = False, grad_bytes: int = 4) -> float:
+        """Time y [m, n] = x [m, k] W [k, n], or the gradient [n, k] += dy [n, m] x [m, k] of its weight.
+
+        grad_bytes: of an element of the gradient, which is read and written.
+        """
         rows, columns = (n, k) if weight_grad else (m, n)
         d, item = self.device, 1 if fp8 else 2
         tiles = min((ceil(rows / a) * ceil(columns / b) for a, b in (self.TILE, self.TILE[::-1])))
@@ -106,7 +109,9 @@ class Machine:
         kind = "fp8" if fp8 else "bf16"
         rate = d.gemm_tflops[kind] * (d.weight_grad[kind] if weight_grad else 1) * 1e12
         arithmetic = waves * d.processors / tiles * 2 * m * n * k / rate
-        traffic = item * m * k + 8 * n * k + item * m * n if weight_grad else item * (m * k + n * k) + 2 * m * n
+        traffic = (
+            item * m * k + 2 * grad_bytes * n * k + item * m * n if weight_grad else item * (m * k + n * k) + 2 * m * n
+        )
         return (arithmetic + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step + d.gap_seconds
 
     def attention(self, operations: float, keys: float, head_dim: int) -> float:

@@ -1,8 +1,9 @@
 """Bytes that a rank holds at the peak of a step, by what they are for.
 
-Four things last: parameters (2 bytes each in bf16), their gradients (4), masters and moments (12, over dp x cp) and FP8
-casts of the blocks' weights (2). Activations come and go with the schedule: a chunk's forward leaves what its backward
-needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in bf16:
+Four things last: parameters (2 bytes each in bf16), their gradients (4, or 2), masters and moments (12, over dp x cp)
+and FP8 casts of the blocks' weights (2). Activations come and go with the schedule: a chunk's forward leaves what its
+backward needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in
+bf16:
 
     2 h / tp   the sums before both norms                               x 2
     2 h / tp   both norms' results, inputs of products                  x 2       FP8: casts, 1 byte    selective: none
@@ -73,7 +74,7 @@ class Memory:
         m, p, t = cfg.model, cfg.parallel, cfg.train
         self.cfg, self.gpus_per_node = cfg, gpus_per_node
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
-        self.llama, self.tp = m.family == "llama", p.tp
+        self.llama, self.tp, self.grad_bytes = m.family == "llama", p.tp, sizes.GRAD_BYTES[cfg.optimizer.grad_dtype]
         self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
         in_fp8 = sizes.fp8_layers(cfg.precision, m.num_layers)
@@ -99,7 +100,7 @@ class Memory:
     def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
         """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
         count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
-        return ITEM * count, 4 * trained, 12 * trained // self.shards, 2 * self.cast(rank)
+        return ITEM * count, self.grad_bytes * trained, 12 * trained // self.shards, 2 * self.cast(rank)
 
     def stages(self, rank: int) -> range:
         """Return the stages of a pipeline rank, by chunk."""
@@ -185,7 +186,7 @@ class Memory:
             held += 2 * row * (self.rows + self.tokens)
         if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
             trained = sum(map(self.trained, self.stages(rank)))
-            held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, (4 + ITEM) * trained // self.shards)
+            held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, (self.grad_bytes + ITEM) * trained // self.shards)
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from minitron.planning.memory import ITEM, Memory
 from minitron.planning.simulate import Timeline, simulate
 from minitron.planning.work import Parts, Work, document_tokens, total
 
-STATE_BYTES = 34  # that the update reads and writes per element: gradient twice, master, moments, parameter
+STATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Step:
     def update_seconds(self, rank: int) -> float:
         """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""
         memory = self.memory
-        moved = STATE_BYTES * sum(map(memory.trained, memory.stages(rank))) / memory.shards
+        moved = (STATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, memory.stages(rank))) / memory.shards
         return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
 
     def seconds(self, timeline: Timeline) -> Counter:
@@ -157,11 +157,11 @@ class Step:
         return max(self._data_rank(rank, chunks, timeline.makespan) for rank, chunks in enumerate(moments))
 
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
-        p = self.cfg.parallel
+        p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
         reduce, gather = (
             {chunk: self.machine.collective(size * count, self.memory.shards, p.tp) for chunk, count in counts.items()}
-            for size in (4, ITEM)
+            for size in (grad_bytes, ITEM)
         )
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
@@ -169,11 +169,11 @@ class Step:
         over = 0.0
         for chunk in sorted(chunks, key=lambda c: chunks[c][2]):
             _, start, end = chunks[chunk]
-            tail = reduce[chunk] * min(1.0, BUCKET_BYTES / (4 * counts[chunk]))
+            tail = reduce[chunk] * min(1.0, BUCKET_BYTES / (grad_bytes * counts[chunk]))
             over = max(max(over, start) + reduce[chunk], end + tail)
         late, there = 0.0, 0.0
         for chunk in sorted(chunks):
-            head = gather[chunk] * min(1.0, BUCKET_BYTES / (4 * counts[chunk]))
+            head = gather[chunk] * min(1.0, BUCKET_BYTES / (grad_bytes * counts[chunk]))
             forward = self.forward[chunk * p.pp + rank]
             late = max(late, there + head - chunks[chunk][0], there + gather[chunk] - chunks[chunk][0] - forward)
             there += gather[chunk]

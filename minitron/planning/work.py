@@ -27,7 +27,15 @@ from collections import Counter
 from functools import lru_cache
 
 from minitron.config.schema import Config
-from minitron.config.sizes import MOCK_DOCUMENT, ROUNDED_ONCE, fp8_layers, in_pieces, linear_sizes, stream_length
+from minitron.config.sizes import (
+    GRAD_BYTES,
+    MOCK_DOCUMENT,
+    ROUNDED_ONCE,
+    fp8_layers,
+    in_pieces,
+    linear_sizes,
+    stream_length,
+)
 from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
@@ -66,6 +74,7 @@ class Work:
         m, p, t = cfg.model, cfg.parallel, cfg.train
         self.cfg, self.machine, self.model = cfg, machine, m
         self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
+        self.grad_bytes = GRAD_BYTES[cfg.optimizer.grad_dtype]
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
@@ -114,7 +123,7 @@ class Work:
         """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward."""
         product, t, frozen = self.machine.product, self.tokens, self.frozen
         y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
-        dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True)
+        dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes)
         forward["gemm"] += y
         backward["gemm"] += dx + dw
         width = k if message == "gather" else n  # h: what crosses ranks is hidden-sized
@@ -218,7 +227,7 @@ class Work:
         moved = self.machine.collective(rows * ITEM, self.cfg.parallel.tp, 1)
         forward, backward = (
             Parts(pointwise=self.machine.moved(num_bytes, 3), tp_exposed=moved)
-            for num_bytes in (3 * ITEM * rows, 5 * 4 * rows)
+            for num_bytes in (3 * ITEM * rows, 5 * self.grad_bytes * rows)
         )
         return forward, Parts() if self.frozen else backward
 

@@ -536,6 +536,14 @@ FP8 = ["precision.fp8=current"]
         ),
         ([*FP8, "precision.dtype=fp32"], 1, ["precision.fp8=current goes with precision.dtype=bf16, not fp32"]),
         (
+            ["optimizer.grad_dtype=bf16", "precision.dtype=fp16"],
+            1,
+            [
+                "optimizer.grad_dtype=bf16 goes with precision.dtype=bf16, not fp16; set precision.dtype=bf16, or "
+                "optimizer.grad_dtype=fp32"
+            ],
+        ),
+        (
             [*FP8, "model.ffn_hidden_size=104"],
             1,
             ["model.ffn_hidden_size/tp=104 is no multiple of 16", "precision.fp8=none"],

@@ -79,11 +79,14 @@ LAYOUTS = [
     (4, dict(cp=4)),
     (4, dict(cp=2, cp_style="ulysses", tp=2)),
 ]
-FORMATS = {name: dict(dtype=name) for name in ("fp32", "bf16", "fp16")}
+FORMATS = {name: dict(precision=dict(dtype=name)) for name in ("fp32", "bf16", "fp16")}
+FORMATS["bf16 gradients"] = dict(precision=dict(dtype="bf16"), optimizer=dict(grad_dtype="bf16"))
 if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
     import transformer_engine.pytorch  # noqa: F401
 
-    FORMATS |= {f"fp8 {recipe}": dict(dtype="bf16", fp8=recipe) for recipe in ("delayed", "current", "block")}
+    FORMATS |= {
+        f"fp8 {recipe}": dict(precision=dict(dtype="bf16", fp8=recipe)) for recipe in ("delayed", "current", "block")
+    }
 
 
 @lru_cache
@@ -102,7 +105,7 @@ def make(base: dict, name: str, layout: dict, device: torch.device, world: int, 
     model, lora = BIG | dict(hidden_dropout=dropout) | attention, {}
     if targets is not None:
         lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout, alpha=8.0))
-    cfg = config(base, lora, dict(model=model, parallel=layout, train=train_keys, data=data, precision=FORMATS[name]))
+    cfg = config(base, lora, FORMATS[name], dict(model=model, parallel=layout, train=train_keys, data=data))
     rules.check(cfg, world)
     p = cfg.parallel
     return cfg, Mesh.offline(device=device) if world == 1 else mesh_of(p.tp, p.pp, p.cp, device)
@@ -145,7 +148,7 @@ def main() -> None:
             if "attention_dropout" in layout:
                 single["attention"] = "reference"  # the plain formulas, whatever the layout runs
             kind = str(single)
-            for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel", "lora"} else list(FORMATS)[:3]:
+            for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel", "lora"} else list(FORMATS)[:4]:
                 for d in ("fp32", dtype):
                     if (d, kind) not in twins:
                         twins[d, kind] = train(base, d, single, device, 1)

@@ -95,6 +95,10 @@ def test_products_equal_those_of_what_the_casts_stand_for(recipe):
         assert_close_rel(main, dw, 1e-3, "dw")
         backend.multiply_into(main, columns[2], columns[0], add=True)
         assert_close_rel(main, 2 * dw, 1e-3, "dw + dw")
+        half = torch.full((384, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
+        for count, add in ((1, False), (2, True)):  # each sum that is kept is rounded
+            backend.multiply_into(half, columns[2], columns[0], add=add)
+            assert_close_rel(half.float(), count * dw, count * 2.0**-8, f"{count} dw in bf16")
 
 
 def value(x: Operand) -> torch.Tensor:

@@ -7,6 +7,7 @@ place of the Triton kernels their plain twins. Whether the real kernels agree is
 
 import importlib
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -43,11 +44,13 @@ class FakeApex:
         self.modules = {"amp_C": ModuleType("amp_C"), "fused_weight_gradient_mlp_cuda": ModuleType("wgrad")}
         self.modules["amp_C"].multi_tensor_adam_capturable = self.adam
         self.modules["fused_weight_gradient_mlp_cuda"].wgrad_gemm_accum_fp32 = self.wgrad
+        self.modules["fused_weight_gradient_mlp_cuda"].wgrad_gemm_accum_fp16 = partial(self.wgrad, half=True)
 
-    def wgrad(self, input, d_output, d_weight):
+    def wgrad(self, input, d_output, d_weight, half=False):
         """d_weight += d_output^T input, sizes from input and from d_weight's rows, memory as it lies."""
         self.products += 1
-        assert input.dtype == d_output.dtype != torch.float32 and d_weight.dtype == torch.float32
+        assert input.dtype == d_output.dtype != torch.float32
+        assert d_weight.dtype == (input.dtype if half else torch.float32)
         (hidden, in_dim), out_dim = input.shape, d_weight.shape[0]
         x, dy = as_it_lies(input, hidden, in_dim).float(), as_it_lies(d_output, hidden, out_dim).float()
         as_it_lies(d_weight, out_dim, in_dim).add_(dy.t() @ x)
@@ -110,8 +113,11 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
-def test_adamw(apex, param_dtype):
+@pytest.mark.parametrize(
+    "param_dtype, grad_dtype",
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_adamw(apex, param_dtype, grad_dtype):
     ops, fake = apex
     hyper, reports = AdamHyper(1e-2, (0.9, 0.99), 1e-3), []
     states = {}
@@ -120,7 +126,7 @@ def test_adamw(apex, param_dtype):
         states[module] = [
             AdamState(
                 m,
-                torch.empty_like(m),
+                torch.empty_like(m, dtype=grad_dtype),
                 torch.zeros_like(m),
                 torch.zeros_like(m),
                 m if param_dtype == torch.float32 else m.to(param_dtype),
@@ -151,16 +157,20 @@ def test_adamw(apex, param_dtype):
     assert reports == [0, 1] * 5 and fake.updates == 10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype, grad_dtype",
+    [*((dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16, torch.float32)), [torch.bfloat16] * 2],
+)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_weight_gradient(apex, dtype, transposed):
+def test_weight_gradient(apex, dtype, grad_dtype, transposed):
     ops, fake = apex
     m, n, k = 12, 8, 20
     weights, reports = [torch.nn.Parameter(randn(n, k).to(dtype)) for _ in range(2)], []
     gemms = Gemm(ops.add_product), Gemm(plain.add_product)
     for w in weights:  # main_grad lies somewhere inside of a bucket
         w.slot = GradSlot(
-            torch.full((3 * n * k,), float("nan"))[n * k : 2 * n * k].view(n, k), lambda: reports.append(1)
+            torch.full((3 * n * k,), float("nan"), dtype=grad_dtype)[n * k : 2 * n * k].view(n, k),
+            lambda: reports.append(1),
         )
     for i in range(3):
         dy, x = randn(m, n, seed=i).to(dtype), randn(m, k, seed=9 + i).to(dtype)
@@ -168,7 +178,7 @@ def test_weight_gradient(apex, dtype, transposed):
             dy, x = (t.t().contiguous().t() for t in (dy, x))
         for w, gemm in zip(weights, gemms):
             assert gemm.add_gradient(w, dy, x) is None and not w.slot.overwrite
-        assert_close_rel(*(w.slot.main_grad for w in weights), 1e-6)
+        assert_close_rel(*(w.slot.main_grad.float() for w in weights), 1e-6)
     assert len(reports) == 6 and fake.products == (0 if dtype == torch.float32 else 2)  # the first one overwrites
     bare = torch.nn.Parameter(randn(n, k).to(dtype))
     bare.slot = None

@@ -9,6 +9,7 @@ it in a few lines.
 import re
 import zlib
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -142,7 +143,9 @@ class Toy:
     """The toy on this rank's place in the mesh: chunks, gradient buffers, and one training step's forward and
     backward."""
 
-    def __init__(self, mesh, *, vp=1, sequence_parallel=True, overlap=True, dtype=torch.float32):
+    def __init__(
+        self, mesh, *, vp=1, sequence_parallel=True, overlap=True, dtype=torch.float32, grad_dtype=torch.float32
+    ):
         self.mesh = mesh
         names, stages = list(UNITS), mesh.pp.size * vp
         each = len(names) // stages
@@ -150,7 +153,9 @@ class Toy:
         self.chunks = [
             Chunk(names[stage * each : (stage + 1) * each], mesh, dtype, sequence_parallel) for stage in mine
         ]
-        self.gradients = Gradients(self.chunks, mesh, PLAIN, overlap=overlap, bucket_bytes=SMALL_BUCKETS)
+        self.gradients = Gradients(
+            self.chunks, mesh, PLAIN, overlap=overlap, dtype=grad_dtype, bucket_bytes=SMALL_BUCKETS
+        )
         tp, data = mesh.tp, mesh.dp_cp
         self.parts = range(tp.rank, PARTS, tp.size) if sequence_parallel else range(PARTS)
         self.samples = range(data.rank, SAMPLES, data.size)
@@ -211,11 +216,14 @@ keys = st.builds(BucketKey, st.sampled_from([torch.float32, torch.bfloat16]), *[
 
 @settings(deadline=None)  # other work on the machine is no failure
 @given(
-    st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=30), st.integers(1, 20000), st.integers(1, 6)
+    st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=30),
+    st.integers(1, 20000),
+    st.integers(1, 6),
+    st.sampled_from([2, 4]),
 )
-def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks):
+def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks, itemsize):
     params = [(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(params)]
-    plans = plan_buckets(params, bucket_bytes, ranks)
+    plans = plan_buckets(params, bucket_bytes, ranks, itemsize)
     seen = {name: [0] * numel for name, numel, _ in params}
     for plan in plans:
         assert plan.size % (ranks * ALIGNMENT) == 0
@@ -233,7 +241,7 @@ def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks):
         assert all(span.start % ALIGNMENT == 0 for span in plan.spans)
         assert all(a.start + a.numel <= b.start for a, b in zip(plan.spans, plan.spans[1:]))
         closed = plan.spans[:-1]  # only the last parameter may bring a bucket to its limit
-        assert not closed or (closed[-1].start + closed[-1].numel) * 4 < bucket_bytes
+        assert not closed or (closed[-1].start + closed[-1].numel) * itemsize < bucket_bytes
     for kind in set(kind_of.values()):  # reverse forward order within a kind, across its buckets
         of_kind = [i for i in order if kind_of[f"p{i}"] == kind]
         assert of_kind == sorted(of_kind, reverse=True)
@@ -280,6 +288,51 @@ def test_sums_and_norm_equal_a_single_process(ranks, world, mesh_args, toy_args,
         assert_close_rel(square_sum, expected_sum, 1e-6, "square sum")
         names |= gradients.keys()
     assert names == SPECS.keys()
+
+
+def gradients_in_bf16(mesh_args, overlap):
+    """{name: (the float32 gradients that were added here, in order, the sum that came of them)}, and its norm."""
+    mesh, added, original = Mesh.create(**mesh_args), {}, accumulate
+    toy = Toy(mesh, overlap=overlap, dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+
+    def note(param, grad):
+        added.setdefault(param.spec.name, []).append(grad.clone())
+        return original(param, grad)
+
+    for step in range(2):  # the second one overwrites the first
+        added.clear()
+        with mock.patch.dict(Unit.backward.__globals__, accumulate=note):
+            toy.accumulate(step)
+        toy.gradients.finish()
+    assert all(bucket.grad.dtype == torch.bfloat16 for bucket in toy.gradients.buckets)
+    square_sum = toy.gradients.square_sum()
+    all_reduce_(square_sum, mesh.world)
+    return {name: (added[name], total) for name, total in full_gradients(toy.gradients).items()}, square_sum
+
+
+@pytest.mark.parametrize("mesh_args", [{}, {"cp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_in_bf16_are_rounded_once_for_each_sum_that_is_kept(ranks, mesh_args, overlap):
+    """Bit for bit a count by hand: after each microbatch, and after the sum of two ranks."""
+    results = ranks(2, gradients_in_bf16, mesh_args, overlap)
+    own, squares = [], torch.zeros((), dtype=torch.float64)
+    for gradients, _ in results:
+        own.append({})
+        for name, (added, _) in gradients.items():
+            total = added[0].bfloat16()
+            for grad in added[1:]:
+                total = (total.float() + grad).bfloat16()
+            own[-1][name] = total
+    for rank, (gradients, _) in enumerate(results):
+        for name, (added, total) in gradients.items():
+            assert total.dtype == torch.bfloat16 and not torch.equal(total.float(), sum(added))
+            together = {"tp": SPECS[name].dim is None, "pp": name == TIED}.get(next(iter(mesh_args), ""), True)
+            expected = (own[0][name].float() + own[1][name].float()).bfloat16() if together else own[rank][name]
+            assert torch.equal(total, expected), name
+            if rank == 0 or not together:
+                squares += expected.double().square().sum()
+    for _, square_sum in results:
+        assert_close_rel(square_sum, squares, 1e-12, "square sum")
 
 
 def owned_parts(mesh_args):

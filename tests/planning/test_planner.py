@@ -220,6 +220,9 @@ def test_parameters_are_those_of_the_model(family, layout):
         ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.pp=2", "lora.targets=[q,v,o,gate,up,down]"]),
         ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_style=ulysses", "lora.targets=[k,o]"]),
         ("gpt3_13b", 4, ["parallel.tp=2", "parallel.pp=2", "finetune.kind=lora"]),
+        ("gpt3_13b", 4, ["model.num_layers=4", "parallel.pp=2", "optimizer.grad_dtype=bf16"]),
+        ("llama31_70b", 64, ["precision.fp8=delayed", "optimizer.grad_dtype=bf16"]),
+        ("llama3_8b_lora", 2, ["optimizer.grad_dtype=bf16"]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )
@@ -246,6 +249,11 @@ def test_a_node_shares_memory():
             for overlap in ("false", "true")
         )
         assert beside["messages"] - alone["messages"] == 2 * min(64 << 20, 6 * (beside["gradients"] // 4) // 2)
+    half, whole = (
+        Memory(cli.load([*SMALL, "finetune.kind=lora", f"optimizer.grad_dtype={dtype}"]), 2, gpus_per_node=8).of(0)
+        for dtype in ("bf16", "fp32")
+    )
+    assert (half["gradients"], half["messages"]) == (whole["gradients"] // 2, whole["messages"] * 4 // 6)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7)])
@@ -330,7 +338,8 @@ def counted_by_hand(cfg, world) -> dict:
     if t.recompute == "selective":  # both norms, read and written, and the activation
         blocks += 2 * 2 * 2 * h * rows + 2 * (inner + f) * tokens
     head = 2 * (4 * h * rows + v * tokens) + 2 * (4 * h * rows + 2 * v * tokens)
-    table = 3 * 2 * h * tokens + 5 * 4 * h * tokens
+    gradient = {"fp32": 4, "bf16": 2}[cfg.optimizer.grad_dtype]
+    table = 3 * 2 * h * tokens + 5 * gradient * h * tokens
 
     pairs = t.micro_batch_size * t.seq_len**2 / 2 / p.cp
     products = 6 * matrices * m.num_layers * tokens + 6 * h * v * tokens
@@ -359,9 +368,9 @@ def counted_by_hand(cfg, world) -> dict:
         "cp_hidden": microbatches * m.num_layers * hidden,
         "pp_exposed": 0.0,
         "bubble": 0.0,
-        "dp_exposed": (4 + 2) * trained * (shards - 1) / shards / 1e9,
+        "dp_exposed": (gradient + 2) * trained * (shards - 1) / shards / 1e9,
         "dp_hidden": 0.0,
-        "optimizer": (34 * trained / shards + cast_weights) / 1e12,
+        "optimizer": ((2 * gradient + 8 + 16 + 2) * trained / shards + cast_weights) / 1e12,
     }
 
 
@@ -379,6 +388,8 @@ def counted_by_hand(cfg, world) -> dict:
         (2, ["precision.fp8=delayed"]),
         (2, ["parallel.tp=2", "precision.fp8=delayed"]),
         (2, ["train.recompute=selective"]),
+        (2, ["optimizer.grad_dtype=bf16"]),
+        (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed", "optimizer.grad_dtype=bf16"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
