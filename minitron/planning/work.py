@@ -162,14 +162,12 @@ class Work:
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim) for x in (1, 2.5))
-        if (
-            m.attention_dropout and m.attention == "reference"
-        ):  # it writes every score, in float32, and passes over them
+        if m.attention == "fused":
+            attend, back = (x * FUSED_ATTENTION for x in (attend, back))
+        elif m.attention_dropout:  # the reference backend writes every score, in float32, and passes over them
             scores = 4 * share // m.head_dim * t.micro_batch_size * t.seq_len**2
             attend += self.machine.moved(12 * scores, 6)
             back += self.machine.moved(20 * scores, 10)
-        elif m.attention_dropout or m.attention == "fused":
-            attend, back = (x * FUSED_ATTENTION for x in (attend, back))
         forward["attention"] += attend
         backward["attention"] += back
         if p.cp == 1:

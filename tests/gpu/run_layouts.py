@@ -102,6 +102,8 @@ def make(base: dict, name: str, layout: dict, device: torch.device, world: int, 
     data = dict(separate_documents=layout.pop("separate", False))
     dropout, targets = layout.pop("dropout", 0.0), layout.pop("lora", None)
     attention = {key: layout.pop(key) for key in ("attention", "attention_dropout") if key in layout}
+    if attention:
+        attention = {"attention": "fused"} | attention
     model, lora = BIG | dict(hidden_dropout=dropout) | attention, {}
     if targets is not None:
         lora = dict(finetune=dict(kind="lora"), lora=dict(targets=targets, dropout=dropout, alpha=8.0))
