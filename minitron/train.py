@@ -206,7 +206,14 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device) is None:
         always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
         trainer.graph = StepGraph(
-            executor, trainer.backward_scale, trainer.finish, trainer.reset, mesh, layers, always=always
+            executor,
+            trainer.backward_scale,
+            trainer.finish,
+            trainer.reset,
+            mesh,
+            layers,
+            always=always,
+            evaluates=cfg.train.eval_every > 0,
         )
     return trainer
 

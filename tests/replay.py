@@ -126,5 +126,6 @@ def replayed(trainer: Trainer, always: bool = True, recorder: Callable | None = 
         trainer.mesh,
         trainer.cfg.model.num_layers,
         always,
+        True,  # evaluations come
         recorder or partial(Twin, trainer),
     )

@@ -158,7 +158,8 @@ def test_the_faster_steps_are_kept_and_the_log_says_by_how_much(ranks, slow):
     cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 12, "global_batch_size": 4}}, axes(""))
     for figures, lines, replaying in ranks(2, run_and_tell, cfg, Twin, False, slow):
         assert replaying == (slow == "eager") and len({step["loss"] for step in figures}) == 12
-        recorded, compared = lines
+        recorded, evaluation, compared = lines
+        assert re.match(r"train.cuda_graph: recorded [\d,]+ kernels and copies of an evaluation in ", evaluation)
         assert re.fullmatch(
             r"train.cuda_graph: recorded [\d,]+ kernels and copies of a step in \d graphs, in .*", recorded
         )

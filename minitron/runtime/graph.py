@@ -185,7 +185,7 @@ class StepGraph:
 
     scale(microbatches): what a loss is multiplied with. finish(): completes the sums of gradients. reset(): forgets
     what a pass has left, before a recording and after one that failed. layers: blocks on this rank. always: without a
-    comparison with eager steps.
+    comparison with eager steps. evaluates: whether evaluations will come, which are then recorded with the step.
 
     settled: whether it is final how steps are run. nodes, capture_seconds: of the recorded step.
     """
@@ -199,18 +199,17 @@ class StepGraph:
         mesh: Mesh,
         layers: int,
         always: bool,
+        evaluates: bool,
         recorder: Callable[[], CudaRecorder] = CudaRecorder,
     ):
         self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
         self.mesh, self.layers, self.timed = mesh, layers, 0 if always else TIMED
         self.log: Log | None = None
         self.settled, self.nodes, self.capture_seconds = False, 0, 0.0
-        self._calls, self._make_recorder = 0, recorder
-        self._recorder: CudaRecorder | None = None
+        self.evaluates, self.recorder, self._calls = evaluates, recorder, 0
         self._marks: list[Mark] = []  # when each of the first steps began
         self._training: Recording | None = None
         self._evaluation: Recording | None = None
-        self._evaluates = True  # whether evaluations can be recorded, as far as is known
 
     @property
     def replaying(self) -> bool:
@@ -237,10 +236,7 @@ class StepGraph:
 
     def evaluate(self, batches: Sequence[StaticBatch]) -> Tensor:
         """Run an evaluation's forwards, replayed if steps are: graphs keep the memory that eager ones would need."""
-        if self._training is not None and self._evaluation is None and self._evaluates:
-            self._evaluation = self._on_all(partial(self._record, batches, False))
-            self._evaluates = self._evaluation is not None
-        if self._training is None or self._evaluation is None:
+        if self._evaluation is None:
             return self.executor.evaluate(batches)
         self.mesh.activity.replay(self._evaluation.actions)
         return self._evaluation.replay(batches)
@@ -258,8 +254,13 @@ class StepGraph:
         if self.timed:
             self._marks.append(Mark(self.mesh.device))
         if self._calls == recorded:
-            self._training = self._on_all(partial(self._record, batches, True))
-            self.settled = self._training is None
+            if self.evaluates:
+                self.executor.evaluate(batches)  # compiles what steps have not needed
+            recorder = self.recorder()
+            self._training = self._on_all(partial(self._record, recorder, batches, True))
+            if self.evaluates and self.replaying:
+                self._evaluation = self._on_all(partial(self._record, recorder, batches, False))
+            self.settled = not self.replaying
         elif self._calls == recorded + self.timed + 1:
             self.settled = True
             if self.timed:
@@ -282,9 +283,8 @@ class StepGraph:
             (self.log.alarm if problem else self.log.warn)(f"warning: {text}" if problem else text)
         return None
 
-    def _record(self, batches: Sequence[StaticBatch], training: bool) -> Recording:
+    def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
         begun, m, executor = time.perf_counter(), len(batches), self.executor
-        self._recorder = recorder = self._recorder or self._make_recorder()
         used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
         planned = parts(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
         self.reset()

@@ -25,7 +25,7 @@ STEPS = graph.WARM_UP + 4  # of which three are replayed
 
 def train(base: dict, name: str, layout: dict, device: torch.device, world: int, cuda_graph: str):
     """The figures of each step, an evaluation's among them, and of the weights at the end; and the graph."""
-    cfg, mesh = make(base, name, layout, device, world, cuda_graph=cuda_graph, steps=STEPS)
+    cfg, mesh = make(base, name, layout, device, world, cuda_graph=cuda_graph, steps=STEPS, eval_every=1)
     with adapters_that_do_something():
         trainer = build(cfg, mesh)
     loader, figures = Loader(MockDataset(1000, 512, 8 * STEPS, 1, document_length=120.0), cfg, mesh), []
