@@ -81,7 +81,7 @@ class TensorScaling:
 
     def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
         """Write a b^T to out, float32 or bf16, or `add` it: summed in float32, rounded once."""
-        product = self.multiply(a, b, torch.float32)
+        product = torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=torch.float32)
         out.add_(product) if add else out.copy_(product)
 
 
@@ -105,6 +105,10 @@ class BlockScaling(TensorScaling):
         product = dequantize(a) @ dequantize(b).t()
         product = (product if bias is None else product + bias).to(dtype)
         return product if out is None else out.copy_(product)
+
+    def multiply_into(self, out: Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+        product = self.multiply(a, b, torch.float32)
+        out.add_(product) if add else out.copy_(product)
 
     def _blocks(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
         x = x.float().unflatten(1, (-1, BLOCK))
