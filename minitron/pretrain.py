@@ -121,7 +121,12 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 if reader is not None:
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
             with stop:
-                train(trainer, data, log, stop, start.step, start.consumed_samples)
+                try:
+                    train(trainer, data, log, stop, start.step, start.consumed_samples)
+                except ValueError:  # a run's own errors: no rank is in a collective, and graphs end before NCCL does
+                    if trainer.graph is not None:
+                        trainer.graph.close()
+                    raise
                 if finetune:
                     log.summary()
                 mesh.activity.begin("end")

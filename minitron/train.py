@@ -94,6 +94,7 @@ class Trainer:
         """Forget what an unfinished pass, or one before it, has left."""
         self.drop_casts()
         self.gradients.reset()
+        self.chunks[0].layout.comm.reset()
 
     def drop_casts(self) -> None:
         """Drop the FP8 casts of weights: every training step begins with none."""

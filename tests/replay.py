@@ -90,7 +90,7 @@ def _again(func, args, kwargs, result) -> None:
             old.copy_(new)
 
 
-class Twin:
+class CpuRecorder:
     """Stands in for runtime/graph.py's CudaRecorder: what it records also runs, once, which a repetition must allow."""
 
     def __init__(self, trainer: Trainer):
@@ -127,5 +127,5 @@ def replayed(trainer: Trainer, always: bool = True, recorder: Callable | None = 
         trainer.cfg.model.num_layers,
         always,
         True,  # evaluations come
-        recorder or partial(Twin, trainer),
+        recorder or partial(CpuRecorder, trainer),
     )

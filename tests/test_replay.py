@@ -13,9 +13,11 @@ import torch
 
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.data.loader import Loader
+from minitron.pipeline import executor
+from minitron.pipeline.schedule import forward_only
 from minitron.runtime import graph
 from minitron.train import build
-from replay import Twin, replayed
+from replay import CpuRecorder, replayed
 from test_invariance import axes
 from test_lora import ALL, lora
 
@@ -35,8 +37,12 @@ def fp8(how: str) -> dict:
 def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
     """Each step's figures, and the weights at the end."""
     torch.set_num_threads(1)
+    with mock.patch.multiple(graph, WARM_UP=2, MOST_NODES=most_nodes):
+        return run_steps(cfg, again)
+
+
+def run_steps(cfg, again: bool):
     trainer, figures = build(cfg, mesh_of(cfg)), []
-    graph.WARM_UP, graph.MOST_NODES = 2, most_nodes
     if again:
         replayed(trainer)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
@@ -47,7 +53,7 @@ def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
         figures.append(stats.read() | {"loss_scale": float(trainer.loss_scale())})
     loader.close()
-    assert not again or trainer.graph.replaying and trainer.graph.settled
+    assert not again or trainer.graph.replaying and trainer.graph.settled and trainer.graph.replays_evaluations
     trainer.gradients.wait_parameters()
     weights = {p.spec.name: p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()}
     return figures, weights, 0 if trainer.graph is None else trainer.graph.graphs
@@ -116,7 +122,7 @@ def same(ranks, world, cfg, most_nodes) -> list[int]:
     return [graphs for *_, graphs in rerun]
 
 
-class Broken(Twin):
+class Broken(CpuRecorder):
     """Fails on the last rank, alone in the middle of a backward; on the others, as on a GPU, nothing runs."""
 
     def record(self, work):
@@ -129,19 +135,39 @@ class Broken(Twin):
         raise RuntimeError("operation not permitted")
 
 
+class BrokenEvaluation(CpuRecorder):
+    """Fails in the middle of an evaluation."""
+
+    def record(self, work):
+        forward = executor.Run.forward
+
+        def stops(run, op):
+            if run.seed is None:
+                raise RuntimeError("operation not permitted")
+            return forward(run, op)
+
+        with mock.patch.object(executor.Run, "forward", stops):
+            return super().record(work)
+
+
 class Lines:
     """Stands in for a Log."""
 
     def __init__(self):
         self.lines = []
-        self.info = self.warn = self.alarm = self.lines.append
+        self.info = self.warn = self.lines.append
+        self.alarm = lambda text, traceback: self.lines.append(text)
 
 
 def run_and_tell(cfg, recorder_of, always, slow):
     """Figures of each step, what the log says, and whether steps are replayed at the end."""
     torch.set_num_threads(1)
+    with mock.patch.object(graph, "WARM_UP", 2):
+        return told(cfg, recorder_of, always, slow)
+
+
+def told(cfg, recorder_of, always, slow):
     trainer, figures = build(cfg, mesh_of(cfg)), []
-    graph.WARM_UP = 2
     replayed(trainer, always, partial(recorder_of, trainer))
     trainer.graph.log = log = Lines()
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
@@ -156,7 +182,7 @@ def run_and_tell(cfg, recorder_of, always, slow):
 @pytest.mark.parametrize("slow", ["eager", "replayed"])
 def test_the_faster_steps_are_kept_and_the_log_says_by_how_much(ranks, slow):
     cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 12, "global_batch_size": 4}}, axes(""))
-    for figures, lines, replaying in ranks(2, run_and_tell, cfg, Twin, False, slow):
+    for figures, lines, replaying in ranks(2, run_and_tell, cfg, CpuRecorder, False, slow):
         assert replaying == (slow == "eager") and len({step["loss"] for step in figures}) == 12
         recorded, evaluation, compared = lines
         assert re.match(r"train.cuda_graph: recorded [\d,]+ kernels and copies of an evaluation in ", evaluation)
@@ -177,6 +203,25 @@ def test_a_rank_that_cannot_record_leaves_all_ranks_eager(ranks, world):
         assert not replaying and [step["loss"] for step in figures] == [
             step["loss"] for step in expected if isinstance(step, dict)
         ]
-    warning = "train.cuda_graph: RuntimeError: operation not permitted; goes on eager on all ranks"
-    assert told[-1][1] == [f"warning: {warning}"]
-    assert world == 1 or told[0][1][-1] == "train.cuda_graph: another rank failed; goes on eager on all ranks"
+    warning = "train.cuda_graph: steps stay eager on all ranks: "
+    assert told[-1][1] == [f"warning: {warning}RuntimeError: operation not permitted"]
+    assert world == 1 or told[0][1][-1] == f"{warning}another rank could not record them"
+
+
+def test_an_evaluation_that_cannot_be_recorded_leaves_training_as_it_was(ranks):
+    """Steps that go back to eager, since they were faster, still drop elements."""
+    train = {"steps": 12, "global_batch_size": 4}
+    cfg = config(GPT3, DROPOUT, {"model": {"num_layers": 2}, "train": train}, axes(""))
+    ((expected, *_),) = ranks(1, run, cfg, False)
+    ((figures, lines, replaying),) = ranks(1, run_and_tell, cfg, BrokenEvaluation, False, "replayed")
+    assert not replaying and lines[1].startswith("warning: train.cuda_graph: evaluations stay eager on all ranks: Runt")
+    assert [step["loss"] for step in figures] == [step["loss"] for step in expected if isinstance(step, dict)]
+
+
+def test_forwards_alone_are_cut_into_graphs_too():
+    for pp, m, most in ((1, 5, 1), (2, 4, 1e9), (2, 4, 300), (4, 8, 100)):
+        with mock.patch.object(graph, "MOST_NODES", most):
+            for actions in forward_only(pp, 2 if pp > 1 else 1, m).ranks:
+                cut = graph.segments(actions, pp, m, 50)
+                done = [action for segment in cut for _ in segment.launches for action in segment.actions]
+                assert len(done) == len(actions) and (pp == 1 or done == list(actions))

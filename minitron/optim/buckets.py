@@ -156,7 +156,7 @@ class Bucket:
         self.reduction: Handle = Done()
         self.gather: Handle = Done()
         self.norm_stream: torch.cuda.Stream | None = None
-        self.arrived: Arrival | None = None  # of a gather that a recorded forward waits for, on gather_stream
+        self.arrived: Arrival | None = None  # its event, on gather_stream, is what a recorded forward waits for
         self.gather_stream: torch.cuda.Stream | None = None
         self.square = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         for span in plan.spans:

@@ -94,6 +94,8 @@ class AllReduceComm:
     def begin_pass(self) -> None:
         """Begin as every pass does: nothing is left from the one before."""
 
+    reset = begin_pass
+
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
     ) -> tuple[Tensor, Payload | None]:
@@ -130,6 +132,8 @@ class ProcessGroupComm:
 
     def begin_pass(self) -> None:
         """Begin as every pass does: nothing is left from the one before."""
+
+    reset = begin_pass
 
     def gather_matmul(
         self, x: Payload, product: Product, weight: Tensor, n: int, *, keep: bool = False
@@ -196,8 +200,12 @@ class SymmetricMemoryComm:
 
     def begin_pass(self) -> None:
         """Begin with the first of two buffers, as a recorded pass does each time it is replayed."""
-        if 0 in self._turns.values():  # it was also the last: others may still read it
+        if 0 in self._turns.values():  # the pass before used it last: others may still read it
             self._buffers[next(iter(self._buffers))][0].barrier()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a pass that was recorded, maybe to its middle, and has not run: ranks differ in how far they came."""
         self._turns.clear()
         self._pending.clear()
 

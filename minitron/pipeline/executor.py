@@ -95,10 +95,12 @@ class Executor:
             return
         for chunk in self.chunks:
             chunk.eval()
-        with torch.no_grad():
-            yield
-        for chunk in self.chunks:
-            chunk.train()
+        try:
+            with torch.no_grad():
+                yield
+        finally:  # a recording may fail, and training go on
+            for chunk in self.chunks:
+                chunk.train()
 
     def _actions(self, kind: Callable[[int, int, int], Schedule], num_microbatches: int) -> tuple[Action, ...]:
         return kind(self.pp.size, len(self.chunks), num_microbatches).ranks[self.pp.rank]

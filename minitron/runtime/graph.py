@@ -15,9 +15,10 @@ What is launched outside, the gathers of parameters, is waited for by events tha
                them, and runs once for each microbatch in the middle; the last one's also sums them over data ranks
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
-All graphs of a run share their memory, since they run in the order in which they were recorded. Left out: the update,
-which is few launches, and evaluation. Documents that are kept apart have boundaries on the host, so such a run stays
-eager. Whether NCCL's graphs are as fast between nodes has not been measured: hence the comparison, in every run.
+All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
+need memory of their own. Left out: the update, which is few launches. Documents that are kept apart have boundaries on
+the host, so such a run stays eager. Whether NCCL's graphs are as fast between nodes has not been measured: hence the
+comparison, in every run.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import ctypes
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
@@ -70,25 +73,25 @@ def why_eager(cfg: Config, device: torch.device) -> str | None:
     return None
 
 
-class Part(NamedTuple):
-    """Actions that become one graph, which runs once for each of `turns`: the microbatches whose batches it reads."""
+class Segment(NamedTuple):
+    """Actions that become one graph. launches: the microbatches whose batches each launch of it reads."""
 
     actions: Sequence[Action]
-    turns: Sequence[Sequence[int]]
+    launches: Sequence[Sequence[int]]
 
 
-def parts(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_per_action: float) -> list[Part]:
+def segments(actions: Sequence[Action], pp: int, num_microbatches: int, nodes_per_action: float) -> list[Segment]:
     """Cut the actions of a rank's step into graphs. With pp 1 microbatches 1, 2, ... are all run by the graph of 1."""
     m = num_microbatches
     if pp == 1:
         each = len(actions) // m
-        turns = {0: [[0]], 1: [[mb] for mb in range(1, max(2, m - 1))], m - 1: [[m - 1]]}
-        return [Part(actions[mb * each : (mb + 1) * each], turns[mb]) for mb in sorted(turns) if mb < m]
+        launches = {0: [[0]], 1: [[mb] for mb in range(1, max(2, m - 1))], m - 1: [[m - 1]]}
+        return [Segment(actions[mb * each : (mb + 1) * each], launches[mb]) for mb in sorted(launches) if mb < m]
     # The sums of gradients, which begin in the last backwards, must end in the graph that they begin in.
-    last = next(i for i, action in enumerate(actions) if isinstance(action, Backward) and action.last)
-    starts = range(0, last + 1, max(1, int(MOST_NODES / nodes_per_action)))
+    last = (i for i, action in enumerate(actions) if isinstance(action, Backward) and action.last)
+    starts = range(0, next(last, len(actions) - 1) + 1, max(1, int(MOST_NODES / nodes_per_action)))
     ends = [*starts[1:], len(actions)]
-    return [Part(actions[a:b], [range(m) if a == 0 else ()]) for a, b in zip(starts, ends)]
+    return [Segment(actions[a:b], [range(m) if a == 0 else ()]) for a, b in zip(starts, ends)]
 
 
 class Graph(Protocol):
@@ -108,15 +111,23 @@ class CudaRecorder:
     def used(self) -> int:
         """Wait for the device; return the bytes of its memory that are in use."""
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def record(self, work: Callable[[], None]) -> Graph:
         """Return what work() launches, all of which must have joined the current stream at its end; launch nothing."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # thread_local: other threads go on meanwhile, NCCL's watchdog and the writer of a checkpoint.
-        with _collector_off(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
+        graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.current_stream()
+        try:
+            # thread_local: other threads go on meanwhile, NCCL's watchdog and the writer of a checkpoint.
+            with _collector_off(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                work()
+        except BaseException:  # torch leaves both of these as they are where a recording cannot be ended
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError, AttributeError):  # it has ended, and given back the pool
+                torch._C._cuda_endAllocateToPool(stream.device_index, self.pool)
+                torch._C._cuda_releasePool(stream.device_index, self.pool)
+            raise
         return CudaGraph(graph)
 
 
@@ -138,31 +149,33 @@ class Recording:
     def __init__(
         self,
         recorder: CudaRecorder,
-        planned: Sequence[Part],
+        planned: Sequence[Segment],
         batches: Sequence[StaticBatch],
         begin: Callable[[Sequence[StaticBatch]], Run],
         end: Callable[[], None],
     ):
-        self.parts = planned
-        self.actions = [a for part in planned for _ in part.turns for a in part.actions if not isinstance(a, Exchange)]
-        self.static = {mb: batches[mb].clone() for mb in sorted({action.mb for action in self.actions})}
+        self.segments = planned
+        recorded = {a.mb for segment in planned for a in segment.actions if not isinstance(a, Exchange)}
+        self.static = {mb: batches[mb].clone() for mb in sorted(recorded)}
+        self.actions = list(_launched(planned))
         run: Run | None = None
 
-        def work(part: Part) -> None:
+        def work(segment: Segment) -> None:
             nonlocal run
             run = run or begin([self.place(mb) for mb in range(len(batches))])
-            run.do(part.actions)
+            run.do(segment.actions)
             run.join()
-            if part is planned[-1]:
+            if segment is planned[-1]:
                 self.loss = run.finish()
                 end()
+            run.executor.pp.activity.begin("recording")  # what follows, CUDA's part of it, can take seconds
 
-        self.graphs = [recorder.record(partial(work, part)) for part in planned]
+        self.graphs = [recorder.record(partial(work, segment)) for segment in planned]
 
     @property
     def nodes(self) -> int:
         """Kernels and copies of a pass."""
-        return sum(graph.nodes * len(part.turns) for graph, part in zip(self.graphs, self.parts))
+        return sum(graph.nodes * len(segment.launches) for graph, segment in zip(self.graphs, self.segments))
 
     def place(self, mb: int) -> StaticBatch:
         """Return the recorded batch whose memory a microbatch takes."""
@@ -170,8 +183,8 @@ class Recording:
 
     def replay(self, batches: Sequence[StaticBatch]) -> Tensor:
         """Run the pass on other batches; return its loss sum, 0-d, which the next replay overwrites."""
-        for graph, part in zip(self.graphs, self.parts):
-            for microbatches in part.turns:
+        for graph, segment in zip(self.graphs, self.segments):
+            for microbatches in segment.launches:
                 for mb in microbatches:
                     static, new = self.place(mb).packed, batches[mb].packed
                     assert static is not None and new is not None
@@ -180,14 +193,24 @@ class Recording:
         return self.loss
 
 
+def _launched(planned: Sequence[Segment]) -> Iterator[object]:
+    """Yield the operations of all launches, in order, each with the microbatch that it then works on."""
+    for segment in planned:
+        for microbatches in segment.launches:
+            for action in segment.actions:
+                if not isinstance(action, Exchange):
+                    yield replace(action, mb=microbatches[0]) if len(segment.launches) > 1 else action
+
+
 class StepGraph:
     """Runs forward and backward of steps: some eagerly, then as graphs if these are faster. Collective over the world.
 
-    scale(microbatches): what a loss is multiplied with. finish(): completes the sums of gradients. reset(): forgets
-    what a pass has left, before a recording and after one that failed. layers: blocks on this rank. always: without a
-    comparison with eager steps. evaluates: whether evaluations will come, which are then recorded with the step.
+    scale(microbatches): what a loss is multiplied with. finish(): completes the sums of gradients. reset(): drops what
+    the host holds of an unfinished pass, before a recording and after one that failed. layers: blocks on this rank.
+    always: without a comparison with eager steps. evaluates: whether evaluations will come, which are then recorded
+    with the step.
 
-    settled: whether it is final how steps are run. nodes, capture_seconds: of the recorded step.
+    settled: whether all recording and comparing is over. nodes, capture_seconds: of the recorded step.
     """
 
     def __init__(
@@ -215,6 +238,11 @@ class StepGraph:
     def replaying(self) -> bool:
         """Whether steps are replayed now."""
         return self._training is not None
+
+    @property
+    def replays_evaluations(self) -> bool:
+        """Whether evaluations are, too."""
+        return self._evaluation is not None
 
     @property
     def graphs(self) -> int:
@@ -257,36 +285,41 @@ class StepGraph:
             if self.evaluates:
                 self.executor.evaluate(batches)  # compiles what steps have not needed
             recorder = self.recorder()
-            self._training = self._on_all(partial(self._record, recorder, batches, True))
+            self._training = self._on_all("steps", partial(self._record, recorder, batches, True))
             if self.evaluates and self.replaying:
-                self._evaluation = self._on_all(partial(self._record, recorder, batches, False))
+                self._evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
             self.settled = not self.replaying
         elif self._calls == recorded + self.timed + 1:
             self.settled = True
             if self.timed:
                 self._compare(recorded)
 
-    def _on_all(self, record: Callable[[], Recording]) -> Recording | None:
+    def _on_all(self, what: str, record: Callable[[], Recording]) -> Recording | None:
         """Return what record() returns; None on all ranks if it fails on one."""
-        recording, problem = None, None
+        recording, problem, where = None, None, ""
         try:
             recording = record()
         except Exception as error:  # whatever it is, the pass can be run as those before
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            first: BaseException = error
+            while first.__context__ is not None:  # CUDA only says afterwards that something had failed
+                first = first.__context__
+            problem, where = f"{type(first).__name__}: {first}".splitlines()[0], traceback.format_exc()
         everywhere = torch.tensor(recording is not None, dtype=torch.int32, device=self.mesh.device)
         all_reduce_(everywhere, self.mesh.world, op=dist.ReduceOp.MIN)
         if everywhere.item():
             return recording
         self.reset()
-        text = f"train.cuda_graph: {problem or 'another rank failed'}; goes on eager on all ranks"
-        if self.log is not None:
-            (self.log.alarm if problem else self.log.warn)(f"warning: {text}" if problem else text)
+        text = f"train.cuda_graph: {what} stay eager on all ranks: {problem or 'another rank could not record them'}"
+        if self.log is not None and problem:
+            self.log.alarm(f"warning: {text}", where)
+        elif self.log is not None:
+            self.log.warn(text)
         return None
 
     def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
         begun, m, executor = time.perf_counter(), len(batches), self.executor
         used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
-        planned = parts(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
+        planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
         self.reset()
         with self.mesh.activity.recording():
             if training:

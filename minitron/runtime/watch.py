@@ -40,7 +40,7 @@ from minitron.runtime.rendezvous import connect
 
 HUNG = 124  # exit status, as of timeout(1)
 # Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
-OWN_PACE = frozenset({"data", "checkpoint", "load", "profile"})
+OWN_PACE = frozenset({"data", "checkpoint", "load", "profile", "recording"})
 # To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too.
 DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
 
