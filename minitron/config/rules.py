@@ -46,12 +46,10 @@ IDLE = (
     Idle("data.document_length", "data.source", ("mock",), "is of random documents, and {} has its own"),
     Idle("data.paths", "data.source", ("indexed", "sft"), "is not read with {}"),
     Idle("data.valid_paths", "data.source", ("sft",), "is not read with {}"),
-    Idle("checkpoint.every", "checkpoint.dir", ()),
     Idle("checkpoint.resume_step", "checkpoint.dir", ()),
     Idle("checkpoint.resume_step", "checkpoint.resume", (True,)),
     Idle("finetune.base", "finetune.kind", ("sft", "lora")),
     Idle("lora.", "finetune.kind", ("lora",)),
-    Idle("profile.", "profile.kind", ("nsys", "torch", "memory")),
 )
 
 

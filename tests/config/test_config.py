@@ -623,13 +623,6 @@ FP8 = ["precision.fp8=current"]
             ],
         ),
         (
-            ["checkpoint.every=5"],
-            1,
-            ["checkpoint.every=5 has no effect with checkpoint.dir=null; drop it, or set checkpoint.dir"],
-        ),
-        (["profile.ranks=[0,0]"], 1, ["profile.ranks=0,0 has no effect with profile.kind=none; drop it"]),
-        (["profile.end_step=13"], 1, ["drop it, or set profile.kind=nsys, torch or memory"]),
-        (
             ["checkpoint.resume_step=3"],
             1,
             ["checkpoint.resume_step=3 has no effect with checkpoint.dir=null; drop it, or set checkpoint.dir"],
