@@ -477,11 +477,12 @@ def test_a_killed_rank_ends_the_others_within_seconds(tmp_path):
         status, _, output = run.end()
     assert status == 1 and "forcefully" not in output and re.search(r"exitcode *: -9", output)
     ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
-    (line,) = [line for line in ours.splitlines() if line.startswith("error: ")]
+    lines = [line for line in ours.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, output
     assert re.match(
         r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step \d+, .*, \S+ over \w+ \([\d,]+ bytes\); "
         "most likely another rank has died",
-        line,
+        lines[0],
     )
     assert "minitron/comm/collectives.py" in (run.folder / "rank-0.log").read_text()
 
