@@ -123,7 +123,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             with stop:
                 try:
                     train(trainer, data, log, stop, start.step, start.consumed_samples)
-                except ValueError:  # a run's own errors: no rank is in a collective, and graphs end before NCCL does
+                except ValueError:  # a run's own error, raised between steps: graphs must end before NCCL does
                     if trainer.graph is not None:
                         trainer.graph.close()
                     raise

@@ -91,7 +91,7 @@ class Trainer:
         self.gradients.finish()
 
     def reset(self) -> None:
-        """Forget what an unfinished pass, or one before it, has left."""
+        """Drop what the host holds of a pass that was begun and will not end."""
         self.drop_casts()
         self.gradients.reset()
         self.chunks[0].layout.comm.reset()

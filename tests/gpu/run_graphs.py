@@ -6,9 +6,14 @@ TEXT: only layouts that it is a part of, such as "'tp': 2".
 """
 
 import os
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from minitron.runtime.environment import DEFAULTS
+
+os.environ.update(DEFAULTS | os.environ)  # as a run does, before torch is loaded
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
 
 import torch
 import torch.distributed as dist
