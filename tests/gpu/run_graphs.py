@@ -1,8 +1,8 @@
 """On every GPU rank: toy models whose steps are replayed as graphs, held bit by bit against eager ones.
 
-torchrun --nproc-per-node N tests/gpu/run_graphs.py [TEXT]       prints a row per layout, exits 1 if one differs
+torchrun --nproc-per-node N tests/gpu/run_graphs.py [PATTERN]    prints a row per layout, exits 1 if one differs
 
-TEXT: only rows whose family, format and layout it is a part of, such as gpt or "'tp': 2".
+PATTERN: a regular expression that the wanted rows match somewhere, such as "gpt fp8.*'tp': 2".
 """
 
 import os
@@ -17,7 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 
 import torch
 import torch.distributed as dist
-from run_layouts import FORMATS, LAYOUTS, make
+from run_layouts import FORMATS, LAYOUTS, make, wanted
 
 from layouts import GPT3, LLAMA, adapters_that_do_something
 from minitron.data.loader import Loader
@@ -62,7 +62,7 @@ def main() -> None:
                 continue
             few = "lora" in layout or "recompute" in layout or "dropout" in layout
             for name in [name for name in FORMATS if name in ("bf16", "fp8 delayed") or not (few or name == "fp32")]:
-                if not all(text in f"{family} {name} {layout}" for text in sys.argv[1:]):
+                if not wanted(f"{family} {name} {layout}"):
                     continue
                 eager, _ = train(base, name, layout, device, size, "off")
                 replayed, (on, graphs, nodes, seconds) = train(base, name, layout, device, size, "on")
