@@ -64,7 +64,7 @@ class ModelConfig:
     init_std: float = key(0.02, "standard deviation of weights at the start", POSITIVE)
     hidden_dropout: float = key(0.0, "dropout after the embedding, attention and MLP", FRACTION)
     attention_dropout: float = key(
-        0.0, "dropout of attention probabilities (attention fused or reference, cp=1)", FRACTION
+        0.0, "dropout of attention probabilities (attention auto, fused or reference, cp=1)", FRACTION
     )
     attention: Literal["auto", "cudnn", "flash", "flash-attn", "fused", "reference"] = key("auto", "attention kernels")
 

@@ -306,9 +306,9 @@ def _attention_backward_kv(
 # M queries, N keys, warps and stages by the width of a head. What a program loops over divides what it has: so under a
 # causal mask the blocks of both begin at the same places.
 _BLOCKS = {
-    _attention_forward: {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-    _attention_backward_q: {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-    _attention_backward_kv: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 32, 4, 2)},
+    _attention_forward: {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)},
+    _attention_backward_q: {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+    _attention_backward_kv: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (32, 32, 4, 2)},
 }
 _IN_FLOAT32 = {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}  # products outside of the tensor cores
 

@@ -171,8 +171,7 @@ class Memory:
         block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
         if t.recompute == "full":
             block += self._block("none", self.fp8_blocks[stage] > 0)
-        plain = m.attention == "reference" or m.attention_dropout and m.attention != "fused"
-        if plain:  # whole matrices of scores
+        if m.attention == "reference":  # whole matrices of scores
             side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone

@@ -40,10 +40,9 @@ from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
-# Time of kernels/fused_attention.py with dropout over that of attention without. Estimated, not measured: 7 products in
-# place of 5 in the backward, and ten integer instructions a score in each of three passes. benchmarks/ceilings.py
-# measures both rates at GPT-3 175B's shape.
-FUSED_ATTENTION = 2.0
+# Time of kernels/fused_attention.py with dropout over that of attention without: benchmarks/ceilings.py measures both at
+# GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
+FUSED_ATTENTION = 2.1
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
 
 
@@ -162,7 +161,7 @@ class Work:
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim) for x in (1, 2.5))
-        if m.attention == "fused":
+        if m.attention == "fused" or m.attention == "auto" and m.attention_dropout:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
         elif m.attention_dropout:  # the reference backend writes every score, in float32, and passes over them
             scores = 4 * share // m.head_dim * t.micro_batch_size * t.seq_len**2

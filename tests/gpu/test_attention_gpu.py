@@ -104,6 +104,7 @@ def test_auto_on_hopper_is_cudnn_and_flash_for_documents():
     assert choose("auto", "cuda", torch.bfloat16, 128, documents=True) is FLASH_CUDA
     assert choose("auto", "cuda", torch.float32, 128) is REFERENCE
     assert choose("auto", "cuda", torch.float32, 128, dropout=0.1).name == "reference"
+    assert choose("auto", "cuda", torch.bfloat16, 128, dropout=0.1).name == "fused"
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -360,7 +360,7 @@ def counted_by_hand(cfg, world) -> dict:
     cast_weights = 4 * matrices * m.num_layers if fp8 else 0
     return {
         "gemm": microbatches * products / 1e12,
-        "attention": microbatches * m.num_layers * 3.5 * kernels * (FUSED_ATTENTION if m.attention == "fused" else 1),
+        "attention": microbatches * m.num_layers * 3.5 * kernels * (FUSED_ATTENTION if m.attention_dropout else 1),
         "pointwise": microbatches * (m.num_layers * blocks + head + table) / 1e12,
         "tp_exposed": microbatches * over_tp / 1e9,
         "tp_hidden": 0.0,
@@ -383,7 +383,7 @@ def counted_by_hand(cfg, world) -> dict:
         (4, ["parallel.tp=2", "parallel.cp=2"]),
         (1, GPT3),
         (2, [*GPT3, "model.hidden_dropout=0.1"]),
-        (1, [*GPT3, "model.attention_dropout=0.1", "model.attention=fused"]),
+        (1, [*GPT3, "model.attention_dropout=0.1"]),
         (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed"]),
         (2, ["precision.fp8=delayed"]),
         (2, ["parallel.tp=2", "precision.fp8=delayed"]),
