@@ -16,7 +16,8 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     cross-entropy   1 and 0, backward 1 and 1 over the logits                                       fused_loss
     adamw           4 and 3, and the bf16 parameter                                                 fused_adamw
 
-This file names them all; it is imported where the device is CUDA and torch brings Triton. No sum is made by atomic
+This file names them all; it is imported where the device is CUDA and torch brings Triton. Attention with dropout is a
+backend of kernels/attention.py: fused_attention.py. No sum is made by atomic
 additions, except the embedding's gradient. Left out: GELU, where torch's kernels are one pass already.
 """
 

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minitron.kernels import rng
 from minitron.kernels.plain import Cast, Rope
+
+_CHANNEL = tl.constexpr(rng.CHANNEL)
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------
 
@@ -184,18 +187,35 @@ def _mix(x):
 
 
 @triton.jit
-def _drop_elements(x, y, token_words, channel_words, threshold, factor, h, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < h
-    words = tl.load(token_words + row).to(tl.uint32) ^ tl.load(channel_words + columns, inside).to(tl.uint32)
-    value = tl.load(x + row * h + columns, inside).to(tl.float32) * factor
-    tl.store(y + row * h + columns, tl.where(_mix(words).to(tl.int64) >= threshold, value, 0.0), inside)
+def _index_word(index):
+    """Hash a channel's or a head's number: its lower 32 bits, then its upper ones, which are 0."""
+    return _mix(_mix(index.to(tl.uint32) ^ _CHANNEL))
 
 
-def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
-    """Zero what its random word is too small for, scale the rest; see kernels/rng.py."""
-    x, h = x.contiguous(), x.shape[2]
-    y = torch.empty_like(x)
-    grid = x.numel() // h, triton.cdiv(h, 2048)
-    _drop_elements[grid](x, y, token_words.contiguous(), channel_words, threshold, factor, h, BLOCK=2048, num_warps=8)
+def as_int32(word: int) -> int:
+    """Return the signed number with the bits of a word: one type of argument for all words, so one compilation."""
+    return word - (word >> 31 << 32)
+
+
+@triton.jit(do_not_specialize=["place", "first", "tokens"])
+def _drop_elements(
+    x, y, keys, place, first, tokens, h, factor, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < tokens)[:, None] & (columns < h)[None, :]
+    token_words = _mix(tl.load(keys + rows, rows < tokens, other=0).to(tl.uint32) ^ place.to(tl.uint32))
+    words = _mix(token_words[:, None] ^ _index_word(first + columns)[None, :])
+    at = rows.to(tl.int64)[:, None] * h + columns[None, :]
+    value = tl.load(x + at, inside, other=0.0).to(tl.float32) * factor
+    tl.store(y + at, tl.where(words.to(tl.int64) >= THRESHOLD, value, 0.0), inside)
+
+
+def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
+    """Zero what its random word is too small for, scale the rest; see kernels/rng.py. All words are made in place."""
+    x, h, tokens = x.contiguous(), x.shape[2], keys.numel()
+    y, tile = torch.empty_like(x), dict(ROWS=4, BLOCK=1024, num_warps=8)  # a channel's word serves four rows
+    grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(h, tile["BLOCK"])
+    _drop_elements[grid](
+        x, y, keys.contiguous(), as_int32(place), first, tokens, h, factor, THRESHOLD=threshold, **tile
+    )
     return y

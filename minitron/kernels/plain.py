@@ -12,7 +12,7 @@ and meta.py (dry runs), which have the same functions.
     add_product                  a weight gradient, added to those before it
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
-    drop_elements                dropout, given its random words               kernels/rng.py
+    drop_elements                dropout, given its counters                   kernels/rng.py
     adamw_                       the update of flat optimizer states           Loshchilov & Hutter 2019
 
 A function whose name ends in `_` changes its arguments in place.
