@@ -40,8 +40,8 @@ from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
-# Time of kernels/fused_attention.py with dropout over that of attention without: benchmarks/ceilings.py measures both at
-# GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
+# Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
+# at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
 FUSED_ATTENTION = 2.1
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
 
