@@ -222,6 +222,7 @@ def run_missing(args: argparse.Namespace) -> int:
                     failed += 1
                 else:
                     workers.start(run, run.program, run.arguments + options, run.gpus, min(left, MOST_SECONDS))
+            add_job_seconds(args)  # while the GPUs are busy
             if not workers.children:
                 return failed
             child, result = workers.next()
@@ -233,7 +234,6 @@ def run_missing(args: argparse.Namespace) -> int:
             longest = max(longest, child.seconds)
             wall = "  ".join(f"{name} {seconds:.1f}" for name, seconds in result.get("wall_seconds", {}).items())
             print(f"    {result['step_seconds']:.3f} s a step; seconds: {wall or 'not told'}", flush=True)
-            add_job_seconds(args)
 
 
 def add_job_seconds(args: argparse.Namespace) -> None:
@@ -311,6 +311,7 @@ def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+@lru_cache(None)
 def planned(cfg: Config, run: Run) -> float:
     """The planner's seconds of the job's step on H100."""
     devices, fabrics = read_machines(calibration.DEVICES)
