@@ -1,6 +1,5 @@
 """A run whose steps are replayed goes through what runs go through: evaluations, saves, a signal, a death."""
 
-import json
 import os
 import re
 import signal
@@ -30,8 +29,7 @@ KEYS = (
 
 
 def steps_of(run) -> dict[int, dict]:
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows if row["kind"] == "step"}
+    return {row["step"]: row for row in run.rows("step")}
 
 
 @pytest.mark.parametrize(
