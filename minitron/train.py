@@ -64,7 +64,7 @@ class Trainer:
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
-        loss_sum = self.forward_backward(batches) if self.graph is None else self.graph.step(batches)
+        loss_sum = self.forward_backward(batches)
         for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
             chunk.end_step()
         loss_sum, count = self.contribution(loss_sum, batches)
@@ -78,9 +78,11 @@ class Trainer:
         """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
 
         Nothing here is read by the host. From step to step only the contents of device tensors differ: the batches, the
-        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (runtime/graph.py); but not with
-        documents kept apart, whose boundaries are on the host.
+        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (runtime/graph.py).
         """
+        replayed = None if self.graph is None else self.graph.replay(batches)
+        if replayed is not None:
+            return replayed
         loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
         self.finish()
         return loss_sum
@@ -204,7 +206,8 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     trainer = Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
     if mesh.device.type == "cuda":
         mesh.activity.progress = Progress.of(mesh.device)
-    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device) is None:
+    packs = chosen.attention.packed is not None
+    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, packs) is None:
         always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
         trainer.graph = StepGraph(
             executor,
@@ -228,8 +231,9 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     if trainer.graph is not None:
-        trainer.graph.log = log
-    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
+        trainer.graph.log, trainer.graph.steps = log, t.steps - done
+    most_documents = data.most_documents() if cfg.data.separate_documents else None
+    loader, meter = Loader(data.train, cfg, trainer.mesh, most_documents), Meter(log, trainer.mesh, stop)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     step = done
@@ -250,7 +254,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
-            evaluate(trainer, data, log, stop, step)
+            evaluate(trainer, Loader(data.valid, cfg, trainer.mesh, most_documents), log, stop, step)
             meter.restart()
         if stop.agreed:
             break
@@ -287,12 +291,12 @@ def keep_collector_out() -> None:
     gc.freeze()
 
 
-def evaluate(trainer: Trainer, data: Datasets, log: Log, stop: Stop, step: int) -> None:
+def evaluate(trainer: Trainer, loader: Loader, log: Log, stop: Stop, step: int) -> None:
     """Log the mean loss per token over train.eval_steps global batches, the same ones in every evaluation.
 
-    `stop` ends it, without a result.
+    `stop` ends it, without a result. Closes the loader.
     """
-    t, loader = trainer.cfg.train, Loader(data.valid, trainer.cfg, trainer.mesh)
+    t = trainer.cfg.train
     total = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
     for i in range(t.eval_steps):
         total += trainer.evaluate(loader.step(i * t.global_batch_size, step=0))

@@ -11,8 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
+from attention_twin import PACKS
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.data.loader import Loader
+from minitron.kernels import attention
 from minitron.pipeline import executor
 from minitron.pipeline.schedule import forward_only
 from minitron.runtime import graph
@@ -23,6 +25,7 @@ from test_lora import ALL, lora
 
 STEPS = {"train": {"steps": 5, "global_batch_size": 4}}
 DROPOUT = {"model": {"hidden_dropout": 0.2}}
+APART = {"data": {"separate_documents": True}}
 FP16 = {"precision": {"dtype": "fp16", "loss_scale": 2.0**16, "loss_scale_window": 2, "loss_scale_hysteresis": 1}}
 
 
@@ -37,7 +40,10 @@ def fp8(how: str) -> dict:
 def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
     """Each step's figures, and the weights at the end."""
     torch.set_num_threads(1)
-    with mock.patch.multiple(graph, WARM_UP=2, MOST_NODES=most_nodes):
+    with (
+        mock.patch.multiple(graph, WARM_UP=2, MOST_NODES=most_nodes),
+        mock.patch.object(attention, "FLASH_CPU", PACKS),  # documents, as kernels of GPUs do it
+    ):
         return run_steps(cfg, again)
 
 
@@ -88,6 +94,25 @@ def run_steps(cfg, again: bool):
     ],
 )
 def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):
+    steps_are_the_same(ranks, world, base, change, layout)
+
+
+@pytest.mark.parametrize(
+    "world, base, change, layout",
+    [
+        (1, GPT3, DROPOUT, ""),
+        (1, LLAMA, {"train": {"recompute": "full", "micro_batch_size": 2}}, ""),
+        (2, LLAMA, {}, ""),
+        (2, LLAMA, {}, "tp=2"),
+        (2, GPT3, {}, "pp=2 vp=2"),
+        (2, LLAMA, {}, "cp=2 cp_style=ulysses"),
+    ],
+)
+def test_a_replayed_step_keeps_its_own_documents_apart(ranks, world, base, change, layout):
+    steps_are_the_same(ranks, world, base, change | APART, layout)
+
+
+def steps_are_the_same(ranks, world, base, change, layout):
     steps = {section: values | change.get(section, {}) for section, values in STEPS.items()}
     same(ranks, world, config(base, {"model": {"num_layers": 4}}, change, axes(layout), steps), graph.MOST_NODES)
 
@@ -120,6 +145,24 @@ def same(ranks, world, cfg, most_nodes) -> list[int]:
         losses = [figures["loss"] for figures in eager[0] if isinstance(figures, dict)]
         assert len(set(losses)) == len(losses), "every step has a batch of its own"
     return [graphs for *_, graphs in rerun]
+
+
+@pytest.mark.parametrize(
+    "layout, packs, says",
+    [
+        ("", True, None),
+        ("", False, "one document after another, by boundaries on the host; model.attention=flash, in bf16"),
+        ("cp=2 cp_style=ulysses", True, None),
+        ("cp=2 cp_style=ring", True, "parallel.cp_style=ring keeps boundaries of documents on the host; parallel.cp_s"),
+        ("cp=2 cp_style=allgather", True, "parallel.cp_style=allgather keeps boundaries"),
+    ],
+)
+def test_where_documents_are_known_to_the_host_alone_steps_stay_eager(layout, packs, says):
+    cfg, cuda = config(LLAMA, axes(layout)), torch.device("cuda")
+    reason = graph.why_eager(config(LLAMA, APART, axes(layout)), cuda, packs)
+    assert reason is None if says is None else says in reason
+    assert graph.why_eager(cfg, cuda, packs) is None
+    assert graph.why_eager(cfg, torch.device("cpu"), packs) == "there is no GPU"
 
 
 class Broken(CpuRecorder):
@@ -155,7 +198,7 @@ class Lines:
 
     def __init__(self):
         self.lines = []
-        self.info = self.warn = self.lines.append
+        self.info = self.lines.append
         self.alarm = lambda text, traceback: self.lines.append(text)
 
 
@@ -170,6 +213,7 @@ def told(cfg, recorder_of, always, slow):
     trainer, figures = build(cfg, mesh_of(cfg)), []
     replayed(trainer, always, partial(recorder_of, trainer))
     trainer.graph.log = log = Lines()
+    trainer.graph.steps = cfg.train.steps
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
     for step in range(cfg.train.steps):
         if (trainer.graph.replaying if slow == "replayed" else not trainer.graph.replaying) and slow:
@@ -194,9 +238,20 @@ def test_the_faster_steps_are_kept_and_the_log_says_by_how_much(ranks, slow):
         assert (kept == "replayed") == (float(again) < float(eager)) == replaying
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_rank_that_cannot_record_leaves_all_ranks_eager(ranks, world):
-    cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 5, "global_batch_size": 4}}, axes(""))
+def test_a_run_that_ends_before_the_comparison_records_nothing(ranks):
+    """With graph.WARM_UP 2 that is at the tenth step."""
+    for steps, replaying, count in ((9, False, 1), (10, True, 3)):
+        train = {"steps": steps, "global_batch_size": 2}
+        cfg = config(LLAMA, {"model": {"num_layers": 1}, "train": train}, axes(""))
+        ((figures, lines, now),) = ranks(1, run_and_tell, cfg, CpuRecorder, False, "eager")
+        assert len(figures) == steps and (now, len(lines)) == (replaying, count)
+        why = "9 are too few to record one and compare, which takes 10"
+        assert replaying or lines == [f"train.cuda_graph=auto: all steps are eager: {why}"]
+
+
+@pytest.mark.parametrize("world, layout", [(1, ""), (2, ""), (2, "tp=2"), (2, "pp=2")])
+def test_a_rank_that_cannot_record_leaves_all_ranks_eager(ranks, world, layout):
+    cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 5, "global_batch_size": 4}}, axes(layout))
     eager = ranks(world, run, cfg, False)
     told = ranks(world, run_and_tell, cfg, Broken, True, None)
     for (expected, *_), (figures, _, replaying) in zip(eager, told, strict=True):

@@ -68,6 +68,8 @@ LAYOUTS = [
     (2, dict(cp=2, separate=True)),
     (2, dict(cp=2, cp_style="allgather", separate=True)),
     (2, dict(cp=2, cp_style="ulysses", separate=True)),
+    (2, dict(tp=2, separate=True)),
+    (2, dict(pp=2, vp=2, separate=True)),
     (2, dict(overlap_grads=False)),
     (2, dict(tp=2, overlap_tp=False)),
     (4, dict(tp=4)),
