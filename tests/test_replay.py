@@ -29,9 +29,9 @@ APART = {"data": {"separate_documents": True}}
 FP16 = {"precision": {"dtype": "fp16", "loss_scale": 2.0**16, "loss_scale_window": 2, "loss_scale_hysteresis": 1}}
 
 
-def fp8(how: str) -> dict:
+def fp8(how: str, **keys) -> dict:
     return {
-        "precision": {"dtype": "bf16", "fp8": how, "fp8_backend": "torch"},
+        "precision": {"dtype": "bf16", "fp8": how, "fp8_backend": "torch", **keys},
         "model": {"hidden_size": 128, "ffn_hidden_size": 128, "num_kv_heads": 8, "max_positions": 128},
         "train": {"seq_len": 128},  # blocks have 128 values
     }
@@ -61,7 +61,8 @@ def run_steps(cfg, again: bool):
     loader.close()
     assert not again or trainer.graph.replaying and trainer.graph.settled and trainer.graph.replays_evaluations
     trainer.gradients.wait_parameters()
-    weights = {p.spec.name: p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()}
+    params = [(p.spec.name, p.detach().clone()) for chunk in trainer.chunks for p in chunk.parameters()]
+    weights = {name: p if p.itemsize > 1 else p.view(torch.uint8) for name, p in params}  # ranks send no float8
     return figures, weights, 0 if trainer.graph is None else trainer.graph.graphs
 
 
@@ -83,6 +84,10 @@ def run_steps(cfg, again: bool):
         (2, GPT3, DROPOUT, "tp=2"),
         (2, LLAMA, {}, "tp=2 sequence_parallel=off"),
         (2, LLAMA, fp8("delayed"), "tp=2"),
+        (1, LLAMA, fp8("delayed", fp8_params=True), ""),
+        (2, LLAMA, fp8("current", fp8_params=True), ""),
+        (2, LLAMA, fp8("delayed", fp8_params=True), "tp=2"),
+        (2, LLAMA, fp8("delayed", fp8_params=True), "pp=2 vp=2"),
         (2, LLAMA, {}, "cp=2"),
         (2, LLAMA, {}, "cp=2 cp_style=allgather"),
         (2, LLAMA, {}, "cp=2 cp_style=ulysses"),

@@ -119,16 +119,13 @@ def restore(start: Start, state: State) -> None:
                 _fill(reader, list(_wanted(start, state)), mesh)
 
     decide(fill, lambda _: None, mesh)
-    for bucket, master in zip(optimizer.gradients.buckets, optimizer.masters, strict=True):
-        bucket.data_slice.copy_(master)
-    optimizer.gradients.gather_parameters()
-    optimizer.gradients.wait_parameters()
     if start.resume:
         for name, value in state.scalars().items():  # a run in another dtype had no loss scale
             value.fill_(reader.state.get(name, value.item()))
         for chunk in state.chunks:
             if chunk.fp8_state.scaling is not None and chunk.fp8_state.scaling.history.any():
                 chunk.fp8_state.scaling.follow_history()
+    optimizer.write_parameters()  # in FP8 with the scales of the histories
 
 
 def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:

@@ -207,6 +207,13 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
         why = f"at both ends leave none of model.num_layers={m.num_layers} in FP8"
         fix = f"use at most {(m.num_layers - 1) // 2}, or precision.fp8=none"
         raise ValueError(f"precision.fp8_bf16_layers={kept} {why}; {fix}")
+    if cfg.precision.fp8_params and fp8 == "block":
+        why = "gathers weights that have one scale each, and precision.fp8=block has one for each 128 x 128 values"
+        fix = "use precision.fp8=delayed or current, or precision.fp8_params=false"
+        raise ValueError(f"precision.fp8_params=true {why}; {fix}")
+    if cfg.precision.fp8_params and cfg.finetune.kind == "lora":
+        why = "is of weights that are trained, and finetune.kind=lora freezes those of FP8 products"
+        raise ValueError(f"precision.fp8_params=true {why}; set precision.fp8_params=false")
     # Of the three products (forward, input gradient, weight gradient) each sums over another dim of the GEMM.
     unit, whose = (128, "blocks of FP8 values") if fp8 == "block" else (16, "FP8 GEMMs")
     rows, parts = "train.seq_len*micro_batch_size/cp", p.cp

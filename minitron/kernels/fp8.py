@@ -27,24 +27,23 @@ The head, and precision.fp8_bf16_layers at both ends of the model, stay in the m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
-from minitron.kernels.fp8_torch import KINDS, Operand, limit
+from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales
+from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import ALONE, DTYPES, Gemm, Payload
 from minitron.kernels.param import Param
 from minitron.kernels.plain import Cast
 
-HISTORY = 16  # steps whose magnitudes a scale is made from
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
-ROLES = tuple(KINDS)
 
 
 def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torch.TensorScaling:
@@ -80,47 +79,12 @@ def _te_shapes(block: bool) -> fp8_torch.TensorScaling:
     return shapes
 
 
-class DelayedScaling:
-    """Scales of tensors, each from the largest magnitude that its tensor had in the last HISTORY steps.
-
-    roles: those of the tensors. axes: ranks along them have the same scales, because they gather each other's casts
-    (tp) or because a checkpoint keeps one history for all of them (data ranks). history [HISTORY, tensors], newest
-    first, is the whole state between steps.
-    """
-
-    def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
-        self.limits = torch.tensor([limit(KINDS[role]) for role in roles], device=device)
-        self.amax, self.scale = torch.zeros_like(self.limits), torch.ones_like(self.limits)
-        self.history = self.limits.new_zeros(HISTORY, len(roles))
-        self.axes, self.cold = axes, True  # cold: there is no history yet
-        self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast asks for two
-
-    def of(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return (scale, amax) of tensor i, views [1]: no scale before there is a history, no amax unless `record`."""
-        scale, amax = self._views[i]
-        return None if self.cold else scale, amax if record else None
-
-    def advance(self) -> None:
-        """Put the magnitudes since the last call in the history. Once per step; collective over the axes."""
-        for axis in self.axes:
-            all_reduce_(self.amax, axis, op=torch.distributed.ReduceOp.MAX)
-        newest = torch.where(self.amax.isfinite(), self.amax, self.history[0])
-        self.history.copy_(torch.cat([newest.unsqueeze(0), self.history[:-1]]))
-        self.amax.zero_()
-        self.follow_history()
-
-    def follow_history(self) -> None:
-        """Make the scales from the history; also to be called when a checkpoint has been read into it."""
-        top = self.history.amax(0)
-        self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
-        self.cold = False
-
-
 class Fp8Gemm(Gemm):
     """The products of one linear layer in FP8. It keeps the weight's casts until the weight changes.
 
     dtype: of outputs and input gradients. scaling: has the scales of x, weight and dy, as its tensors `first` to
-    `first` + 2; None: the backend finds them.
+    `first` + 2; None: the backend finds them. kept: the scale of a weight that is kept as FP8 bytes; None: it is cast
+    here.
     """
 
     def __init__(
@@ -129,8 +93,9 @@ class Fp8Gemm(Gemm):
         dtype: torch.dtype,
         scaling: DelayedScaling | None = None,
         first: int = 0,
+        kept: KeptInFp8 | None = None,
     ):
-        self.backend, self.dtype, self.scaling, self.first = backend, dtype, scaling, first
+        self.backend, self.dtype, self.scaling, self.first, self.kept = backend, dtype, scaling, first, kept
         self._weight: Payload | None = None
         self._frozen = False
 
@@ -138,6 +103,9 @@ class Fp8Gemm(Gemm):
     def history(self) -> Tensor | None:
         """[HISTORY, 3] magnitudes of x, weight and dy, a view, for a checkpoint; None if there are none to keep."""
         return None if self.scaling is None else self.scaling.history[:, self.first : self.first + len(ROLES)]
+
+    def adopt(self, weight: Param) -> None:
+        weight.spec = replace(weight.spec, kept=self.kept)
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         return self._cast(x, "x", gathered, columns, record)
@@ -181,7 +149,10 @@ class Fp8Gemm(Gemm):
             self._weight = None
 
     def _quantized(self, weight: Tensor) -> Payload:
-        if self._weight is None:
+        if self._weight is None and self.kept is not None and weight.dtype == KINDS["weight"]:
+            inverse, rows = self.kept.inverse, weight.detach()
+            self._weight = Payload(rows, inverse, self.backend.transpose(rows), inverse)
+        elif self._weight is None:
             known = (None, None) if self._frozen else self._scale("weight", True)
             self._weight = self.backend.cast(weight.detach(), "weight", ALONE, *known, True)
         return self._weight
@@ -254,13 +225,18 @@ class Fp8State:
         if self.layers and precision.fp8 == "delayed":
             roles = ROLES * (GEMMS_PER_LAYER * len(self.layers))
             self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
+        self.weights = None
+        if self.layers and precision.fp8_params:
+            self.weights = WeightScales(GEMMS_PER_LAYER * len(self.layers), self.scaling, mesh.device)
 
     def gemm(self, layer: int) -> Gemm:
         """Make the GEMM of one more linear layer of block `layer`."""
         if layer not in self.layers:
             return self.ordinary
         assert self.backend is not None
-        self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, len(ROLES) * len(self.gemms)))
+        i = len(self.gemms)
+        kept = None if self.weights is None else self.weights.of(i)
+        self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, len(ROLES) * i, kept))
         return self.gemms[-1]
 
     def drop_casts(self) -> None:

@@ -27,7 +27,8 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import FP8_WORKSPACE_BYTES
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8_torch import KINDS, Operand, limit
+from minitron.kernels.fp8_scales import KINDS, limit
+from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import ABSENT, Payload
 
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)

@@ -25,15 +25,10 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Axis
 from minitron.kernels import plain
+from minitron.kernels.fp8_scales import KINDS, limit, scale_of
 from minitron.kernels.gemm import Payload
 
-KINDS = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "dy": torch.float8_e5m2}  # by role
 BLOCK = 128
-
-
-def limit(kind: torch.dtype) -> float:
-    """Return the largest value of a format."""
-    return torch.finfo(kind).max
 
 
 class Operand(NamedTuple):
@@ -65,7 +60,7 @@ class TensorScaling:
             if amax is not None:
                 torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
-            scale, amax = limit(kind) / top.clamp(min=1e-12), None
+            scale, amax = scale_of(top, kind), None
         values, inverse, transposed = self.ops.cast(x, scale, amax, kind, both)
         return Payload(values, inverse, *((transposed, inverse) if both else (None, None)))
 

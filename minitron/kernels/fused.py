@@ -15,6 +15,7 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     add_rows        3 and 2, of the rows that a token has                                           fused_sums
     cross-entropy   1 and 0, backward 1 and 1 over the logits                                       fused_loss
     adamw           4 and 3, and the bf16 parameter                                                 fused_adamw
+    cast_master     1 and 1 of bytes                                                                fused_adamw
 
 This file names them all; it is imported where the device is CUDA and torch brings Triton. Attention with dropout is a
 backend of kernels/attention.py: fused_attention.py. No sum is made by atomic
@@ -29,6 +30,7 @@ from minitron.kernels.fused_activations import swiglu_backward_cast as swiglu_ba
 from minitron.kernels.fused_activations import swiglu_cast as swiglu_cast
 from minitron.kernels.fused_activations import swiglu_forward as swiglu_forward
 from minitron.kernels.fused_adamw import adamw_ as adamw_
+from minitron.kernels.fused_adamw import cast_master as cast_master
 from minitron.kernels.fused_loss import softmax_gradient_ as softmax_gradient_
 from minitron.kernels.fused_loss import softmax_sums as softmax_sums
 from minitron.kernels.fused_norm import add_norm as add_norm

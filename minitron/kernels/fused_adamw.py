@@ -1,4 +1,4 @@
-"""The AdamW update in Triton: see kernels/fused.py."""
+"""The AdamW update in Triton, and the cast of masters to FP8 weights: see kernels/fused.py."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ def adamw_(
         numbers = hyper.lr, *hyper.betas, *rests, hyper.eps, s.decay
         _adamw[(triton.cdiv(n, 4096),)](*tensors, numbers, n, BLOCK=4096, num_warps=8)
         updated(i)
+
+
+@triton.jit
+def _cast_master(master, scale, out, amax, n, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    value = tl.load(master + i, inside, other=0.0).to(tl.bfloat16).to(tl.float32)
+    if out is not None:
+        scaled = tl.minimum(tl.maximum(value * tl.load(scale), -LIMIT), LIMIT)
+        tl.store(out + i, scaled.to(out.dtype.element_ty), inside)
+    if amax is not None:
+        tl.atomic_max(amax, tl.max(tl.abs(value)), sem="relaxed")
+
+
+def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor | None) -> None:
+    """Cast masters to an FP8 weight; see kernels/plain.py."""
+    n, limit = master.numel(), 0.0 if out is None else torch.finfo(out.dtype).max
+    _cast_master[(triton.cdiv(n, 4096),)](master, scale, out, amax, n, LIMIT=limit, BLOCK=4096, num_warps=8)

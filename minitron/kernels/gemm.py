@@ -86,6 +86,9 @@ class Gemm:
     def __init__(self, add_product: Callable[..., None] = plain.add_product):
         self.add_product = add_product
 
+    def adopt(self, weight: Param) -> None:
+        """Note what this format has to say of the weight of its layer; called when the layer is made."""
+
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         """Return the input x [m, k] of a layer as its products read it.
 

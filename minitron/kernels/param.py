@@ -18,13 +18,14 @@ The type `Param` tells type checkers of the two; when the program runs, it is nn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from minitron.comm.mesh import Axis
+from minitron.kernels.fp8_scales import KeptInFp8
 
 if TYPE_CHECKING:
 
@@ -77,7 +78,8 @@ class ParamSpec:
     name: in the whole model, the same on every rank that has it. shard: how it is cut over tp, None: every rank holds
     all of it. decay: whether weight decay applies. std: of its normal initialisation, None: filled with `fill`. tied:
     the embedding weight that the head shares. uses: how many gradients one backward pass adds. sum_over_tp: a rank's
-    gradient comes from its own tokens or heads only, and is to be summed over tp.
+    gradient comes from its own tokens or heads only, and is to be summed over tp. kept: its scale, if the optimizer is
+    to keep it as FP8 bytes; until then it has its first values, in the model's format.
     """
 
     name: str = ""
@@ -88,6 +90,7 @@ class ParamSpec:
     tied: bool = False
     uses: int = 1
     sum_over_tp: bool = False
+    kept: KeptInFp8 | None = field(default=None, compare=False)
 
     @property
     def replicated(self) -> bool:

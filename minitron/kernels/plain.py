@@ -13,6 +13,7 @@ and meta.py (dry runs), which have the same functions.
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
     drop_elements                dropout, given its counters                   kernels/rng.py
+    cast_master                  an FP8 weight, from the optimizer's state
     adamw_                       the update of flat optimizer states           Loshchilov & Hutter 2019
 
 A function whose name ends in `_` changes its arguments in place.
@@ -251,6 +252,22 @@ def _local(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     local = labels - first
     inside = (local >= 0) & (local < size)
     return local.masked_fill(~inside, 0), inside
+
+
+# ---- weights that are kept as FP8 bytes ------------------------------------------------------------------------------
+
+
+def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor | None) -> None:
+    """Write masters [n] as the model has them, rounded to bf16, times scale [1], to `out` [n], an FP8 format.
+
+    amax [1] is raised to their largest magnitude. out or amax may be None.
+    """
+    rounded = master.bfloat16().unsqueeze(0)
+    if amax is not None:
+        torch.maximum(amax, largest(rounded), out=amax)
+    if out is not None:
+        values, _, _ = cast(rounded, scale, None, out.dtype, columns=False)
+        out.view(torch.uint8).copy_(values.view(-1).view(torch.uint8))
 
 
 # ---- AdamW -----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ Gradients are float32, or bf16 (optimizer.grad_dtype): half of the memory and of
 written to the buffer is rounded to 8 bits, 2^-9 of its value at most. Sums are made in float32 and rounded once each:
 a product with the microbatches before it, a slice with its copies on the GPUs of a node. Process groups add in bf16.
 
+Weights that are kept in FP8 (precision.fp8_params) have buckets of their own, of one byte each, which are gathered as
+they are; their first values go to the masters at once (optim/fp8_weights.py writes the bytes).
+
 Left out: ZeRO-2 and ZeRO-3. The gradient buffer is kept whole because microbatches accumulate into it.
 """
 
@@ -43,11 +46,13 @@ from torch import Tensor, nn
 from minitron.comm.collectives import Done, Handle, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import BUCKET_BYTES
+from minitron.kernels.fp8_scales import KINDS
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
 from minitron.optim.slices import Arrival, ProcessGroupSlices, choose_slices
 
-# Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, which GEMMs and NCCL's wide loads want.
+# Elements. Every parameter and every rank's slice starts on 256 bytes in bf16, on 128 in FP8, which GEMMs and NCCL's
+# wide loads want.
 ALIGNMENT = 128
 
 
@@ -66,8 +71,8 @@ class BucketKey(NamedTuple):
 
 def bucket_key(param: Param) -> BucketKey:
     """Return the key of the bucket that a parameter goes into."""
-    spec = param.spec
-    return BucketKey(param.dtype, spec.decay, spec.replicated, spec.sum_over_tp, spec.tied)
+    spec, dtype = param.spec, param.dtype if param.spec.kept is None else KINDS["weight"]
+    return BucketKey(dtype, spec.decay, spec.replicated, spec.sum_over_tp, spec.tied)
 
 
 class Span(NamedTuple):
@@ -134,8 +139,9 @@ def _round_up(value: int, multiple: int) -> int:
 class Bucket:
     """Flat parameters and gradients of one plan, this rank's slices of both, and the collectives in flight.
 
-    data [size] in the model's dtype, grad [size] in grad_dtype; data_slice, grad_slice [size / dp_cp] are views. A
-    slice of `grad` is the sum over data ranks only between `Gradients.finish` and the next step's first backward.
+    data [size] in the parameters' dtype (FP8 as bytes), grad [size] in grad_dtype; data_slice, grad_slice
+    [size / dp_cp] are views. A slice of `grad` is the sum over data ranks only between `Gradients.finish` and the next
+    step's first backward.
     square: 0-d float64, the squared norm of grad_slice, if it is taken as soon as the slice is reduced (norm_stream).
     """
 
@@ -149,9 +155,11 @@ class Bucket:
     ):
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
-        self.data = slices.zeros(plan.size, plan.key.dtype)
+        in_fp8 = plan.key.dtype == KINDS["weight"]
+        self.data = slices.zeros(plan.size, torch.uint8 if in_fp8 else plan.key.dtype)  # no collective knows FP8
         self.grad = slices.zeros(plan.size, grad_dtype)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
+        self.first = self._first_values() if in_fp8 else None
         self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
         self.reduction: Handle = Done()
         self.gather: Handle = Done()
@@ -164,10 +172,27 @@ class Bucket:
 
     def _adopt(self, span: Span, param: Param) -> None:
         place = slice(span.start, span.start + span.numel)
-        view = self.data[place].view(param.shape)
-        view.copy_(param.detach())
+        view = self.data[place].view(self.key.dtype).view(param.shape)
+        if self.first is None:
+            view.copy_(param.detach())
         param.data = view
         param.slot = GradSlot(self.grad[place].view(param.shape), partial(self.report, span.name))
+
+    def _first_values(self) -> Tensor:
+        """Return the own slice of the first values, float32."""
+        axis = self.slices.axis
+        values = torch.zeros_like(self.data_slice, dtype=torch.float32)
+        for span, first, last in self.plan.owned(axis.rank, axis.size):
+            own = self.params[span.name].detach().view(-1)[first - span.start : last - span.start]
+            values.narrow(0, first - axis.rank * len(values), last - first).copy_(own)
+        return values
+
+    def take_masters(self) -> Tensor:
+        """Return the masters of the own slice, float32: of float32 parameters the slice itself. To be called once."""
+        if self.first is None:
+            return self.data_slice.float()
+        masters, self.first = self.first, None
+        return masters
 
     def begin_backward(self, first: bool, last: bool) -> None:
         """Overwrite the last step's gradients in the first backward; count reports in the last."""
@@ -332,12 +357,6 @@ class Gradients:
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     # ---- parameters
-
-    def gather_parameters(self) -> None:
-        """Bring back the slices that other ranks updated. With overlap the units wait, else this call does."""
-        for bucket in self.buckets:
-            bucket.start_gather()
-        self.after_gathers()
 
     def after_gathers(self) -> None:
         """Wait for the gathers, unless units do; call it when all have been started."""

@@ -10,7 +10,8 @@ One step, with no value read by the host:
   2. gradient of the mean loss = sum / (count * backward_scale); its norm, and from that the clipping factor.
   3. Both divisions become one device scalar that the fused AdamW kernel applies as it reads the gradient.
   4. A norm that is not finite sets `found_inf`: then masters, moments and the step count stay as they are.
-  5. Parameters of a smaller dtype are rewritten from the masters; all-gathers bring the other ranks' slices.
+  5. Parameters of a smaller dtype are rewritten from the masters; all-gathers bring the other ranks' slices. Those that
+     are kept in FP8 are cast in between (fp8_weights.py).
 
     Two ranks, 24 elements:   rank 0  grad[0:12]  -> master, exp_avg, exp_avg_sq [12] -> data[0:12]  \\  all-gather:
                               rank 1  grad[12:24] -> its own three [12]               -> data[12:24] /  both have [0:24]
@@ -31,6 +32,7 @@ from minitron.config.schema import OptimizerConfig
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.plain import AdamHyper, AdamState
 from minitron.optim.buckets import Gradients
+from minitron.optim.fp8_weights import Fp8Weights
 
 # Keeps the clipping factor finite, as torch.nn.utils.clip_grad_norm_ and Megatron-LM do.
 CLIP_EPS = 1e-6
@@ -61,6 +63,8 @@ class Stats:
 class Zero1Optimizer:
     """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
+    Making it is collective over dp_cp where weights are kept in FP8, which then get their first bytes.
+
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
     float32, updates so far. snapshot_done: whoever reads the state on another stream puts the event of the end here,
     and an update waits for it.
@@ -69,23 +73,26 @@ class Zero1Optimizer:
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
         self.gradients, self.cfg = gradients, cfg
         buckets = gradients.buckets
-        self.masters = [bucket.data_slice.float() for bucket in buckets]  # float32: the parameter slice itself
+        self.masters = [bucket.take_masters() for bucket in buckets]
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
         self.snapshot_done: torch.cuda.Event | Done = Done()
         self.adamw_ = kernels.adamw_
+        self.fp8_weights = Fp8Weights(gradients, self.masters, kernels.ops.cast_master)
         self.states = [
             AdamState(
                 master,
                 bucket.grad_slice,
                 average,
                 square,
-                bucket.data_slice,
+                bucket.data_slice if bucket.data.is_floating_point() else master,
                 cfg.weight_decay if bucket.key.decay else 0.0,
             )
             for bucket, master, average, square in zip(buckets, self.masters, self.exp_avg, self.exp_avg_sq)
         ]
+        if self.fp8_weights.all:
+            self.write_parameters()
 
     @torch.no_grad()
     def step(self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0) -> Stats:
@@ -114,11 +121,23 @@ class Zero1Optimizer:
         """Update all slices with gradient / divisor, unless found_inf is 1; one travels while the next is made."""
         self.steps += 1 - found_inf
         self.snapshot_done.wait()
+        self.fp8_weights.begin()
         self.adamw_(
             self.states,
             self.steps,
             divisor,
             found_inf,
             AdamHyper(lr, self.cfg.betas, self.cfg.eps),
-            updated=lambda i: self.gradients.buckets[i].start_gather(),
+            updated=self.fp8_weights.write,
         )
+        self.fp8_weights.end()
+
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Make all parameters of the masters, and wait until they are there. Collective over dp_cp."""
+        self.fp8_weights.begin()
+        for i, state in enumerate(self.states):
+            state.param.copy_(state.master)
+            self.fp8_weights.write(i)
+        self.fp8_weights.end()
+        self.gradients.wait_parameters()

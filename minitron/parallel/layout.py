@@ -60,12 +60,13 @@ class Layout:
 
 def make_layout(cfg: Config, mesh: Mesh, kernels: Kernels) -> Layout:
     """Make the layout that all chunks of a rank share. Collective over tp."""
-    p = cfg.parallel
+    p, dtype = cfg.parallel, DTYPES[cfg.precision.dtype]
     comm = choose(
         mesh.tp,
         mesh.device,
+        dtype,
         sequence_parallel=p.sequence_parallel,
         overlap=p.overlap_tp,
         sum_parts=kernels.ops.sum_parts,
     )
-    return Layout(comm, kernels, DTYPES[cfg.precision.dtype], mesh.device)
+    return Layout(comm, kernels, dtype, mesh.device)

@@ -189,6 +189,7 @@ class ParallelLinear(nn.Module):
     def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, comm: LinearComm):
         super().__init__()
         self.weight, self.bias = weight, bias
+        gemm.adopt(weight)
         self.linear = Linear(weight, bias if self.by_columns else None, gemm, comm)
         self.adapter: nn.Module | None = None
 

@@ -181,14 +181,14 @@ class SymmetricMemoryComm:
     knows that all ranks have finished with the other buffer, so that no second barrier is needed at the end.
 
     The products of a layer take the GPU some milliseconds, and the host must launch all of this in that time: hence
-    events and views that are made once, and few changes of the stream.
+    events and views that are made once, and few changes of the stream. dtype: of what products return.
     """
 
     sequence_parallel = True
 
-    def __init__(self, axis: Axis, device: torch.device, sum_parts: Callable[[Tensor], Tensor]):
+    def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype, sum_parts: Callable[[Tensor], Tensor]):
         self.axis = self.gathered = axis
-        self.device, self._sum_parts = device, sum_parts
+        self.device, self.dtype, self._sum_parts = device, dtype, sum_parts
         self.side, self.copies = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self._groups = _groups(axis.size, axis.rank)
         self._event = torch.cuda.Event()  # recorded and waited for in one go, so that one is enough
@@ -214,7 +214,7 @@ class SymmetricMemoryComm:
     ) -> tuple[Tensor, Payload | None]:
         """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
         m = x.rows.shape[0]
-        y = weight.new_empty(self.axis.size * m, n)
+        y = weight.new_empty(self.axis.size * m, n, dtype=self.dtype)
         parts, whole, memory = self._begin_gather(x)
         main, pieces = self._main(), [parts]  # the own piece is first: it needs no copy
         self._after(self.side, main)
@@ -238,7 +238,7 @@ class SymmetricMemoryComm:
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
         """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
         main, m = self._main(), x.rows.shape[0] // self.axis.size
-        partial, received, memory = self._begin_scatter(x.rows.shape[0], n, weight)
+        partial, received, memory = self._begin_scatter(x.rows.shape[0], n)
         self._after(self.side, main)
         for i, group in enumerate(reversed(self._groups)):  # the own piece is last: no rank waits for it
             stream, own = (main, self.side)[i % 2], i + 1 == len(self._groups)
@@ -265,7 +265,7 @@ class SymmetricMemoryComm:
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
         """Launch the whole product; its parts travel beside what the current stream does next."""
-        partial, received, memory = self._begin_scatter(x.rows.shape[0], n, weight)
+        partial, received, memory = self._begin_scatter(x.rows.shape[0], n)
         main = self._main()
         product(x, weight, partial)
         self._after(self.copies, main)
@@ -306,11 +306,11 @@ class SymmetricMemoryComm:
                 piece.copy_(theirs)
         return [out[group.rows(m)] for out, m in zip(whole, rows)]
 
-    def _begin_scatter(self, m: int, n: int, like: Tensor) -> tuple[Tensor, Tensor, SharedBuffer]:
+    def _begin_scatter(self, m: int, n: int) -> tuple[Tensor, Tensor, SharedBuffer]:
         """Return space [m, n] that all see, space [tp, m/tp, n] for what they have for this rank, and the memory."""
-        memory = self._memory("scatter", m * n * like.itemsize)
-        received = like.new_empty(self.axis.size, m // self.axis.size, n)
-        return memory.view(self.axis.rank, torch.Size((m, n)), like.dtype, 0), received, memory
+        memory = self._memory("scatter", m * n * self.dtype.itemsize)
+        received = torch.empty(self.axis.size, m // self.axis.size, n, dtype=self.dtype, device=self.device)
+        return memory.view(self.axis.rank, torch.Size((m, n)), self.dtype, 0), received, memory
 
     def _receive(self, memory: SharedBuffer, group: _Group, received: Tensor) -> None:
         """Copy the rows that these ranks have computed for this one."""
@@ -399,11 +399,20 @@ LinearComm = AllReduceComm | ProcessGroupComm | SymmetricMemoryComm
 
 
 def choose(
-    axis: Axis, device: torch.device, *, sequence_parallel: bool, overlap: bool, sum_parts: Callable[[Tensor], Tensor]
+    axis: Axis,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool,
+    overlap: bool,
+    sum_parts: Callable[[Tensor], Tensor],
 ) -> LinearComm:
-    """Choose how linear layers communicate over `axis`: the fastest way that can run. Collective over the axis."""
+    """Choose how linear layers communicate over `axis`: the fastest way that can run. Collective over the axis.
+
+    dtype: of what products return.
+    """
     if axis.size == 1 or not sequence_parallel:
         return AllReduceComm(axis, overlap)
     if in_pieces(axis.size, sequence_parallel, overlap) and see_each_other(axis, device):
-        return SymmetricMemoryComm(axis, device, sum_parts)
+        return SymmetricMemoryComm(axis, device, dtype, sum_parts)
     return ProcessGroupComm(axis, overlap)

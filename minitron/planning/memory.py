@@ -1,7 +1,8 @@
 """Bytes that a rank holds at the peak of a step, by what they are for.
 
 Four things last: parameters (2 bytes each in bf16), their gradients (4, or 2), masters and moments (12, over dp x cp)
-and FP8 casts of the blocks' weights (2). Activations come and go with the schedule: a chunk's forward leaves what its
+and FP8 casts of the blocks' weights (2). With precision.fp8_params these weights are casts themselves: a byte each, and
+one for their transposes. Activations come and go with the schedule: a chunk's forward leaves what its
 backward needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in
 bf16:
 
@@ -99,8 +100,9 @@ class Memory:
 
     def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
         """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
-        count, trained = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained))
-        return ITEM * count, self.grad_bytes * trained, 12 * trained // self.shards, 2 * self.cast(rank)
+        count, trained, kept = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained, self.kept))
+        casts = 2 * self.cast(rank) - kept
+        return ITEM * count - kept, self.grad_bytes * trained, 12 * trained // self.shards, casts
 
     def stages(self, rank: int) -> range:
         """Return the stages of a pipeline rank, by chunk."""
@@ -109,6 +111,14 @@ class Memory:
     def cast(self, rank: int) -> int:
         """Count the elements of the rank's weights that are cast to FP8."""
         return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp])
+
+    def kept(self, stage: int) -> int:
+        """Count the elements on a rank of this stage that are kept as FP8 bytes: a byte less than bf16 has."""
+        return self.block_matrices * self.fp8_blocks[stage] if self.cfg.precision.fp8_params else 0
+
+    def gathered_bytes(self, stage: int) -> int:
+        """Count the bytes of the parameters that data ranks gather on this stage."""
+        return ITEM * self.trained(stage) - self.kept(stage)
 
     def trained(self, stage: int) -> int:
         """Count the elements on a rank of this stage that have gradients: all, or those of adapters."""
@@ -185,8 +195,8 @@ class Memory:
         if sizes.in_pieces(self.tp, p.sequence_parallel, p.overlap_tp) and self.tp <= self.gpus_per_node:
             held += 2 * row * (self.rows + self.tokens)
         if p.overlap_grads and 1 < self.shards <= self.gpus_per_node // self.tp:
-            trained = sum(map(self.trained, self.stages(rank)))
-            held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, (self.grad_bytes + ITEM) * trained // self.shards)
+            shared = sum(self.grad_bytes * self.trained(i) + self.gathered_bytes(i) for i in self.stages(rank))
+            held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, shared // self.shards)
         return held
 
     def _walk(self, rank: int) -> tuple[int, int]:

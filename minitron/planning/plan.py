@@ -127,9 +127,13 @@ class Step:
 
     def update_seconds(self, rank: int) -> float:
         """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""
-        memory = self.memory
-        moved = (STATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, memory.stages(rank))) / memory.shards
-        return self.machine.copied(moved + (0 if memory.frozen else 4 * memory.cast(rank)))
+        memory, stages = self.memory, self.memory.stages(rank)
+        casts = 0 if memory.frozen else 4 * memory.cast(rank)
+        moved = (STATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, stages)) / memory.shards
+        if kept := sum(map(memory.kept, stages)):  # cast from masters, then transposed; of two reads one is a maximum's
+            read = 4 if self.cfg.precision.fp8 == "delayed" else 8
+            moved, casts = moved + (read + 1 - ITEM) * kept / memory.shards, casts - 2 * kept
+        return self.machine.copied(moved + casts)
 
     def seconds(self, timeline: Timeline) -> Counter:
         """Return the seconds of every part, of the rank that computes longest."""
@@ -160,8 +164,11 @@ class Step:
         p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
         reduce, gather = (
-            {chunk: self.machine.collective(size * count, self.memory.shards, p.tp) for chunk, count in counts.items()}
-            for size in (grad_bytes, ITEM)
+            {chunk: self.machine.collective(size, self.memory.shards, p.tp) for chunk, size in sizes.items()}
+            for sizes in (
+                {chunk: grad_bytes * count for chunk, count in counts.items()},
+                {chunk: self.memory.gathered_bytes(chunk * p.pp + rank) for chunk in chunks},
+            )
         )
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:

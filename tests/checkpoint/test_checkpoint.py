@@ -224,6 +224,26 @@ def test_fp8_histories_follow_their_layers(ranks, tmp_path):
     assert trainer.chunks[0].fp8_state.scaling.cold  # not all of its layers have one: it looks first
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weights_kept_in_fp8_come_back_from_their_masters(ranks, tmp_path, recipe):
+    """In any layout, from a run with bf16 weights, and to one: a checkpoint says nothing of the key."""
+    bf16 = config(LLAMA, LONG, FP8, {"precision": FP8["precision"] | {"fp8": recipe}})
+    cfg = dataclasses.replace(bf16, precision=dataclasses.replace(bf16.precision, fp8_params=True))
+    expected = whole(cfg, 4)
+    assert [figures["loss"] for figures in expected] == [figures["loss"] for figures in whole(bf16, 4)]
+    for name, (first, second) in {"kept": (cfg, cfg), "old": (bf16, cfg), "back": (cfg, bf16)}.items():
+        leg(saving(first, tmp_path / name), 2)
+        went_on = leg(saving(second, tmp_path / name), 4)
+        assert [figures["loss"] for figures in went_on] == [figures["loss"] for figures in expected[2:]], name
+        assert_same(contents(tmp_path / name), contents(tmp_path / "kept"))
+    before, cfg = None, saving(cfg, tmp_path / "layouts")
+    for until, (world, parallel) in zip((2, 4, 6, 8), [(2, dict(pp=2)), (8, dict(pp=2, vp=2, tp=2)), (1, {}), (2, {})]):
+        ranks(world, leg, dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, **parallel)), until)
+        if before is not None:
+            assert_same(contents(tmp_path / "layouts" / "again"), before)
+        before = contents(tmp_path / "layouts")
+
+
 # ---- weights only -------------------------------------------------------------------------------------------------
 
 

@@ -575,6 +575,25 @@ FP8 = ["precision.fp8=current"]
             1,
             ["precision.fp8_bf16_layers=2 at both ends leave none of model.num_layers=4 in FP8; use at most 1"],
         ),
+        (["precision.fp8_params=true"], 1, ["precision.fp8_params=true has no effect with precision.fp8=none"]),
+        (
+            ["precision.fp8=block", "precision.fp8_params=true"],
+            1,
+            [
+                "precision.fp8_params=true gathers weights that have one scale each, and precision.fp8=block has one for "
+                "each 128 x 128 values",
+                "use precision.fp8=delayed or current, or precision.fp8_params=false",
+            ],
+        ),
+        (
+            [*FP8, "precision.fp8_params=true", "finetune.kind=lora"],
+            1,
+            [
+                "precision.fp8_params=true is of weights that are trained, and finetune.kind=lora freezes those of FP8 "
+                "products",
+                "set precision.fp8_params=false",
+            ],
+        ),
         (["precision.fp8_bf16_layers=1"], 1, ["precision.fp8_bf16_layers=1 has no effect with precision.fp8=none"]),
         (["precision.fp8_backend=torch"], 1, ["precision.fp8_backend=torch has no effect with precision.fp8=none"]),
         (

@@ -12,8 +12,9 @@ from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import HISTORY, DelayedScaling, Fp8Gemm, Fp8State, choose_backend
-from minitron.kernels.fp8_torch import Operand, limit
+from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend
+from minitron.kernels.fp8_scales import HISTORY, DelayedScaling, limit
+from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
 from minitron.parallel.layout import Layout

@@ -223,6 +223,8 @@ def test_parameters_are_those_of_the_model(family, layout):
         ("gpt3_13b", 4, ["model.num_layers=4", "parallel.pp=2", "optimizer.grad_dtype=bf16"]),
         ("llama31_70b", 64, ["precision.fp8=delayed", "optimizer.grad_dtype=bf16"]),
         ("llama3_8b_lora", 2, ["optimizer.grad_dtype=bf16"]),
+        ("llama31_70b", 64, ["precision.fp8=delayed", "optimizer.grad_dtype=bf16", "precision.fp8_params=true"]),
+        ("gpt3_13b", 4, ["model.num_layers=6", "parallel.pp=2", "precision.fp8=current", "precision.fp8_params=true"]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )
@@ -358,6 +360,11 @@ def counted_by_hand(cfg, world) -> dict:
     trained = m.num_layers * (matrices + vectors) + tables + (1 if llama else 2) * h
     shards = dp * p.cp
     cast_weights = 4 * matrices * m.num_layers if fp8 else 0
+    gathered, written = 2 * trained, 2 * trained
+    if cfg.precision.fp8_params:  # of these weights bytes travel; masters are read, for a maximum too, bytes transposed
+        gathered -= matrices * m.num_layers
+        written += (1 + 4 * (1 if cfg.precision.fp8 == "delayed" else 2) - 2) * matrices * m.num_layers
+        cast_weights = 2 * matrices * m.num_layers
     return {
         "gemm": microbatches * products / 1e12,
         "attention": microbatches * m.num_layers * 3.5 * kernels * (FUSED_ATTENTION if m.attention_dropout else 1),
@@ -368,9 +375,9 @@ def counted_by_hand(cfg, world) -> dict:
         "cp_hidden": microbatches * m.num_layers * hidden,
         "pp_exposed": 0.0,
         "bubble": 0.0,
-        "dp_exposed": (gradient + 2) * trained * (shards - 1) / shards / 1e9,
+        "dp_exposed": (gradient * trained + gathered) * (shards - 1) / shards / 1e9,
         "dp_hidden": 0.0,
-        "optimizer": ((2 * gradient + 8 + 16 + 2) * trained / shards + cast_weights) / 1e12,
+        "optimizer": (((2 * gradient + 8 + 16) * trained + written) / shards + cast_weights) / 1e12,
     }
 
 
@@ -390,6 +397,8 @@ def counted_by_hand(cfg, world) -> dict:
         (2, ["train.recompute=selective"]),
         (2, ["optimizer.grad_dtype=bf16"]),
         (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed", "optimizer.grad_dtype=bf16"]),
+        (4, ["parallel.tp=2", "precision.fp8=delayed", "precision.fp8_params=true"]),
+        (2, [*GPT3, "precision.fp8=current", "precision.fp8_params=true"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

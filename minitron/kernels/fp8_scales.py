@@ -1,0 +1,128 @@
+"""Scales of FP8 tensors that outlive one cast: from the magnitudes of past steps, and of weights kept as FP8 bytes.
+
+A scale is the number that brings a tensor's largest magnitude to the limit of its format. `DelayedScaling` makes it
+from the largest magnitudes of the last steps, so that it is known before the tensor is. Where weights are kept as FP8
+bytes (precision.fp8_params) the optimizer casts them, and it has slices of them only: `WeightScales` says with which
+scales, and collects the largest magnitudes of the slices.
+
+                 scale of the new weights                           their largest magnitude
+    delayed      from the histories, as every rank has them         joins those of the step, when they enter histories
+    current      from the new weights themselves: data ranks agree on their magnitudes before the cast
+
+Both are what a cast of the whole weight would have taken, so the bytes are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minitron.comm.collectives import all_reduce_
+from minitron.comm.mesh import Axis
+
+KINDS = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "dy": torch.float8_e5m2}  # by role
+ROLES = tuple(KINDS)
+HISTORY = 16  # steps whose magnitudes a scale is made from
+
+
+def limit(kind: torch.dtype) -> float:
+    """Return the largest value of a format."""
+    return torch.finfo(kind).max
+
+
+def scale_of(top: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the scales that bring magnitudes `top` to the limit of a format."""
+    return limit(kind) / top.clamp(min=1e-12)
+
+
+class DelayedScaling:
+    """Scales of tensors, each from the largest magnitude that its tensor had in the last HISTORY steps.
+
+    roles: those of the tensors. axes: ranks along them have the same scales, because they gather each other's casts
+    (tp) or because a checkpoint keeps one history for all of them (data ranks). history [HISTORY, tensors], newest
+    first, is the whole state between steps.
+    """
+
+    def __init__(self, roles: Sequence[str], axes: Sequence[Axis], device: torch.device):
+        self.limits = torch.tensor([limit(KINDS[role]) for role in roles], device=device)
+        self.amax, self.scale = torch.zeros_like(self.limits), torch.ones_like(self.limits)
+        self.history = self.limits.new_zeros(HISTORY, len(roles))
+        self.axes, self.cold = axes, True  # cold: there is no history yet
+        self._views = list(zip(self.scale.split(1), self.amax.split(1)))  # made once: every cast asks for two
+
+    def of(self, i: int, record: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return (scale, amax) of tensor i, views [1]: no scale before there is a history, no amax unless `record`."""
+        scale, amax = self._views[i]
+        return None if self.cold else scale, amax if record else None
+
+    def advance(self) -> None:
+        """Put the magnitudes since the last call in the history. Once per step; collective over the axes."""
+        for axis in self.axes:
+            all_reduce_(self.amax, axis, op=torch.distributed.ReduceOp.MAX)
+        newest = torch.where(self.amax.isfinite(), self.amax, self.history[0])
+        self.history.copy_(torch.cat([newest.unsqueeze(0), self.history[:-1]]))
+        self.amax.zero_()
+        self.follow_history()
+
+    def follow_history(self) -> None:
+        """Make the scales from the history; also to be called when a checkpoint has been read into it."""
+        top = self.history.amax(0)
+        self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
+        self.cold = False
+
+
+class WeightScales:
+    """Scales of a chunk's weights that are kept as FP8 bytes; they change when the bytes do, and only then.
+
+    scale, inverse (1 / scale), top (the largest magnitude in this rank's slices) [weights], float32, are the same
+    tensors as long as they live: a recorded step reads them. delayed: scaling whose weights they are, in its order.
+
+    The optimizer calls begin(); where that says False, notes magnitudes in `top` and has data ranks agree on them, then
+    calls follow(); casts, noting magnitudes otherwise; end().
+    """
+
+    def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):
+        self.scale, self.inverse = torch.ones(2, num_weights, device=device)
+        self.top, self.delayed = torch.zeros_like(self.scale), delayed
+
+    def begin(self) -> bool:
+        """Begin with new weights. Return whether their scales are known, which a history gives."""
+        self.top.zero_()
+        if self.delayed is None or self.delayed.cold:
+            return False
+        self._set(_weights(self.delayed.scale))
+        return True
+
+    def follow(self) -> None:
+        """Make the scales from `top`, the magnitudes of whole weights."""
+        self._set(scale_of(self.top, KINDS["weight"]))
+
+    def end(self) -> None:
+        """Hand the magnitudes on, to enter histories with the step's others."""
+        if self.delayed is not None:
+            _weights(self.delayed.amax).copy_(self.top)
+
+    def of(self, i: int) -> KeptInFp8:
+        """Return views for weight i."""
+        return KeptInFp8(self, *(x[i : i + 1] for x in (self.scale, self.inverse, self.top)))
+
+    def _set(self, scale: Tensor) -> None:
+        self.scale.copy_(scale)
+        self.inverse.copy_(self.scale.reciprocal())
+
+
+class KeptInFp8(NamedTuple):
+    """The scale of a weight that is kept as FP8 bytes, [1] each; of `scales`, those of its chunk."""
+
+    scales: WeightScales
+    scale: Tensor
+    inverse: Tensor
+    top: Tensor
+
+
+def _weights(x: Tensor) -> Tensor:
+    """Return what x [tensors] has for weights, a view: a layer's tensors follow one another by role."""
+    return x[ROLES.index("weight") :: len(ROLES)]
