@@ -170,7 +170,7 @@ class DataConfig:
     paths: tuple[str, ...] = key((), "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings")
     valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths")
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
-    tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
+    tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     document_length: int | None = key(None, "mock: documents of up to so many tokens; null: mean of 1/4 sample", COUNT)
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
