@@ -190,6 +190,10 @@ class CheckpointConfig:
     resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
     load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
+    export: Literal["none", "hf"] = key(
+        "none", "hf: beside saves a folder step_...-hf that transformers reads, written by a process of its own"
+    )
+    export_every: int = key(1, "checkpoint.export: beside each save of so many, and beside the last", COUNT)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class TiktokenTokenizer:
 
     def __init__(self, ranks: dict[bytes, int], special: dict[str, int], split: str, eod: str):
         self._encoding = tiktoken.Encoding("minitron", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-        self.vocab_size = len(ranks) + len(special)
+        self.ranks, self.split, self.vocab_size = ranks, split, len(ranks) + len(special)
         self.special, self.eod, self.bos = special, special[eod], special.get("<|begin_of_text|>")
         table = repr((split, sorted(ranks.items(), key=lambda item: item[1]), sorted(special.items())))
         self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
@@ -98,7 +98,7 @@ class TiktokenTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, given as the bytes of its file; the end of document is its </s>."""
+    """A SentencePiece model, given as its file's bytes; the end of document is </s>. space_first: before every text."""
 
     def __init__(self, model: bytes, name: str):
         try:
@@ -108,11 +108,12 @@ class SentencePieceTokenizer:
             why = " ".join(str(error).split())
             raise ValueError(f"{name}: no SentencePiece model ({why}); give the tokenizer.model of Llama 2") from error
         self.vocab_size = self._model.vocab_size()
-        self.eod, self.special = self._model.eos_id(), {}
+        self.eod, self.space_first = self._model.eos_id(), self._model.encode("a", out_type=str)[0][0] == "\u2581"
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         if self.eod < 0:
             why = "the model has no end-of-sentence piece, so documents cannot be separated"
             raise ValueError(f"{name}: {why}; train it with one")
+        self.special = {self._model.id_to_piece(i): i for i in (self.bos, self.eod) if i is not None}
         self.fingerprint = hashlib.sha256(model).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
