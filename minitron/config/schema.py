@@ -224,6 +224,8 @@ class LogConfig:
     every: int = key(1, "steps between iteration lines", COUNT)
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
+    wandb: str | None = key(None, "Weights & Biases: the project in which the run appears; null: nowhere")
+    prometheus: int | None = key(None, "port of rank 0's node at which Prometheus finds the last figures", "[1, 65535]")
 
 
 @dataclass(frozen=True)
