@@ -41,7 +41,7 @@ need_python() {
 
 # use_dataset gpt3|llama3.1: sets `folder`, `name` and `files` (how many pairs) of a dataset and its `tokenizer`.
 #   FILES      (default: 4 for gpt3, 2 for llama3.1)
-#   TOKENIZER  bytes, gpt2:DIR, llama3:FILE or llama2:FILE (default: what launch/setup.sh puts into the folder)
+#   TOKENIZER  bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR (default: what launch/setup.sh puts into the folder)
 use_dataset() {
     case $1 in
     gpt3)
@@ -64,7 +64,8 @@ need_tokenizer() {
     bytes) return ;;
     gpt2:?*) [ -e "$file/vocab.json" ] && file+=/vocab.json || file+=/encoder.json ;; # either will do
     llama[23]:?*) ;;
-    *) fail "TOKENIZER=$tokenizer is none of bytes, gpt2:DIR, llama3:FILE and llama2:FILE" ;;
+    hf:?*) file+=/tokenizer.json ;;
+    *) fail "TOKENIZER=$tokenizer is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE and hf:DIR" ;;
     esac
     [ -e "$file" ] || fail "there is no $file; run launch/setup.sh (for Llama's with HF_TOKEN), or set TOKENIZER"
 }

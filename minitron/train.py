@@ -272,7 +272,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         if stop.agreed:
             replicas.require_equal(step)
             saves.save(step, consumed)
-        saves.wait()
+        saves.close(stop.agreed)
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
     if saves is not None and saves.saved != step and (stop.agreed or saves.due(step)):  # no success for a scheduler
