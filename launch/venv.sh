@@ -7,6 +7,7 @@
 # A GPU container brings a torch built for its driver and libraries. If $PYTHON has such a torch, the environment sees
 # $PYTHON's packages and keeps them; only what is missing is installed. --system-site-packages would not do: where
 # $PYTHON itself lives in a virtual environment, as in many containers, it shows the packages of the wrong Python.
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 
 fail() {
     echo "$0: $*" >&2
