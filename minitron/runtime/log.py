@@ -39,6 +39,7 @@ from datetime import datetime
 from pathlib import Path
 
 from minitron.config import flops
+from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
@@ -182,7 +183,7 @@ class Log(AbstractContextManager):
             self._board = _Board(Path(folder).expanduser())
         except (ImportError, OSError) as error:
             self.close()
-            why = "needs TensorBoard, which is not installed; pip install tensorboard"
+            why = f"needs TensorBoard, which is not installed; {pip_install('tensorboard')}"
             if isinstance(error, OSError):
                 why = f"cannot be written: {error.strerror}; name another directory"
             raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
