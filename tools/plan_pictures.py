@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
+from minitron.config.installed import pip_install
 from minitron.pipeline.schedule import Forward
 from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools.draw_pipeline import draw_svg
@@ -35,7 +36,7 @@ def draw(job: Plan, folder: Path) -> Iterator[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--draw needs matplotlib: pip install matplotlib, or leave it out") from None
+        raise ValueError(f"--draw needs matplotlib: {pip_install('plot')}, or leave it out") from None
     matplotlib.use("Agg")
     try:
         folder.mkdir(parents=True, exist_ok=True)

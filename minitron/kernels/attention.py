@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
 
+from minitron.config.installed import pip_install
 from minitron.kernels.meta import hidden
 from minitron.kernels.rng import AttentionDropout
 
@@ -322,7 +323,7 @@ def _import_flash_attn() -> Backend:
     except ImportError as error:
         raise ValueError(
             "model.attention=flash-attn needs the package flash-attn: "
-            "pip install flash-attn --no-build-isolation, or use model.attention=auto"
+            f"{pip_install('flash-attn', '--no-build-isolation')}, or use model.attention=auto"
         ) from error
 
     def options(causal: bool, scale: float) -> dict[str, Any]:

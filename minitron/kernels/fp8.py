@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis, Mesh
+from minitron.config.installed import pip_install
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
@@ -62,7 +63,7 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         try:
             from minitron.kernels import fp8_te
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
-            fix = "pip install transformer-engine[pytorch], or use precision.fp8_backend=torch"
+            fix = f"{pip_install('fp8', '--no-build-isolation')}, or use precision.fp8_backend=torch"
             raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
         return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
     if block and device.type != "cpu":

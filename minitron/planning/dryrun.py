@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +30,7 @@ import torch.distributed as dist
 
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config import rules
+from minitron.config import cli, rules
 from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
@@ -215,11 +212,8 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     world = options.world
     rules.check(cfg, world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
-    try:
-        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)), flush=True)
-    except BrokenPipeError:  # its reader, `head`, has seen enough; the flush at the interpreter's end must not fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+    with cli.output():
+        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
 
 
 def choose_ranks(names: str, pp: int, world: int) -> list[int]:

@@ -26,6 +26,7 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
+from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
@@ -87,7 +88,7 @@ class Board(File):
         try:
             self._open(folder, cfg)
         except (ImportError, OSError) as error:
-            why = "needs TensorBoard, which is not installed; pip install tensorboard"
+            why = f"needs TensorBoard, which is not installed; {pip_install('tensorboard')}"
             if isinstance(error, OSError):
                 why = f"cannot be written: {error.strerror}; name another directory"
             raise ValueError(f"log.tensorboard={wanted} {why}, or set it to false") from None
@@ -126,7 +127,7 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            fix = "pip install wandb, or set it to null"
+            fix = f"{pip_install('wandb')}, or set it to null"
             raise ValueError(f"{where} needs the package wandb, which is not installed; {fix}") from None
         folder = None if cfg.log.dir is None else Path(cfg.log.dir).expanduser()
         options = {} if folder is None else {"dir": str(folder), "name": folder.name, "id": _run_id(folder)}
@@ -156,7 +157,7 @@ class Prometheus:
         try:
             import prometheus_client
         except ImportError:
-            fix = "pip install prometheus-client, or set it to null"
+            fix = f"{pip_install('prometheus')}, or set it to null"
             raise ValueError(f"{where} needs the package prometheus-client, which is not installed; {fix}") from None
         self._client, self._registry = prometheus_client, prometheus_client.CollectorRegistry()
         self._gauges: dict = {}

@@ -152,5 +152,5 @@ def test_a_gpu_with_little_shared_memory_has_dropout_in_plain_torch(monkeypatch)
 def test_missing_flash_attn_names_the_install_line(monkeypatch):
     for module in ("flash_attn", "flash_attn.flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)  # makes the import fail, installed or not
-    with pytest.raises(ValueError, match="pip install flash-attn --no-build-isolation"):
+    with pytest.raises(ValueError, match=r"-m pip install --no-build-isolation .*\[flash-attn\]'"):
         choose("flash-attn", "cuda", torch.bfloat16, 64)

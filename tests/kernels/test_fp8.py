@@ -322,6 +322,6 @@ def test_blocks_on_a_gpu_need_transformer_engine():
 def test_transformer_engine_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.delitem(sys.modules, "minitron.kernels.fp8_te", raising=False)
-    message = r"cannot load Transformer Engine \(.*\); pip install transformer-engine\[pytorch\], or use .*=torch"
+    message = r"cannot load Transformer Engine \(.*\); \S+ -m pip install .*\[fp8\]\'?, or use .*=torch"
     with pytest.raises(ValueError, match=message):
         choose_backend(PrecisionConfig(fp8="current"), torch.device("cuda"))

@@ -375,7 +375,9 @@ def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     Log(cli.load([]), 0, 1)
     Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
-    with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
+    with pytest.raises(
+        ValueError, match=r"needs TensorBoard, which is not installed; \S+ -m pip install .*\[tensorboard\]"
+    ):
         Log(cli.load([f"log.tensorboard={tmp_path}"]), 0, 1)
 
 
