@@ -110,9 +110,10 @@ class Adapter(nn.Module):
         """Multiply dy [m', n] with the frozen weight's transpose: [m, k], communication included."""
         gemm, comm = self.linear.gemm, self.linear.comm
         if self.by_columns:
-            dx, _ = column_backward(self.linear, gemm.quantize_grad(dy, columns=False), None, need_dx=True)
+            payload, _ = gemm.quantize_grad(dy, columns=False)
+            dx, _ = column_backward(self.linear, payload, None, need_dx=True)
         else:
-            payload = gemm.quantize_grad(dy, comm.gathered, columns=False)
+            payload, _ = gemm.quantize_grad(dy, comm.gathered, columns=False)
             dx, _ = row_backward(self.linear, payload, None, need_dx=True)
         assert dx is not None
         return dx

@@ -20,7 +20,7 @@ where f gathers the sequence and g reduces and scatters it (without sequence par
 all-reduce). Two objects do the work: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
 (parallel/overlap.py) runs a product together with f or g, in one piece or in several. What is gathered is the quantized
 payload, so FP8 also halves the traffic. From a layer to its product it is three calls: the autograd function, the
-communication, the format. The gated MLP (gated.py) and adapters (model/lora.py) are autograd functions of their own
+communication, the format. The MLP (mlp.py) and adapters (model/lora.py) are autograd functions of their own
 that use the same two.
 """
 
@@ -93,12 +93,12 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, dy = ctx.linear, rows(dy)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        db = accumulate(linear.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
+        x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered) if need_dw else None
+        payload, sums = linear.gemm.quantize_grad(dy, columns=need_dw, sums=need_db)
+        del dy  # which is a copy if the gradient was not contiguous
+        db = None if sums is None else accumulate(linear.bias, sums)
         if not (need_dx or need_dw):
             return None, None, db, None, None, None
-        x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered) if need_dw else None
-        payload = linear.gemm.quantize_grad(dy, columns=need_dw)
-        del dy  # which is a copy if the gradient was not contiguous
         dx, dw = column_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, db, None, None, None
 
@@ -143,7 +143,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, (need_dx, need_dw) = ctx.linear, ctx.needs_input_grad[:2]
         x = saved_or_recomputed(ctx, linear.gemm) if need_dw else None
-        payload = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
+        payload, _ = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
         dx, dw = row_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
 

@@ -322,7 +322,7 @@ def test_every_kernel_has_a_twin():
         for name, f in vars(plain).items()
         if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")
     }
-    assert kernels - {"rotate"} <= vars(meta).keys()  # which is a part of split_heads
+    assert kernels - {"rotate", "sum_rows"} <= vars(meta).keys()  # these are parts of others
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -121,7 +121,10 @@ def test_a_run_that_goes_on_goes_on_in_wandb(wandb, tmp_path):
 def test_wandb_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     Log(cli.load(["log.wandb=p"]), 1, 2).close()  # rank 0 writes
-    with pytest.raises(ValueError, match="log.wandb=p needs the package wandb, .*; \\S+ -m pip install .*\\[wandb\\], or set it to null"):
+    with pytest.raises(
+        ValueError,
+        match="log.wandb=p needs the package wandb, .*; \\S+ -m pip install .*\\[wandb\\], or set it to null",
+    ):
         Log(cli.load(["log.wandb=p"]), 0, 1)
 
 
