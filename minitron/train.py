@@ -200,7 +200,17 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     shape = stream_length(cfg), cfg.train.micro_batch_size, m.hidden_size
-    executor = Executor(chunks, pp, shape, dtype, mesh.device, gradients.begin_backward, layout.comm.begin_pass)
+    executor = Executor(
+        chunks,
+        pp,
+        shape,
+        dtype,
+        mesh.device,
+        gradients.begin_backward,
+        layout.comm.begin_pass,
+        layout.put_off,
+        cfg.parallel.schedule,
+    )
     executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     trainer = Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)

@@ -151,6 +151,10 @@ def _check_layout(cfg: Config, world: int) -> None:
     if p.vp > 1 and p.pp == 1:
         why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
         raise ValueError(f"parallel.vp={p.vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
+    if p.schedule == "zb-h1" and (p.pp == 1 or p.vp > 1):
+        key, fix = ("vp", "1") if p.vp > 1 else ("pp", "2 or more")
+        why = f"fills the bubble of pipelines with one chunk a rank, and parallel.{key}={getattr(p, key)}"
+        raise ValueError(f"parallel.schedule=zb-h1 {why}; use parallel.{key}={fix}, or parallel.schedule=1f1b")
     stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
     dp = cfg.dp(world)
     samples = f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}"

@@ -86,6 +86,9 @@ class ParallelConfig:
     tp: int = key(1, "tensor-parallel ranks", COUNT)
     pp: int = key(1, "pipeline-parallel ranks", COUNT)
     vp: int = key(1, "model chunks per pipeline rank (interleaved 1F1B)", COUNT)
+    schedule: Literal["1f1b", "zb-h1"] = key(
+        "1f1b", "of the pipeline; zb-h1 fills two thirds of the bubble with weight gradients (vp=1)"
+    )
     cp: int = key(1, "context-parallel ranks", COUNT)
     cp_style: Literal["ring", "allgather", "ulysses"] = key("ring", "how attention crosses context ranks")
     sequence_parallel: bool = key(True, "norms and residuals on 1/tp of the sequence (no effect at tp=1)")

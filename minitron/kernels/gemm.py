@@ -49,6 +49,10 @@ class Payload(NamedTuple):
         """Keep what the weight gradient needs: the columns, or rows if columns can be made from them."""
         return self if self.columns is None else Payload(ABSENT, ABSENT, self.columns, self.columns_scale)
 
+    def detached(self) -> Payload:
+        """Keep the values without what autograd knows of them, which would keep the whole graph."""
+        return Payload(*(x if x is None else x.detach() for x in self))
+
     def for_product(self) -> Payload:
         """Keep what a product along the rows needs, and so all that travels for one."""
         return self if self.columns is None else Payload(self.rows, self.rows_scale)

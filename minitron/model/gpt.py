@@ -189,7 +189,7 @@ class Head(nn.Module):
         )
         columns = len(self.weight)
         self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
-        self.linear = Linear(self.weight, None, layout.gemm, layout.comm)
+        self.linear = Linear(self.weight, None, layout.gemm, layout.comm, layout.put_off)
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream)
