@@ -5,8 +5,9 @@ and memory do not ask whether its partners are real. The idea: the trainer itsel
 fake process group (planning/dryrun.py), with partners that are made up (partners.py).
 
 Measured with a few microbatches: `step_seconds`; `busy_seconds`, in which a kernel runs; `host_seconds`, until the step
-is queued; the device's memory, runtime and graph included; and the seconds of every forward, backward and update. With
-these from the first, a middle and the last pipeline rank the whole job is simulated, at the recipe's batch:
+is queued, and `update_host_seconds` of an update that waits for no device; the device's memory, runtime and graph
+included; and the seconds of every forward, backward and update. With these from the first, a middle and the last
+pipeline rank the whole job is simulated, at the recipe's batch:
 
     schedule of the measured forwards and backwards + the planner's traffic + update  ->  job_step_seconds
                                                                                           job_quiet_seconds: no traffic
@@ -213,9 +214,11 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     graph = trainer.graph
     if graph is not None:
         graph.log = SimpleNamespace(info=print, warn=print, alarm=print)
-    for _ in range(measure.WARMUP):  # the last one is recorded and replayed
+    for _ in range(measure.WARMUP - 1):
         step()
         measure.synchronize(device)
+    update_host = host_of_update(trainer, step)  # of a step that is recorded and replayed
+    measure.synchronize(device)
     laps.end("eager")
     if graph is not None:
         if not graph.replaying:
@@ -244,6 +247,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
         "step_seconds": seconds,
         "busy_seconds": busy_seconds(step, device),
         "host_seconds": host,
+        "update_host_seconds": update_host,
         "job_step_seconds": None,
         "job_quiet_seconds": None,
         "nodes": graph.nodes - 4 * microbatches * len(trainer.chunks) if graph is not None else None,  # the clock's
@@ -260,6 +264,25 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     if graph is not None:
         graph.close()  # before the process group
     return result
+
+
+def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
+    """Run a step; return what the host takes for its update, after the device has ended everything before.
+
+    In an ordinary step the host waits there, too, whenever the device's queue is full.
+    """
+    owner, name = (trainer, "forward_backward") if trainer.graph is None else (trainer.graph, "step")
+    work, ended = getattr(owner, name), []
+
+    def wait_after(batches: list) -> torch.Tensor:
+        loss = work(batches)
+        measure.synchronize(trainer.mesh.device)
+        ended.append(time.perf_counter())
+        return loss
+
+    with mock.patch.object(owner, name, wait_after):
+        step()
+    return time.perf_counter() - ended[0]
 
 
 def busy_seconds(step: Callable[[int], object], device: torch.device) -> float | None:

@@ -26,6 +26,7 @@ from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
+from minitron.kernels.fp8 import end_step
 from minitron.kernels.gemm import DTYPES
 from minitron.kernels.kernels import Kernels
 from minitron.model import lora
@@ -65,8 +66,8 @@ class Trainer:
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
         loss_sum = self.forward_backward(batches)
-        for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
-            chunk.end_step()
+        # Before the optimizer, whose all-gathers would delay its small reductions.
+        end_step([chunk.fp8_state for chunk in self.chunks])
         loss_sum, count = self.contribution(loss_sum, batches)
         stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)))
         if self.scaler is not None:

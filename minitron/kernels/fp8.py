@@ -14,7 +14,7 @@ and three ways to a scale, the number that brings a tensor's largest magnitude t
 
     current    look first, then cast: two passes, and a collective where ranks share a scale
     delayed    the scale comes from the largest magnitude of the last 16 steps; the cast also finds the new magnitude.
-               All magnitudes of a model chunk enter their histories in one collective per step.
+               All magnitudes of a rank enter their histories in one collective per step.
     block      a scale for each 128 values of a row: nothing to share or to remember, but slower products
 
     Delayed, limit 448, magnitudes of the last steps 2.0, 3.5, 1.4: scale 448 / 3.5 = 128; a value of 4.0 in this step
@@ -38,7 +38,7 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
-from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales
+from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
 from minitron.kernels.fp8_torch import Operand, payload_of
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
 from minitron.kernels.param import Param
@@ -238,11 +238,13 @@ class Fp8State:
         for gemm in self.gemms:
             gemm.drop_casts()
 
-    def end_step(self) -> None:
-        """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
 
-        Collective over tp and dp_cp with delayed scaling.
-        """
-        self.drop_casts()
-        if self.scaling is not None:
-            self.scaling.advance()
+def end_step(states: Sequence[Fp8State]) -> None:
+    """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
+
+    states: of all chunks of this rank. Collective over tp and dp_cp with delayed scaling.
+    """
+    for state in states:
+        state.drop_casts()
+    if scalings := [state.scaling for state in states if state.scaling is not None]:
+        advance(scalings)

@@ -248,10 +248,6 @@ class GPT(nn.Module):
         assert self.head is not None
         return self.head(self._run_blocks(batch, None))
 
-    def end_step(self) -> None:
-        """Drop the number formats' casts of weights, once per step. Collective over tp and dp_cp with delayed FP8."""
-        self.fp8_state.end_step()
-
     def _run_blocks(self, batch: Batch, hidden: Tensor | None) -> Residual:
         mb = self._prepare(batch)
         if self.embedding is not None:

@@ -12,8 +12,8 @@ from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend
-from minitron.kernels.fp8_scales import HISTORY, DelayedScaling, limit
+from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend, end_step
+from minitron.kernels.fp8_scales import HISTORY, DelayedScaling, advance, limit
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
@@ -176,7 +176,7 @@ def histories(magnitudes, mesh_shape):
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
             gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
-        state.end_step()
+        end_step([state])
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 
@@ -196,7 +196,7 @@ def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
 def test_a_tensor_of_zeros_has_scale_one():
     scaling = DelayedScaling(("x", "dy"), (), CPU)
     scaling.amax[1] = 2.0
-    scaling.advance()
+    advance([scaling])
     assert scaling.scale.tolist() == [1.0, 57344 / 2]
 
 
@@ -289,6 +289,28 @@ def test_what_is_cast_how_often(monkeypatch):
     blocks = trainer.chunks[0].blocks
     assert [type(blocks[str(i)].mlp.down.linear.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
     assert type(trainer.chunks[0].head.linear.gemm) is Gemm
+
+
+def test_the_scalings_of_chunks_move_on_together_as_each_would_alone():
+    def filled(seed):
+        draw, made = torch.Generator().manual_seed(seed), []
+        for roles in ("x", "weight", "dy"), ("dy",), ("x", "dy") * 2:
+            made.append(DelayedScaling(roles, (), CPU))
+            made[-1].history.copy_(torch.rand(made[-1].history.shape, generator=draw))
+            made[-1].amax.copy_(torch.rand(len(roles), generator=draw))
+        made[0].amax[1], made[2].amax[0], made[2].history[:, 3], made[2].amax[3] = torch.inf, torch.nan, 0.0, 0.0
+        return made
+
+    together, alone = filled(1), filled(1)
+    addresses = [[x.data_ptr() for x in (s.amax, s.scale, s.history)] for s in together]
+    advance(together)
+    for scaling in alone:
+        advance([scaling])
+    for mine, other in zip(together, alone, strict=True):
+        assert torch.equal(mine.history, other.history) and torch.equal(mine.scale, other.scale)
+        assert not mine.amax.any() and not mine.cold
+    assert together[2].scale[3] == 1.0 and together[0].history[0, 1] == filled(1)[0].history[0, 1]
+    assert [[x.data_ptr() for x in (s.amax, s.scale, s.history)] for s in together] == addresses
 
 
 def test_histories_are_all_that_a_run_needs_to_go_on():
