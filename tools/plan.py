@@ -121,6 +121,7 @@ def record(job: Plan, tokens: float) -> dict:
         "step_seconds": job.step_seconds,
         "mfu_percent": job.mfu_percent,
         "memory_gib": job.memory_gib,
+        "graph_gib": job.graph_gib,
         "room_gib": room_gib(job.machine),
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
@@ -166,6 +167,10 @@ def table(job: Plan, tokens: float) -> str:
     lines += [
         f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %" for part, size in job.memory.items() if size
     ]
+    if job.graph_gib:
+        short = job.fits and job.memory_gib + job.graph_gib > room_gib(job.machine)
+        why = ": no room for that, then they stay eager" if short else ""
+        lines.append(f"  and {job.graph_gib:17.2f} GiB more if steps are recorded as CUDA graphs{why}")
     lines += [
         "",
         f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "

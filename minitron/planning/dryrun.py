@@ -35,7 +35,7 @@ from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
-from minitron.planning.memory import LASTING
+from minitron.planning.memory import LASTING, Memory
 from minitron.planning.memory_walk import MemoryWalk
 from minitron.train import Trainer, build
 
@@ -253,6 +253,8 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     yield row("peak memory", (gib(r.peak_bytes) for r in reports))
     yield from (row(f"  {part}", (gib(r.memory[part]) for r in reports)) for part in PARTS)
     yield row("  first reached in", (str(r.peak_action).replace(", last=False", "") for r in reports))
+    planned = Memory(cfg, world, gpus_per_node=1)
+    yield row("CUDA graphs, about", (gib(planned.graph(r.rank // (world // p.pp))) for r in reports))
     totals = [traffic(r) for r in reports]
     for name in sorted({name for total in totals for name in total}):
         counts = [total.get(name, (0, 0)) for total in totals]

@@ -18,6 +18,12 @@ needs beside what was saved: gradients inside of a block, gathered inputs.
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
 
+A step that is recorded as CUDA graphs (runtime/graph.py) needs more: 4 to 8 KiB in the driver for a kernel or copy, and
+activations lie in a pool of their own, which leaves some of it unused. On an H200 rank 64 of GPT-3 175B on 128 GPUs, in
+FP8, with 16 microbatches, 29,092 kernels and copies and 15 GiB of activations, took 0.6 to 1.5 GiB more than eagerly;
+`graph` says 1.2. What an evaluation casts lies where a step's casts lay. All this is no part of the peak: a recording
+that finds no room leaves the steps eager.
+
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
 buckets, fragments, and the start of a run, where one whole weight is there in float32: with LoRA on few tokens that can
@@ -37,6 +43,9 @@ ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
 COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
+NODE_BYTES = 8 << 10  # of a kernel or copy in a CUDA graph
+GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one in the middle, the last
+POOL_PARTS = 16  # of which a graph's pool leaves one unused
 LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
 PARTS = (*LASTING, "activations", "working", "messages")
 
@@ -95,6 +104,17 @@ class Memory:
     def lasting(self) -> tuple[int, int, int, int]:
         """Count the bytes of LASTING on the rank that has most of them: a bound that is quick to compute."""
         return max(map(self.lasting_parts, range(self.cfg.parallel.pp)), key=sum)
+
+    def graph(self, rank: int) -> int:
+        """Estimate the bytes that a pipeline rank needs beside these where its steps are recorded."""
+        t, pp = self.cfg.train, self.cfg.parallel.pp
+        if t.cuda_graph == "off":
+            return 0
+        microbatches = self.microbatches if pp > 1 else min(self.microbatches, GRAPHS_OF_ONE_STAGE)
+        nodes = sizes.NODES_PER_LAYER * microbatches * sum(len(self.layers[stage]) for stage in self.stages(rank))
+        if t.eval_every:  # forwards alone
+            nodes += nodes // 3
+        return NODE_BYTES * nodes + sum(self._walk(rank)) // POOL_PARTS
 
     # ---- what lasts
 

@@ -68,6 +68,12 @@ class Plan:
         return self.memory.total() / 2**30
 
     @property
+    def graph_gib(self) -> float:
+        """What recorded steps need beside it."""
+        gpus_per_node = self.machine.fabric.gpus_per_node
+        return Memory(self.cfg, self.world, gpus_per_node=gpus_per_node).graph(self.fullest) / 2**30
+
+    @property
     def fits(self) -> bool:
         return self.memory_gib <= room_gib(self.machine)
 

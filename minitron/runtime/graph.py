@@ -41,6 +41,7 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
+from minitron.config.sizes import NODES_PER_LAYER
 from minitron.pipeline.executor import Executor, Run
 from minitron.pipeline.schedule import Action, Backward, Exchange
 from minitron.runtime.log import Log
@@ -49,7 +50,6 @@ from minitron.runtime.meter import Mark
 WARM_UP = 3  # steps in which kernels are compiled, communicators set up and FP8's scales found
 TIMED = 3  # steps of each kind whose times are compared
 MOST_NODES = 300_000  # of one graph; a node takes the driver some KiB
-NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
 
 
 class StaticBatch(Protocol):
@@ -329,9 +329,11 @@ class StepGraph:
 
     def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
         begun, m, executor = time.perf_counter(), len(batches), self.executor
+        recorder.used()  # the device has to be through with what a reset drops
+        self.reset()
+        # Only now, for what it dropped, an eager evaluation's casts among it, is given back here.
         used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
         planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
-        self.reset()
         with self.mesh.activity.recording():
             if training:
                 start, end = lambda x: executor.begin(x, self.scale(m)), self.finish

@@ -33,7 +33,14 @@ def steps_of(run) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize(
-    "ranks, layout", [(1, ()), (2, ("parallel.tp=2",)), (2, ("parallel.pp=2", "parallel.vp=2")), (2, ())]
+    "ranks, layout",
+    [
+        (1, ()),
+        (1, ("data.separate_documents=true",)),
+        (2, ("parallel.tp=2",)),
+        (2, ("parallel.pp=2", "parallel.vp=2")),
+        (2, ()),
+    ],
 )
 def test_replayed_runs_that_are_interrupted_equal_an_eager_one(tmp_path, ranks, layout):
     """Stopped by SIGTERM, resumed, killed and resumed; losses bit by bit those of the run that nothing has stopped."""

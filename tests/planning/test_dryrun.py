@@ -387,6 +387,7 @@ def test_the_table(capsys):
         "peak memory",
         "parameters",
         "first reached in",
+        "CUDA graphs, about",
         "pp send",
         "of collectives: ",
         "replaced: Triton",
