@@ -1,8 +1,8 @@
 """From a checkpoint to a trainer, whatever layout either has.
 
 Each rank reads the boxes of its own slices straight into the optimizer's masters and moments: there is no second copy
-of the state, so resuming takes no more memory than a fresh start. Parameters are then the rounded masters, and an
-all-gather brings the other ranks' slices.
+of the state, so resuming takes no more memory than a fresh start. Parameters are then the rounded masters, or their FP8
+casts, and an all-gather brings the other ranks' slices.
 
 A checkpoint in checkpoint.dir is resumed, with all of its state and its data; else finetune.base or checkpoint.load
 gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and must

@@ -2,8 +2,8 @@
 
 Problem: to write the state of a large model takes longer than many steps. The idea: copy it to the host beside the next
 step, and let a thread write the copy. The state is the optimizer's (float32 masters and moments, of which every rank
-holds slices), fp16's loss scale and the FP8 histories. No more is needed: parameters are rounded masters, dropout
-hashes counters, and the order of the data follows from the data and the samples consumed.
+holds slices), fp16's loss scale and the FP8 histories. No more is needed: parameters are rounded or cast masters,
+dropout hashes counters, and the order of the data follows from the data and the samples consumed.
 
     step 20 | step 21: forward, backward | update | step 22 ...     only an update overwrites the optimizer's state, so
             |- copy, 12 bytes a parameter -|                        it alone waits for the copy. There is one: a save

@@ -77,7 +77,7 @@ class Fp8Weights:
             self.gradients.buckets[i].start_gather()
 
     def end(self) -> None:
-        """Agree on the scales that are unknown, and cast what has waited for them."""
+        """Find the scales that are unknown, with the other ranks, and cast what has waited for them."""
         if self.unknown:
             tops = torch.cat([scales.top for scales in self.unknown])
             all_reduce_(tops, self.gradients.mesh.dp_cp, op=dist.ReduceOp.MAX)

@@ -43,7 +43,7 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int,
         figures.append(trainer.step(batches, 1e-3 * (1 + step)).read())
     loader.close()
     trainer.gradients.wait_parameters()
-    figures.append([p.double().sum().item() for chunk in trainer.chunks for p in chunk.parameters()])
+    figures.append([p.float().double().sum().item() for chunk in trainer.chunks for p in chunk.parameters()])
     recorded = None
     if trainer.graph is not None:
         recorded = trainer.graph.replaying, trainer.graph.graphs, trainer.graph.nodes, trainer.graph.capture_seconds

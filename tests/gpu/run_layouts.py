@@ -90,6 +90,18 @@ if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
     FORMATS |= {
         f"fp8 {recipe}": dict(precision=dict(dtype="bf16", fp8=recipe)) for recipe in ("delayed", "current", "block")
     }
+    FORMATS |= {
+        f"fp8 params {recipe}": dict(precision=dict(dtype="bf16", fp8=recipe, fp8_params=True))
+        for recipe in ("delayed", "current")
+    }
+
+
+def formats_of(layout: dict) -> list[str]:
+    """The formats that a layout is tried in: FP8 weights wherever ranks gather, other FP8 where they multiply."""
+    if set(layout) <= {"tp", "sequence_parallel", "lora"}:
+        return [name for name in FORMATS if "params" not in name or "lora" not in layout]
+    kept = set(layout) <= {"tp", "pp", "vp", "cp", "cp_style", "overlap_grads"}
+    return [name for name in FORMATS if ("params" in name and kept) or "fp8" not in name]
 
 
 @lru_cache
@@ -158,7 +170,7 @@ def main() -> None:
             if "attention_dropout" in layout:
                 single["attention"] = "reference"  # the plain formulas, whatever the layout runs
             kind = str(single)
-            for dtype in FORMATS if set(layout) <= {"tp", "sequence_parallel", "lora"} else list(FORMATS)[:4]:
+            for dtype in formats_of(layout):
                 if not wanted(f"{family} {dtype} {layout}"):
                     continue
                 for d in ("fp32", dtype):
