@@ -52,7 +52,7 @@ from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
 from minitron.optim.zero1 import Stats
-from minitron.pipeline.schedule import Backward, Forward
+from minitron.pipeline.schedule import TICKS, Forward, Operation
 from minitron.planning.dryrun import choose_ranks, fake_world, recorded
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Step
@@ -101,7 +101,7 @@ class Clock(Activity):
         super().ended()
 
     def _pass(self, action: object, index: int) -> None:
-        if isinstance(action, Forward | Backward):
+        if isinstance(action, Operation):
             events, key = self.captured if self.captures() else self.eager, (type(action), action.chunk, action.mb)
             if key not in events:
                 events[key] = self.event(external=True), self.event(external=True)
@@ -123,16 +123,17 @@ class Clock(Activity):
         events, spent, ends = self.captured if replayed else self.eager, defaultdict(dict), 0.0
         for (kind, chunk, mb), (begun, done) in events.items():
             spent[kind, chunk][mb] = begun.elapsed_time(done) / 1e3
-        parts: dict[type, list[float]] = {Forward: [], Backward: []}
+        parts: dict[type, list[float]] = {kind: [] for kind in TICKS}
         for kind, chunk in sorted(spent, key=itemgetter(1)):
             times = spent[kind, chunk]
             first, last = min(times), max(times)
             parts[kind].append(mean([t for mb, t in times.items() if first < mb < last] or times.values()))
             ends += sum(times[mb] - parts[kind][-1] for mb in {first, last})
+        backwards = [times for kind, times in parts.items() if kind is not Forward]  # whole ones, or two halves
         update = min(done.elapsed_time(end) for _, done in events.values()) / 1e3
         return {
             "forward_seconds": parts[Forward],
-            "backward_seconds": parts[Backward],
+            "backward_seconds": [sum(halves) for halves in zip(*filter(None, backwards))],
             "ends_seconds": ends,
             "update_seconds": update,
         }

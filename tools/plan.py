@@ -146,8 +146,9 @@ def record(job: Plan, tokens: float) -> dict:
 
 def layout(cfg: Config, world: int) -> str:
     p, t = cfg.parallel, cfg.train
+    kind = "" if p.schedule == "1f1b" else f", {p.schedule}"
     return (
-        f"tp {p.tp}, pp {p.pp}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
+        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
         f"microbatches of {t.micro_batch_size}, recompute {t.recompute}"
     )
 
@@ -195,7 +196,7 @@ def searchable(cfg: Config, world: int) -> Config:
     try:
         rules.check(cfg, world)
     except ValueError as error:
-        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
+        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
         cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
         try:
             rules.check(cfg, world)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minitron.config import rules
 from minitron.config.installed import pip_install
-from minitron.pipeline.schedule import Forward
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools.draw_pipeline import draw_svg
 
@@ -65,9 +65,11 @@ def memory_curve(job: Plan) -> list[tuple[float, float]]:
     pp, curve = job.cfg.parallel.pp, [(0.0, lasting / 2**30)]
     for event in job.timeline.events:
         if event.rank == job.fullest:
-            saved = sizes.saved(event.action.chunk * pp + event.rank)
+            stage, kind = event.action.chunk * pp + event.rank, type(event.action)
+            saved, put_off = sizes.saved(stage), sizes.put_off(stage)
+            change = {Forward: saved, Backward: -saved, BackwardInput: put_off - saved, BackwardWeight: -put_off}[kind]
             curve.append((event.start, live / 2**30))
-            live += saved if type(event.action) is Forward else -saved
+            live += change
             curve.append((event.end, live / 2**30))
     return curve
 

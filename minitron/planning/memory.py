@@ -15,6 +15,11 @@ Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. `full` lea
 the one block that is in its backward. The last stage's logits become their own gradient. `working` is what an operation
 needs beside what was saved: gradients inside of a block, gathered inputs.
 
+A split backward frees that, and leaves both matrices of each weight gradient: the inputs of products that stand above,
+and the gradients of what the products gave, in a block
+
+    w / tp, 2 h / tp, f / tp (gated: 2 f)   times 2                     FP8: casts, 1 byte
+
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
 
@@ -37,7 +42,7 @@ from typing import NamedTuple
 
 from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.pipeline.schedule import Forward, operations, stage_layers
+from minitron.pipeline.schedule import BackwardInput, BackwardWeight, Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
@@ -189,6 +194,21 @@ class Memory:
                 rows, whole = (rows, whole + f * item) if layer == "mlp.down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
+    def put_off(self, stage: int) -> int:
+        """Count the bytes that a BackwardInput of the stage leaves for its BackwardWeight."""
+        m, fp8 = self.cfg.model, self.fp8_blocks[stage]
+        left = 0
+        for blocks, item in ((fp8, 1), (len(self.layers[stage]) - fp8, ITEM)):
+            item = ITEM if self.frozen else item
+            for layer, (k, n) in sizes.linear_sizes(m).items():
+                if layer in self.adapters or not self.frozen:
+                    columns = layer in COLUMN_PARALLEL
+                    whole, part = (n, k) if columns else (k, n)  # h: a rank's rows of it
+                    left += blocks * item * (whole // self.tp * self.tokens + part * self.rows)
+        if stage == len(self.layers) - 1 and not self.frozen:
+            left += self.logits + m.hidden_size * ITEM * self.rows
+        return left
+
     @property
     def logits(self) -> int:
         return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
@@ -226,11 +246,15 @@ class Memory:
         live, peak, some = 0, (0, 0), self.microbatches
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
-        for op in operations(p.pp, p.vp, some, rank):
+        left = [self.put_off(stage) for stage in self.stages(rank)]
+        for op in operations(p.pp, p.vp, some, rank, p.schedule):
             if type(op) is Forward:
                 live += saved[op.chunk]
                 peak = max(peak, (live, 0), key=sum)
+            elif type(op) is BackwardWeight:
+                live -= left[op.chunk]
             else:
-                peak = max(peak, (live, working[op.chunk]), key=sum)
-                live -= saved[op.chunk]
+                more = left[op.chunk] if type(op) is BackwardInput else 0
+                peak = max(peak, (live + max(0, more - saved[op.chunk]), working[op.chunk]), key=sum)
+                live += more - saved[op.chunk]
         return peak
