@@ -67,7 +67,7 @@ def weights_of(folder):
 def test_logits_equal_megatron_s(tmp_path, kind):
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "write_megatron.py"), str(tmp_path), kind],
-        env=os.environ | {"MASTER_PORT": str(29700 + os.getpid() % 200)},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(29700 + os.getpid() % 200)},
         capture_output=True,
         text=True,
         timeout=500,
