@@ -28,10 +28,10 @@ from minitron.kernels.fp8_torch import KINDS
 
 # name: rows and width per rank: an MLP's inner values, the gradient of qkv, the residual stream between layers
 SHAPES = {
-    "GPT-3 175B, s 2048, tp 4": {"gelu": (2048, 12288), "cast": (2048, 9216)},
-    "GPT-3 175B, s 2048, tp 2": {"gelu": (2048, 24576), "cast": (2048, 18432)},
-    "Llama-3 8B, s 8192": {"swiglu": (8192, 14336)},
-    "Llama-3 70B, s 8192, tp 2": {"swiglu": (8192, 14336)},
+    "GPT-3 175B, s 2048, tp 4": {"gelu": (2048, 12288), "cast": (2048, 9216), "layer norm": (512, 12288)},
+    "GPT-3 175B, s 2048, tp 2": {"gelu": (2048, 24576), "cast": (2048, 18432), "layer norm": (1024, 12288)},
+    "Llama-3 8B, s 8192": {"swiglu": (8192, 14336), "norm": (8192, 4096)},
+    "Llama-3 70B, s 8192, tp 2": {"swiglu": (8192, 14336), "norm": (4096, 8192)},
 }
 TILES = [(32, 64, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8), (32, 128, 4), (128, 128, 16), (32, 256, 8)]
 REPEATS = 20
@@ -53,6 +53,16 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
     def summed(value: Tensor) -> object:
         return value.sum(0, dtype=torch.float32), cast(value, "dy")
 
+    if "norm" in of:
+        weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0]) if of == "layer norm" else None
+        inputs = x, dy, bias, weight, bias, 1e-5
+
+        def normed() -> object:
+            cast = fused.add_norm_cast(*inputs, scale, amax, KINDS["x"])[1]
+            return te.transpose(cast.rows) if m == 8192 else cast  # ranks of tp gather rows; one GPU transposes later
+
+        passes = lambda: te.cast(fused.add_norm(*inputs)[1], "x", Axis.single(), scale, amax, m == 8192)
+        return {f"{of} and cast": ((9 if m == 8192 else 7) * m * f, passes, normed)}
     if of == "cast":
         mine = lambda: fused_casts.cast(x, scale, amax, KINDS["dy"], True, True)
         alone = lambda: fused_casts.cast(x, scale, amax, KINDS["dy"], True)

@@ -7,7 +7,8 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
                                                                    dy: input and weight gradient
     weights are cast once per optimizer step, not per microbatch   `end_step` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
-    activations cast what they compute, their gradients too        one pass less each, where the scale is known before
+    norms and activations cast what they compute, activations'     one pass less each, where the scale is known before
+    gradients too
     the cast of a gradient also sums its rows, for a bias          a pass less
 
 and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
@@ -41,7 +42,7 @@ from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
 from minitron.kernels.fp8_torch import Operand, payload_of
-from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
 from minitron.kernels.param import Param
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
@@ -111,6 +112,13 @@ class Fp8Gemm(Gemm):
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
         return self.backend.cast(x, "x", gathered, *self._scale("x", record), columns)
 
+    def cast_before(self, record: bool) -> CastInto | None:
+        if self.scaling is None or self.scaling.cold:
+            return None
+        scale, amax = self._scale("x", record)
+        assert scale is not None
+        return CastInto(scale, amax, KINDS["x"])
+
     def quantize_grad(
         self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool, sums: bool = False
     ) -> tuple[Payload, Tensor | None]:
@@ -138,10 +146,10 @@ class Fp8Gemm(Gemm):
         self._quantized(weight)
 
     def quantize_activation(self, inner: Tensor, act: Activation, *, columns: bool, record: bool) -> Payload:
-        scale, amax = self._scale("x", record)
-        if scale is None:
-            return self.backend.cast(act.forward(inner), "x", ALONE, None, amax, columns)
-        return payload_of(act.cast(inner, scale, amax, KINDS["x"], columns))
+        into = self.cast_before(record)
+        if into is None:
+            return self.quantize(act.forward(inner), columns=columns, record=record)
+        return payload_of(act.cast(inner, *into, columns))
 
     def quantize_activation_grad(
         self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool

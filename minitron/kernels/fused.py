@@ -5,7 +5,7 @@ intermediate makes a round trip to memory. At Llama-3 8B sizes that took a fifth
 operation, everything in registers, arithmetic in float32 whatever the format in memory.
 
     kernel          tensors of the result's size that it reads and writes                           file
-    add_norm        2 and 2, backward 3 and 1                                                       fused_norm
+    add_norm        2 and 2, backward 3 and 1; with a cast 2, 1 and bytes                           fused_norm
     swiglu          2 and 1, backward 3 and 2                                                       fused_activations
     cast            1 and bytes: once by rows, once by columns                                      fused_casts
     gelu            backward 2 and 1; with a cast 1, backward 2, and bytes                          fused_casts
@@ -40,6 +40,7 @@ from minitron.kernels.fused_loss import softmax_gradient_ as softmax_gradient_
 from minitron.kernels.fused_loss import softmax_sums as softmax_sums
 from minitron.kernels.fused_norm import add_norm as add_norm
 from minitron.kernels.fused_norm import add_norm_backward as add_norm_backward
+from minitron.kernels.fused_norm import add_norm_cast as add_norm_cast
 from minitron.kernels.fused_sums import add_product as add_product
 from minitron.kernels.fused_sums import add_rows_ as add_rows_
 from minitron.kernels.fused_sums import merge_ as merge_

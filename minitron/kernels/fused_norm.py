@@ -7,9 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minitron.kernels.plain import Cast
+
 
 @triton.jit
-def _add_norm(x, delta, delta_bias, weight, bias, total, y, statistics, rows, h, eps, BLOCK: tl.constexpr):
+def _add_norm(
+    x, delta, delta_bias, weight, bias, total, y, statistics, scale, inverse, amax, rows, h, eps, BLOCK: tl.constexpr
+):
+    """Compute one row. With a scale y is FP8, cast from what it would be in the format of x."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, at = columns < h, row * h + columns
     t = tl.load(x + at, inside, other=0.0).to(tl.float32)
@@ -29,7 +34,14 @@ def _add_norm(x, delta, delta_bias, weight, bias, total, y, statistics, rows, h,
     t *= rstd * tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     if bias is not None:
         t += tl.load(bias + columns, inside, other=0.0).to(tl.float32)
-    tl.store(y + at, t, inside)
+    if scale is not None:
+        factor, t = tl.load(scale), t.to(x.dtype.element_ty).to(tl.float32)
+        if amax is not None:
+            tl.atomic_max(amax, tl.max(tl.where(inside, tl.abs(t), 0.0)), sem="relaxed")
+        t *= factor
+        if row == 0:
+            tl.store(inverse, tl.div_rn(1.0, factor))
+    tl.store(y + at, t.to(y.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -98,14 +110,49 @@ def add_norm(
     x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute total = x + delta + delta_bias, its norm and the statistics of each row; see kernels/plain.py."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total, statistics = _norm_into(y, x, delta, delta_bias, weight, bias, eps)
+    return total, y, statistics
+
+
+def add_norm_cast(
+    x: Tensor,
+    delta: Tensor | None,
+    delta_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    scale: Tensor,
+    amax: Tensor | None,
+    kind: torch.dtype,
+) -> tuple[Tensor, Cast, Tensor]:
+    """Do as `add_norm` does, with the FP8 cast of the norm in its place; see kernels/plain.py."""
+    y, inverse = x.new_empty(x.numel() // x.shape[-1], x.shape[-1], dtype=kind), torch.empty_like(scale)
+    total, statistics = _norm_into(y, x, delta, delta_bias, weight, bias, eps, scale, inverse, amax)
+    return total, Cast(y, inverse, None), statistics
+
+
+def _norm_into(
+    y: Tensor,
+    x: Tensor,
+    delta: Tensor | None,
+    delta_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    scale: Tensor | None = None,
+    inverse: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write the norm to y; return total and the statistics."""
     assert delta is not None or delta_bias is None
     x, h = x.contiguous(), x.shape[-1]
-    total, y = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    total = x if delta is None else torch.empty_like(x)
     statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
     rows, delta = x.numel() // h, None if delta is None else delta.contiguous()
-    tensors = x, delta, delta_bias, weight, bias, total, y, statistics
+    tensors = x, delta, delta_bias, weight, bias, total, y, statistics, scale, inverse, amax
     _add_norm[(rows,)](*tensors, rows, h, eps, **_row_in_registers(h))
-    return total, y, statistics
+    return total, statistics
 
 
 def add_norm_backward(

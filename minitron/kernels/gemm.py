@@ -81,6 +81,21 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
     return stacked.view(like.dtype)
 
 
+class Quantized(NamedTuple):
+    """A layer's input of which there is the cast alone. like: its shape and dtype, for autograd; it has no values."""
+
+    like: Tensor
+    payload: Payload
+
+
+class CastInto(NamedTuple):
+    """What a kernel needs to cast its result, as `cast` in kernels/plain.py does: scale [1], amax [1] or None."""
+
+    scale: Tensor
+    amax: Tensor | None
+    kind: torch.dtype
+
+
 class Activation(NamedTuple):
     """The activation of an MLP: functions of a module of kernels, by the contracts of kernels/plain.py."""
 
@@ -115,6 +130,10 @@ class Gemm:
         evaluation.
         """
         return Payload(x)
+
+    def cast_before(self, record: bool) -> CastInto | None:
+        """Tell the kernel that makes x how to cast it; None if x is not cast, or its scale not known beforehand."""
+        return None
 
     def quantize_grad(
         self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool, sums: bool = False

@@ -4,7 +4,7 @@ Each function is a whole forward or a whole backward, without autograd: the laye
 function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module, fused.py (Triton)
 and meta.py (dry runs), which have the same functions.
 
-    add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
+    add_norm, _cast              the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu, gelu, _cast          activations; and with their FP8 casts         Shazeer 2020, Hendrycks & Gimpel 2016
     split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
     merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
@@ -72,6 +72,22 @@ def add_norm(
     y = centred * rstd.unsqueeze(-1) * weight.float()
     y = y if bias is None else y + bias.float()
     return total, y.to(x.dtype), torch.stack([rstd, *means])
+
+
+def add_norm_cast(
+    x: Tensor,
+    delta: Tensor | None,
+    delta_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    scale: Tensor,
+    amax: Tensor | None,
+    kind: torch.dtype,
+) -> tuple[Tensor, Cast, Tensor]:
+    """Do as `add_norm` does, with cast(y) in the place of y: rows [m, h]."""
+    total, y, statistics = add_norm(x, delta, delta_bias, weight, bias, eps)
+    return total, cast(y.flatten(0, -2), scale, amax, kind, False), statistics
 
 
 def add_norm_backward(

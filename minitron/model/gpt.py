@@ -26,7 +26,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, ModelConfig
 from minitron.data.batch import Batch
 from minitron.kernels.fp8 import Fp8State
-from minitron.kernels.gemm import Activation, Gemm
+from minitron.kernels.gemm import Activation, Gemm, Quantized
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_keys
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         )
         self.out = RowParallelLinear(width, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
-    def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
+    def forward(self, x: Tensor | Quantized, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
         qkv = self.qkv(x, recompute_input, mb.local_keys).unflatten(-1, (-1, self.head_dim))
         # q [s/cp, b, n/tp, d]; k, v [s/cp, b, g/tp, d]
         q, k, v = split_heads(qkv, (self.heads, self.kv_heads, self.kv_heads), mb.rope, self.ops)
@@ -101,7 +101,7 @@ class MLP(nn.Module):
         )
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
-    def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
+    def forward(self, x: Tensor | Quantized, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
         if self.up.adapter is self.down.adapter is None:
             return mlp(x, self.up.linear, self.down.linear, self.activation, recompute_input)
         inner = self.up(x, recompute_input, mb.local_keys)
@@ -132,14 +132,15 @@ class Block(nn.Module):
         return self._forward(stream, mb)
 
     def _forward(self, stream: Residual, mb: Microbatch) -> Residual:
-        x, y = self.norm1(stream)
-        y = self.attention(y, mb, self._recompute(self.norm1, x))
-        x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1))
-        y = self.mlp(y, mb, self._recompute(self.norm2, x))
+        readers = self.attention.qkv.format, self.mlp.up.format
+        x, y = self.norm1.quantized(stream, readers[0])
+        y = self.attention(y, mb, self._recompute(self.norm1, x, readers[0]))
+        x, y = self.norm2.quantized(self._add(x, y, self.attention.out.bias, mb, site=1), readers[1])
+        y = self.mlp(y, mb, self._recompute(self.norm2, x, readers[1]))
         return self._add(x, y, self.mlp.down.bias, mb, site=2)
 
-    def _recompute(self, norm: Norm, x: Tensor) -> RecomputeInput | None:
-        return partial(norm.recompute, x.detach()) if self.recompute == "selective" else None
+    def _recompute(self, norm: Norm, x: Tensor, reader: Gemm | None) -> RecomputeInput | None:
+        return partial(norm.recompute, x.detach(), reader) if self.recompute == "selective" else None
 
     def _add(self, x: Tensor, delta: Tensor, bias: Param | None, mb: Microbatch, site: int) -> Residual:
         if not (self.dropout and self.training):

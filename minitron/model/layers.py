@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from minitron.config.schema import RopeScaling
 from minitron.kernels import plain
+from minitron.kernels.fp8_torch import payload_of
+from minitron.kernels.gemm import CastInto, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, accumulate, with_main_grad
 from minitron.kernels.plain import Rope
 from minitron.parallel.layout import Layout
@@ -50,21 +52,27 @@ class _AddNorm(torch.autograd.Function):
         bias: Param | None,
         eps: float,
         ops: ModuleType,
-    ) -> tuple[Tensor, Tensor]:
-        total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps)
+        into: CastInto | None,
+    ) -> tuple[Tensor, Tensor, Payload | None]:
+        cast = None
+        if into is None:
+            total, y, statistics = ops.add_norm(x, delta, delta_bias, weight, bias, eps)
+        else:
+            total, made, statistics = ops.add_norm_cast(x, delta, delta_bias, weight, bias, eps, *into)
+            cast, y = payload_of(made), x.new_empty(()).expand_as(x)
         ctx.save_for_backward(total, statistics)
         ctx.params, ctx.summed, ctx.ops = (weight, bias, delta_bias), delta is not None, ops
         ctx.set_materialize_grads(False)  # nothing reads the last sum but its norm
-        return total, y
+        return total, y, cast
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
         weight, _, delta_bias = ctx.params
         dx, *grads = ctx.ops.add_norm_backward(
             dy, dtotal, *ctx.saved_tensors, weight, delta_bias is not None, frozen=not weight.requires_grad
         )
         dweight, dbias, ddelta_bias = (None if g is None else accumulate(p, g) for p, g in zip(ctx.params, grads))
-        return dx, dx if ctx.summed else None, ddelta_bias, dweight, dbias, None, None
+        return dx, dx if ctx.summed else None, ddelta_bias, dweight, dbias, None, None, None
 
 
 class Norm(nn.Module):
@@ -78,12 +86,23 @@ class Norm(nn.Module):
 
     def forward(self, stream: Residual) -> tuple[Tensor, Tensor]:
         """Return the stream's sum and the norm of it, both [..., h]."""
-        return _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops)
+        return _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops, None)[:2]
+
+    def quantized(self, stream: Residual, reader: Gemm | None) -> tuple[Tensor, Tensor | Quantized]:
+        """Do as `forward` does, and cast the norm in the same kernel if it can be.
+
+        reader: the number format of the only layer that reads the norm; None: it is wanted as it is.
+        """
+        into = None if reader is None else reader.cast_before(torch.is_grad_enabled())
+        total, y, cast = _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops, into)
+        return total, y if cast is None else Quantized(y, cast)
 
     @torch.no_grad()
-    def recompute(self, total: Tensor) -> Tensor:
+    def recompute(self, total: Tensor, reader: Gemm | None = None) -> Tensor | Quantized:
         """Return the norm of that sum once more: selective recomputation calls it in the backward pass."""
-        return self.ops.add_norm(total, None, None, self.weight, self.bias, self.eps)[1]
+        into = None if reader is None else reader.cast_before(True)
+        norm = _AddNorm.apply(total, None, None, self.weight, self.bias, self.eps, self.ops, into)
+        return norm[1] if norm[2] is None else Quantized(*norm[1:])
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

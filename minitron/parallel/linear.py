@@ -36,13 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from minitron.comm.mesh import Axis
-from minitron.kernels.gemm import ALONE, Gemm, Payload
+from minitron.kernels.gemm import ALONE, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, Shard, accumulate
 from minitron.parallel.layout import Layout
 from minitron.parallel.overlap import LinearComm, Product
 from minitron.pipeline.deferred import Deferred
 
-RecomputeInput = Callable[[], Tensor]
+RecomputeInput = Callable[[], Tensor | Quantized]
 
 
 class Linear(NamedTuple):
@@ -69,7 +69,7 @@ def column_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | N
     Without sequence parallelism x is [s, b, k]. recompute_input: makes x anew in the backward pass, so that x is not
     kept (selective recomputation).
     """
-    return _ColumnLinear.apply(x, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
+    return _ColumnLinear.apply(x, None, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -77,6 +77,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        payload: Payload | None,
         weight: Param,
         bias: Param | None,
         linear: Linear,
@@ -84,8 +85,9 @@ class _ColumnLinear(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         gemm, comm = linear.gemm, linear.comm
-        keep = training and recompute_input is None and ctx.needs_input_grad[1]
-        payload = gemm.quantize(rows(x), comm.gathered, columns=keep, record=training)
+        keep = training and recompute_input is None and ctx.needs_input_grad[2]
+        if payload is None:
+            payload = gemm.quantize(rows(x), comm.gathered, columns=keep, record=training)
         ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
@@ -96,15 +98,15 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, dy = ctx.linear, rows(dy)
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered) if need_dw else None
+        need_dx, _, need_dw, need_db = ctx.needs_input_grad[:4]
+        x = saved_or_recomputed(ctx, ctx.saved_tensors, linear.gemm, linear.comm.gathered) if need_dw else None
         payload, sums = linear.gemm.quantize_grad(dy, columns=need_dw, sums=need_db)
         del dy  # which is a copy if the gradient was not contiguous
         db = None if sums is None else accumulate(linear.bias, sums)
         if not (need_dx or need_dw):
-            return None, None, db, None, None, None
+            return None, None, None, db, None, None, None
         dx, dw = column_backward(linear, payload, x, need_dx)
-        return None if dx is None else unrows(dx, ctx.batch), dw, db, None, None, None
+        return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
 
 
 def column_backward(
@@ -152,7 +154,7 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, (need_dx, need_dw) = ctx.linear, ctx.needs_input_grad[:2]
-        x = saved_or_recomputed(ctx, linear.gemm) if need_dw else None
+        x = saved_or_recomputed(ctx, ctx.saved_tensors, linear.gemm) if need_dw else None
         payload, _ = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
         dx, dw = row_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
@@ -177,11 +179,17 @@ def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) 
 # ---- what both share -------------------------------------------------------------------------------------------------
 
 
-def saved_or_recomputed(ctx: Any, gemm: Gemm, gathered: Axis = ALONE) -> Payload:
-    """Return the layer's input as the weight gradient reads it: kept by the forward pass, or made anew."""
-    if ctx.recompute_input is None:
-        return Payload(*ctx.saved_tensors)
-    return gemm.quantize(rows(ctx.recompute_input()), gathered, columns=True, record=True)
+def saved_or_recomputed(ctx: Any, saved: Sequence[Tensor], gemm: Gemm, gathered: Axis = ALONE) -> Payload:
+    """Return the layer's input as the weight gradient reads it: `saved` by the forward pass, or made anew."""
+    if saved:
+        return Payload(*saved)
+    x, payload = parts_of(ctx.recompute_input())
+    return gemm.quantize(rows(x), gathered, columns=True, record=True) if payload is None else payload
+
+
+def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
+    """Return an input, or what stands for it, and its cast if it has been made."""
+    return x if isinstance(x, Quantized) else (x, None)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -230,12 +238,21 @@ class ColumnParallelLinear(ParallelLinear):
             layout,
         )
 
-    def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None
+    ) -> Tensor:
         """Multiply. recompute_input: as in `column_linear`. keys: dropout's, of the rows of x, for an adapter."""
         if self.adapter is not None:
             return self.adapter(x, recompute_input, keys)
         linear = self.linear  # without `column_linear` in between: three calls from a layer to its product
-        return _ColumnLinear.apply(x, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
+        return _ColumnLinear.apply(
+            *parts_of(x), linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled()
+        )
+
+    @property
+    def format(self) -> Gemm | None:
+        """The format in which the layer reads x; None if it reads x as it is, since an adapter does."""
+        return self.linear.gemm if self.adapter is None else None
 
 
 class RowParallelLinear(ParallelLinear):

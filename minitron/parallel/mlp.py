@@ -22,9 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitron.kernels.gemm import ABSENT, Activation, Payload
+from minitron.kernels.gemm import ABSENT, Activation, Payload, Quantized
 from minitron.kernels.param import Param, accumulate
-from minitron.parallel.linear import Linear, RecomputeInput, column_backward, row_backward, rows, unrows
+from minitron.parallel.linear import (
+    Linear,
+    RecomputeInput,
+    column_backward,
+    parts_of,
+    row_backward,
+    rows,
+    saved_or_recomputed,
+    unrows,
+)
 
 
 class _MLP(torch.autograd.Function):
@@ -32,6 +41,7 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        cast: Payload | None,
         up_weight: Param,
         up_bias: Param | None,
         down_weight: Param,
@@ -41,8 +51,9 @@ class _MLP(torch.autograd.Function):
         recompute_input: RecomputeInput | None,
         training: bool,
     ) -> Tensor:
-        keep, (_, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
-        cast = up.gemm.quantize(rows(x), up.comm.gathered, columns=keep and need_up, record=training)
+        keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
+        if cast is None:
+            cast = up.gemm.quantize(rows(x), up.comm.gathered, columns=keep and need_up, record=training)
         up.gemm.prepare(up_weight)
         inner, _ = up.comm.gather_matmul(cast.for_product(), up.product, up_weight, up_weight.shape[0])
         act = down.gemm.quantize_activation(inner, activation, columns=keep and need_down, record=training)
@@ -64,7 +75,7 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         up, down, activation, (inner, *saved) = ctx.up, ctx.down, ctx.activation, ctx.saved_tensors
-        need_dx, need_up, need_bias, need_down = ctx.needs_input_grad[:4]
+        need_dx, _, need_up, need_bias, need_down = ctx.needs_input_grad[:5]
         act = cast = None
         if need_down:
             act = (
@@ -78,24 +89,22 @@ class _MLP(torch.autograd.Function):
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)
         if need_up:
-            cast = (
-                Payload(*saved[:4])
-                if saved
-                else up.gemm.quantize(rows(ctx.recompute_input()), up.comm.gathered, columns=True, record=True)
-            )
+            cast = saved_or_recomputed(ctx, saved[:4], up.gemm, up.comm.gathered)
         dx, dw_up = column_backward(up, d_inner, cast, need_dx)
         dx = None if dx is None else unrows(dx, ctx.batch)
-        return dx, dw_up, db, dw_down, None, None, None, None, None
+        return dx, None, dw_up, db, dw_down, None, None, None, None, None
 
 
-def mlp(x: Tensor, up: Linear, down: Linear, activation: Activation, recompute_input: RecomputeInput | None) -> Tensor:
+def mlp(
+    x: Tensor | Quantized, up: Linear, down: Linear, activation: Activation, recompute_input: RecomputeInput | None
+) -> Tensor:
     """Run an MLP: x [s', b, h] -> the same, s' being s/tp or, without sequence parallelism, s.
 
     up: column-parallel, for SwiGLU gate and up side by side; down: row-parallel, its bias is the caller's.
     recompute_input: makes x anew in the backward pass, so that neither x nor the activation is kept.
     """
     training = torch.is_grad_enabled()
-    return _MLP.apply(x, up.weight, up.bias, down.weight, up, down, activation, recompute_input, training)
+    return _MLP.apply(*parts_of(x), up.weight, up.bias, down.weight, up, down, activation, recompute_input, training)
 
 
 class _Activate(torch.autograd.Function):

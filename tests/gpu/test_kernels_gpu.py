@@ -344,6 +344,13 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
     assert_close_rel(y.float(), twins[1].float(), TOLERANCE[dtype], "y")
     assert_close_rel(statistics, twins[2], 2e-6, "statistics")
 
+    scale, amax = torch.full((1,), 100.0, device="cuda"), [torch.zeros(1, device="cuda") for _ in range(2)]
+    inputs, kind = (x, delta, delta_bias, weight, bias, 1e-5), torch.float8_e4m3fn
+    again, cast, _ = fused.add_norm_cast(*inputs, scale, amax[0], kind)
+    expected = plain.cast(y.flatten(0, -2), scale, amax[1], kind, False)  # the kernel's own norm: the same bytes
+    assert torch.equal(again, total) and torch.equal(cast.rows.float(), expected.rows.float())
+    assert torch.equal(cast.inverse, expected.inverse) and torch.equal(*amax)
+
     dy = randn(5, 211, h, dtype=dtype, seed=5).transpose(0, 1)
     dtotal = randn(211, 5, h, dtype=dtype, seed=6) if dtotal else None
     wanted = delta_bias is not None, False

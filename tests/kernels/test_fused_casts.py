@@ -81,11 +81,37 @@ def interpreted():
                 assert torch.equal(mine.columns.view(torch.uint8), mine.rows.view(torch.uint8).t()), what
             if mine.sums is not None:
                 assert_close_rel(mine.sums, twin.sums, 1e-6 if dtype == torch.float32 else 1e-3, what)
+    for layer_norm, delta, kind in (
+        (True, True, torch.float8_e4m3fn),
+        (False, True, torch.float8_e5m2),
+        (False, False, torch.float8_e4m3fn),
+    ):
+        norms(layer_norm, delta, kind)
     dy, x = (t.view(5, 20, 80) for t in inputs_of("gelu backward", 100, 80, torch.float32))
     for sums in False, True:
         (mine, total), (twin, wanted) = (ops.gelu_backward(dy, x, sums) for ops in (fused_casts, plain))
         assert_close_rel(mine, twin, 1e-6, "gelu_backward")
         assert (total is None) == (not sums) and (not sums or assert_close_rel(total, wanted, 1e-6, "sums") is None)
+
+
+def norms(layer_norm, delta, kind):
+    """What the interpreter makes of a cast is the cast of what it makes of the norm."""
+    from minitron.kernels import fused_casts, fused_norm
+
+    x, weight, scale = randn(0, 5, 3, 72, dtype=torch.float16), randn(1, 72, dtype=torch.float16), torch.tensor([10.0])
+    summed = (randn(2, 5, 3, 72, dtype=torch.float16), randn(3, 72, dtype=torch.float16)) if delta else (None, None)
+    inputs = x, *summed, weight, randn(4, 72, dtype=torch.float16) if layer_norm else None, 1e-5
+    amax = [torch.full((1,), 0.5) for _ in range(3)]
+    total, y, statistics = fused_norm.add_norm(*inputs)
+    expected = fused_casts.cast(y.flatten(0, -2), scale, amax[0], kind, False)
+    mine, cast, found = fused_norm.add_norm_cast(*inputs, scale, amax[1], kind)
+    assert torch.equal(mine, total) and torch.equal(found, statistics) and cast.columns is None
+    assert torch.equal(cast.rows.view(torch.uint8), expected.rows.view(torch.uint8))
+    assert torch.equal(cast.inverse, expected.inverse) and torch.equal(amax[0], amax[1])
+    twin = plain.add_norm_cast(*inputs, scale, amax[2], torch.float32)
+    exact = fused_norm.add_norm_cast(*inputs, scale, None, torch.float32)[1]
+    assert_close_rel(exact.rows, twin[1].rows, 1e-3, "norm and cast")
+    assert_close_rel(amax[1], amax[2], 1e-3, "amax")
 
 
 @pytest.mark.parametrize("of", CASTS)
