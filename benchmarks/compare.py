@@ -149,12 +149,17 @@ def launch(command: list[str], timeout: float, environment: dict[str, str]) -> d
         except subprocess.TimeoutExpired:
             process.kill()
         raise Failed(f"took longer than {timeout:g} s: {' '.join(command)}") from None
+    return reported(output, " ".join(command), process.returncode)
+
+
+def reported(output: str, what: str, status: int) -> dict:
+    """The figures that a measured program wrote. Raises Skipped, or Failed with the end of its output."""
     for text in output.splitlines():
         if text.startswith("RESULT "):
             return json.loads(text.removeprefix("RESULT "))
         if text.startswith("SKIP "):
             raise Skipped(text.removeprefix("SKIP "))
-    raise Failed(f"exit status {process.returncode}: {' '.join(command)}\n{output[-3000:]}")
+    raise Failed(f"exit status {status}: {what}\n{output[-3000:]}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ and memory do not ask whether its partners are real. The idea: the trainer itsel
 fake process group (planning/dryrun.py), with partners that are made up (partners.py).
 
 Measured with a few microbatches: `step_seconds`; `busy_seconds`, in which a kernel runs; `host_seconds`, until the step
-is queued; the device's memory, runtime and graph included; and the seconds of every forward, backward and update. With
-these from the first, a middle and the last pipeline rank the whole job is simulated, at the recipe's batch:
+is queued, and `update_host_seconds` of an update that waits for no device; the device's memory, runtime and graph
+included; and the seconds of every forward, backward and update. With these from the first, a middle and the last
+pipeline rank the whole job is simulated, at the recipe's batch:
 
     schedule of the measured forwards and backwards + the planner's traffic + update  ->  job_step_seconds
                                                                                           job_quiet_seconds: no traffic
@@ -30,6 +31,7 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
@@ -50,16 +52,18 @@ from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
 from minitron.optim.zero1 import Stats
-from minitron.pipeline.schedule import Backward, Forward
+from minitron.pipeline.schedule import TICKS, Forward, Operation
 from minitron.planning.dryrun import choose_ranks, fake_world, recorded
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Step
+from minitron.runtime import graph as recorded_steps
 
 LEFT_OUT = (
     "left out: traffic (job_step_seconds has the planner's), partners that are late, what posting a message to NCCL "
     "takes the host, memory of NCCL. Received values are copied on this GPU, between kernels"
 )
 SECONDS = 900  # that the measurement of another rank may take
+EAGER = 2  # steps before one is recorded: the first compiles kernels, the second has what steps leave to the next
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class Clock(Activity):
         super().ended()
 
     def _pass(self, action: object, index: int) -> None:
-        if isinstance(action, Forward | Backward):
+        if isinstance(action, Operation):
             events, key = self.captured if self.captures() else self.eager, (type(action), action.chunk, action.mb)
             if key not in events:
                 events[key] = self.event(external=True), self.event(external=True)
@@ -119,33 +123,59 @@ class Clock(Activity):
         events, spent, ends = self.captured if replayed else self.eager, defaultdict(dict), 0.0
         for (kind, chunk, mb), (begun, done) in events.items():
             spent[kind, chunk][mb] = begun.elapsed_time(done) / 1e3
-        parts: dict[type, list[float]] = {Forward: [], Backward: []}
+        parts: dict[type, list[float]] = {kind: [] for kind in TICKS}
         for kind, chunk in sorted(spent, key=itemgetter(1)):
             times = spent[kind, chunk]
             first, last = min(times), max(times)
             parts[kind].append(mean([t for mb, t in times.items() if first < mb < last] or times.values()))
             ends += sum(times[mb] - parts[kind][-1] for mb in {first, last})
+        backwards = [times for kind, times in parts.items() if kind is not Forward]  # whole ones, or two halves
         update = min(done.elapsed_time(end) for _, done in events.values()) / 1e3
         return {
             "forward_seconds": parts[Forward],
-            "backward_seconds": parts[Backward],
+            "backward_seconds": [sum(halves) for halves in zip(*filter(None, backwards))],
             "ends_seconds": ends,
             "update_seconds": update,
         }
+
+
+class Laps:
+    """Where the seconds of this process go, by name; the first ones, before there was a clock, are asked of Linux."""
+
+    def __init__(self) -> None:
+        ticks = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        before = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        self.at, self.seconds = time.perf_counter(), {"import": before}
+
+    def end(self, name: str) -> None:
+        """Count what came since the last end as `name`."""
+        now = time.perf_counter()
+        self.seconds[name], self.at = self.seconds.get(name, 0.0) + now - self.at, now
+
+    def move(self, name: str, other: str, seconds: float) -> None:
+        """Count `seconds` of `name` as `other`."""
+        self.seconds[name] -= seconds
+        self.seconds[other] = self.seconds.get(other, 0.0) + seconds
+
+    def __str__(self) -> str:
+        return "  ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
 def fewer(cfg: Config, world: int, args: argparse.Namespace) -> Config:
-    """The recipe with the microbatches, the data and the graph that are measured."""
+    """The recipe with the microbatches, the data and the graph that are measured.
+
+    With fewer than 2 pp microbatches of chunks no rank would hold as many activations as in a whole step.
+    """
     p, t, all_of_them = cfg.parallel, cfg.train, cfg.num_microbatches(cfg.dp(world))
     microbatches = args.microbatches or min(all_of_them, max(2 * p.pp, 4))
     batch = microbatches * t.micro_batch_size * cfg.dp(world)
     return replace(cfg, train=replace(t, global_batch_size=batch, eval_every=0, cuda_graph=args.graph))
 
 
-def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine) -> dict:
+def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machine: Machine, laps: Laps) -> dict:
     """Train one rank of `world`, and return its figures."""
     device, capability = measure.choose_device()
     with cli.user_errors():
@@ -157,10 +187,11 @@ def measured(cfg: Config, world: int, rank: int, args: argparse.Namespace, machi
         else:
             mesh = Mesh.offline(device=device)
         clock = Clock(device)
-        return run(cfg, args, recorded(mesh, clock), clock)
+        with mock.patch.object(recorded_steps, "WARM_UP", EAGER):
+            return run(cfg, args, recorded(mesh, clock), clock, laps)
 
 
-def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict:
+def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: Laps) -> dict:
     """Train on random tokens until the steps are alike, then take the figures."""
     t, device = cfg.train, mesh.device
     data = build_datasets(
@@ -173,6 +204,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
     )
     trainer, loader, steps = train.build(cfg, mesh), Loader(data.train, cfg, mesh), iter(range(1, 10**9))
     train.keep_collector_out()
+    laps.end("build")
 
     def step(_: int = 0) -> Stats:
         number = next(steps)
@@ -183,12 +215,18 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
     graph = trainer.graph
     if graph is not None:
         graph.log = SimpleNamespace(info=print, warn=print, alarm=print)
-        while not graph.settled:
-            step()
+    for _ in range(measure.WARMUP - 1):
+        step()
+        measure.synchronize(device)
+    update_host = host_of_update(trainer, step)  # of a step that is recorded and replayed
+    measure.synchronize(device)
+    laps.end("eager")
+    if graph is not None:
         if not graph.replaying:
             raise SystemExit("error: no step could be recorded, for the reason above; use --graph off")
+        laps.move("eager", "capture", graph.capture_seconds)
     timed = []
-    for _ in range(args.steps):
+    for _ in range(args.steps - measure.WARMUP):
         measure.synchronize(device)
         begun, end = time.perf_counter(), clock.event()
         stats = step()
@@ -196,7 +234,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
         end.record()
         measure.synchronize(device)
         timed.append((time.perf_counter() - begun, host, clock.seconds(graph is not None, end)))
-    timed = sorted(timed[measure.WARMUP :], key=itemgetter(0))
+    laps.end("timed")
+    timed = sorted(timed, key=itemgetter(0))
     seconds, host, parts = timed[(len(timed) - 1) // 2]  # all of one step, the median one
     figures = stats.read()
     if figures["skipped"] or figures["nan"]:
@@ -209,6 +248,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
         "step_seconds": seconds,
         "busy_seconds": busy_seconds(step, device),
         "host_seconds": host,
+        "update_host_seconds": update_host,
         "job_step_seconds": None,
         "job_quiet_seconds": None,
         "nodes": graph.nodes - 4 * microbatches * len(trainer.chunks) if graph is not None else None,  # the clock's
@@ -219,6 +259,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
         "layers": sum(len(chunk.blocks) for chunk in trainer.chunks),
         **parts,
     }
+    laps.end("profile")
     print(trainer.describe())
     loader.close()
     if graph is not None:
@@ -226,9 +267,28 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock) -> dict
     return result
 
 
+def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
+    """Run a step; return what the host takes for its update, after the device has ended everything before.
+
+    In an ordinary step the host waits there, too, whenever the device's queue is full.
+    """
+    owner, name = (trainer, "forward_backward") if trainer.graph is None else (trainer.graph, "step")
+    work, ended = getattr(owner, name), []
+
+    def wait_after(batches: list) -> torch.Tensor:
+        loss = work(batches)
+        measure.synchronize(trainer.mesh.device)
+        ended.append(time.perf_counter())
+        return loss
+
+    with mock.patch.object(owner, name, wait_after):
+        step()
+    return time.perf_counter() - ended[0]
+
+
 def busy_seconds(step: Callable[[int], object], device: torch.device) -> float | None:
     """Time of a step in which at least one kernel or copy runs; None on a CPU."""
-    return shares.union(shares.record(step, 1)) / 1e6 if device.type == "cuda" else None
+    return shares.union(shares.record(step, 1, warm_up=0)) / 1e6 if device.type == "cuda" else None
 
 
 def device_gib(device: torch.device) -> float | None:
@@ -333,12 +393,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, help="of the measured step (default: a few, 2 pp or more)")
     parser.add_argument("--alone", action="store_true", help="this rank only: without the others that the job takes")
     parser.add_argument("--fabric", default="ndr400", help="network of the job, in devices.json (default ndr400)")
-    parser.set_defaults(steps=8)
+    parser.set_defaults(steps=measure.WARMUP + 3)
     record.add_options(parser, results=None)
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Measures one rank, simulates its job, prints the row and returns it."""
+    laps = Laps()
     cfg, args = measure.arguments(__doc__, argv, add_options)
     os.environ["LOCAL_RANK"] = "0"  # or the mesh would choose a device by the rank
     with cli.user_errors():
@@ -350,7 +411,7 @@ def main(argv: list[str] | None = None) -> dict:
         machine = Machine(devices["h200"], fabrics[args.fabric])
         plan = None if args.alone else Step(cfg, args.world, machine)
     rows = {} if args.alone else others(args, cfg.parallel.pp, rank)  # before this process takes memory of the GPU
-    figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine)
+    figures = measured(fewer(cfg, args.world, args), args.world, rank, args, machine, laps)
     result = identity(args, rank) | {"dtype": cfg.precision.dtype, "fp8": cfg.precision.fp8} | figures
     if plan is not None:
         rows[place(rank, cfg.parallel.pp, args.world)] = result
@@ -359,7 +420,9 @@ def main(argv: list[str] | None = None) -> dict:
     print(LEFT_OUT)
     if args.results:
         record.append(args, "one_rank", result)
-    measure.report(result)
+    laps.end("end")
+    print(f"seconds of this process: {laps}")
+    measure.report(result | {"wall_seconds": laps.seconds})
     return result
 
 

@@ -1,8 +1,10 @@
-"""Every recipe's ranks, measured one by one on one GPU: `python benchmarks/recipes.py [--missing --seconds S]`.
+"""Every recipe's ranks, each measured alone on a GPU: `python benchmarks/recipes.py [--missing --seconds S]`.
 
-Problem: thirty measurements of one to two minutes do not fit into one stay on a machine. The idea: each is a row of
-results.jsonl (benchmarks/one_rank.py), and what has no row is missing. `--missing` runs that, each in a process of its
-own, and stops before `--seconds` are over; the next call goes on. Every call writes recipes.md of the rows there are.
+Problem: sixty measurements do not fit into one stay on a machine. The idea: each is a row of results.jsonl
+(benchmarks/one_rank.py), and what has no row is missing. `--missing` runs that, one measurement on each GPU at a time
+(benchmarks/workers.py), and begins none that may last longer than `--seconds`; the next call goes on. A row is written
+when it exists. The job's time takes rows of three ranks: when all exist, the middle one's is written again, with it.
+Every call writes recipes.md of the rows there are.
 
     all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
     175B, 70B, 405B    and the second pipeline rank; and the middle one eager
@@ -15,6 +17,7 @@ To measure something again, take its rows out of the file. One number of GPUs ea
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -25,33 +28,38 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+    from minitron.runtime.environment import set_defaults
 
-from benchmarks import calibration, compare, one_rank, record
+    set_defaults(os.environ)  # before torch loads, here and so in all that is forked
+
+from benchmarks import calibration, one_rank, record
 from benchmarks.cases import CASES
+from benchmarks.workers import Workers
 from minitron.config import cli
 from minitron.config.schema import Config
 from minitron.planning.dryrun import choose_ranks
 from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import plan
+from minitron.planning.plan import Step, plan
 
 BOTH = (), ("precision.fp8=delayed",)
 FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
-# recipe, GPUs, network, keys of each number format; the first ones matter most
+# recipe, GPUs, network, keys of each number format; the first ones matter most, and take longest
 RECIPES = (
     ("gpt3_175b", 128, "ndr400", BOTH),
     ("llama31_70b", 64, "ndr400", BOTH),
     ("gpt3_175b_gke", 256, "a3-mega", (("precision.fp8=none",), ())),
     ("llama31_405b", 512, "ndr400", BOTH),
+    ("gpt3_175b_jube", 384, "juwels-booster", FP16),
+    ("gpt3_13b", 8, "ndr400", BOTH),
+    ("gpt3_13b_jube", 32, "juwels-booster", FP16),
     ("llama3_8b", 8, "ndr400", BOTH),
     ("llama3_8b_sft", 8, "ndr400", BOTH),
     ("llama3_8b_lora", 8, "ndr400", BOTH),
-    ("gpt3_13b", 8, "ndr400", BOTH),
-    ("gpt3_13b_jube", 32, "juwels-booster", FP16),
-    ("gpt3_175b_jube", 384, "juwels-booster", FP16),
 )
 CLOSELY = "gpt3_175b", "llama31_70b", "llama31_405b"
 CHECKED = "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2", "2gpu-8b-16layers-pp2"
-LEAST_SECONDS = 60  # of a measurement; with less left none is begun
+LEAST_SECONDS = 45  # of a measurement, until one has been longer; with less left none is begun
+MOST_SECONDS = 180  # after which one counts as hanging
 LABEL = """\
 # One rank of every recipe
 
@@ -73,7 +81,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One row to be. alone: without the job's time."""
+    """One row to be. alone: no job's time is told with it."""
 
     recipe: str
     keys: tuple[str, ...]
@@ -87,26 +95,27 @@ class Run:
     def config(self) -> list[str]:
         return [f"configs/{self.recipe}.yaml", *self.keys]
 
-    def command(self, args: argparse.Namespace) -> list[str]:
-        options = ["--world", self.world, "--rank", self.rank, "--graph", self.graph, "--fabric", self.fabric]
-        options += ["--results", args.results] + (["--commit", args.commit] if args.commit else [])
-        program = record.ROOT / "benchmarks" / "one_rank.py"
-        return [sys.executable, *map(str, [program, *self.config, *options, *["--alone"] * self.alone])]
+    @property
+    def gpus(self) -> int:
+        return 1
 
-    def options(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Those of one_rank.py."""
-        return argparse.Namespace(**vars(args), config=self.config, world=self.world, graph=self.graph)
+    @property
+    def program(self) -> str:
+        return "benchmarks/one_rank.py"
+
+    @property
+    def arguments(self) -> list[str]:
+        options = ["--world", self.world, "--rank", self.rank, "--graph", self.graph, "--fabric", self.fabric]
+        return [*self.config, *map(str, options), "--alone"]
 
     def __str__(self) -> str:
         return " ".join(map(str, (*self.config, "rank", self.rank, "of", self.world, "graph", self.graph)))
 
     def row(self, rows: list[dict]) -> dict | None:
         """The newest record of this run; None if it is missing."""
-        wanted = one_rank.identity(self.options(argparse.Namespace()), self.rank)
-        for row in reversed(rows):
-            if wanted.items() <= row.items() and (self.alone or row["job_step_seconds"] is not None):
-                return row
-        return None
+        options = argparse.Namespace(config=self.config, world=self.world, graph=self.graph)
+        wanted = one_rank.identity(options, self.rank)
+        return next((row for row in reversed(rows) if wanted.items() <= row.items()), None)
 
 
 @dataclass(frozen=True)
@@ -118,10 +127,17 @@ class Real:
     def __str__(self) -> str:
         return " ".join((*self.config, "on two GPUs"))
 
-    def command(self, args: argparse.Namespace) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        options = ["--results", str(args.results)] + (["--commit", args.commit] if args.commit else [])
-        return [*torchrun, "benchmarks/step.py", *self.config, "train.cuda_graph=on", *options]
+    @property
+    def gpus(self) -> int:
+        return 2
+
+    @property
+    def program(self) -> str:
+        return "benchmarks/step.py"
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.config, "train.cuda_graph=on"]
 
     def row(self, rows: list[dict]) -> dict | None:
         for row in reversed(rows):
@@ -178,38 +194,61 @@ def configuration(recipe: str, keys: tuple[str, ...]) -> Config:
 # ---- what is missing ------------------------------------------------------------------------------------------------
 
 
-def todo(args: argparse.Namespace, failed: set[Run | Real]) -> Iterator[Run | Real]:
-    """What is to be run next, asked again after every run: what jobs' times need before what stands beside them.
-
-    failed: what was tried; what needs it is left out.
-    """
-    every = [(job, (real,)) for _, job, real in checks()] if args.two_gpus else [(job, job.beside) for job in jobs()]
-    for job, _ in every:
-        if job.main.row(record.rows(args.results)) is None:
-            yield from (run for run in job.support if one_rank.earlier(run.options(args), run.rank) is None)
-            if failed.isdisjoint(job.support):
-                yield job.main
-    for _, beside in every:
-        yield from (run for run in beside if run.row(record.rows(args.results)) is None)
+def todo(args: argparse.Namespace, tried: set[Run | Real]) -> list[Run | Real]:
+    """What has no row and was not tried: ranks that jobs' times need, what stands beside them, what takes all GPUs."""
+    every = [(job, real) for _, job, real in checks()] if args.two_gpus else [(job, None) for job in jobs()]
+    wanted: list[Run | Real] = [run for job, _ in every for run in (*job.support, job.main)]
+    wanted += [real for _, real in every if real is not None] or [run for job, _ in every for run in job.beside]
+    rows = record.rows(args.results)
+    return [run for run in wanted if run not in tried and run.row(rows) is None]
 
 
 def run_missing(args: argparse.Namespace) -> int:
     """Run it until the time is over; return how many failed. None is begun that may take as long as the longest did."""
-    end, failed, longest = time.monotonic() + args.seconds, set(), LEAST_SECONDS
-    for run in todo(args, failed):
-        begun = time.monotonic()
-        if end - begun < longest:
-            print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
-            break
-        print(run, flush=True)
-        try:
-            result = compare.launch(run.command(args), end - begun, compare.ENVIRONMENT)
-            longest = max(longest, took := time.monotonic() - begun)
-            print(f"    {result['step_seconds']:.3f} s a step; took {took:.0f} s", flush=True)
-        except (compare.Failed, compare.Skipped) as error:
-            print(f"    {error}", flush=True)
-            failed.add(run)
-    return len(failed)
+    end, tried, failed, longest = time.monotonic() + args.seconds, set(), 0, LEAST_SECONDS
+    options = ["--results", str(args.results.resolve())] + (["--commit", args.commit] if args.commit else [])
+    with Workers(args.workers) as workers:
+        while True:
+            for run in todo(args, tried):
+                if (left := end - time.monotonic()) < longest:
+                    print(f"{args.seconds:g} s are over; call it again for the rest", flush=True)
+                    tried.update(todo(args, tried))
+                    break
+                if run.gpus > len(workers.free) < workers.count:
+                    break  # when others have ended
+                tried.add(run)
+                if run.gpus > workers.count:
+                    print(f"{run}\n    needs {run.gpus} GPUs; there are {workers.count}", flush=True)
+                    failed += 1
+                else:
+                    workers.start(run, run.program, run.arguments + options, run.gpus, min(left, MOST_SECONDS))
+            add_job_seconds(args)  # while the GPUs are busy
+            if not workers.children:
+                return failed
+            child, result = workers.next()
+            print(f"{child.task} on GPU {', '.join(map(str, child.gpus))}: {child.seconds:.1f} s", flush=True)
+            if isinstance(result, Exception):
+                print(f"    {result}", flush=True)
+                failed += 1
+                continue
+            longest = max(longest, child.seconds)
+            wall = "  ".join(f"{name} {seconds:.1f}" for name, seconds in result.get("wall_seconds", {}).items())
+            print(f"    {result['step_seconds']:.3f} s a step; seconds: {wall or 'not told'}", flush=True)
+
+
+def add_job_seconds(args: argparse.Namespace) -> None:
+    """Write the rows of middle ranks again whose jobs' times can be told now."""
+    rows = record.rows(args.results)
+    for job in (*jobs(), *(job for _, job, _ in checks())):
+        main, cfg = job.main, configuration(job.main.recipe, job.main.keys)
+        places = {one_rank.place(run.rank, cfg.parallel.pp, run.world): run.row(rows) for run in (*job.support, main)}
+        row = main.row(rows)
+        if None in places.values() or row["job_step_seconds"] is not None:
+            continue
+        devices, fabrics = read_machines(one_rank.DEVICES)
+        step = Step(cfg, main.world, Machine(devices["h200"], fabrics[main.fabric]))
+        with_traffic, quiet = one_rank.job_seconds(step, main.world, places)
+        record.write(args.results, row | {"job_step_seconds": with_traffic, "job_quiet_seconds": quiet})
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -233,7 +272,7 @@ def against_two_gpus(rows: list[dict]) -> list[str]:
     lines = []
     for name, job, real in checks():
         alone, both = job.main.row(rows), real.row(rows)
-        if alone is not None and both is not None:
+        if alone is not None and both is not None and alone["job_step_seconds"] is not None:
             said, quiet, took = alone["job_step_seconds"], alone["job_quiet_seconds"], both["step_seconds"]
             lines.append(
                 f"| {name} | {took:.4f} | {said:.4f} | {_off(said, took)} | {quiet:.4f} | {_off(quiet, took)} |"
@@ -272,6 +311,7 @@ def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+@lru_cache(None)
 def planned(cfg: Config, run: Run) -> float:
     """The planner's seconds of the job's step on H100."""
     devices, fabrics = read_machines(calibration.DEVICES)
@@ -297,10 +337,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--missing", action="store_true", help="run what has no row yet")
     parser.add_argument("--two-gpus", action="store_true", help="with --missing: the jobs of two GPUs instead")
+    parser.add_argument("--workers", type=int, help="measurements at a time (default: one on each visible GPU)")
     parser.add_argument("--seconds", type=float, default=3600, help="time for that, in all (default 3600)")
     record.add_options(parser)
     args = parser.parse_args(argv)
     failed = run_missing(args) if args.missing else 0
+    add_job_seconds(args)
     text = markdown(record.rows(args.results))
     args.results.with_name("recipes.md").write_text(text, encoding="utf-8")
     print(text, end="")

@@ -7,6 +7,7 @@ A copy of the project without its git history names the commit with `--commit`.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shlex
 import subprocess
@@ -42,9 +43,14 @@ def _file(text: str) -> Path:
 
 def append(args: argparse.Namespace, kind: str, figures: dict) -> dict:
     """Write one record and return it."""
-    entry = {"kind": kind, **figures, **environment(), "commit": args.commit or commit()}
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.results, "a", encoding="utf-8") as file:
+    return write(args.results, {"kind": kind, **figures, **environment(), "commit": args.commit or commit()})
+
+
+def write(path: Path, entry: dict) -> dict:
+    """Append a whole line, also where several processes do, and return its record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, and so written
         file.write(json.dumps(entry) + "\n")
     return entry
 

@@ -3,6 +3,7 @@
 #   bash launch/check_dataset.sh [gpt3|llama3.1]       (default: gpt3; FILES, VENV, CONTAINER: see launch/stage.sh)
 # The last line is then `Dataset generation completed successfully at: FOLDER`; else the status is 1.
 set -euo pipefail
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 this=${BASH_SOURCE[0]}
 # Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
 [ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')

@@ -10,6 +10,7 @@
 # Logs go to $STAGE_PATH/results.data_preparation. Finished pairs are kept, so the same command goes on after a failure.
 # Before the first pair, or job, the tokenizer and the beginning of each shard are tried (for a container: looked for).
 set -euo pipefail
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 this=${BASH_SOURCE[0]}
 # Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
 [ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')

@@ -11,6 +11,7 @@
 # Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
 # goes back to the queue, which holds it for two minutes; under the same id it goes on from there. A job that Slurm
 # itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime).
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 [ $# = 0 ] || fail "'$*' would not be read; give overrides as EXTRA_ARGS='train.steps=500' sbatch ..."
 unset HF_TOKEN # for launch/setup.sh alone: what a job does not know, it cannot log
 
@@ -45,12 +46,19 @@ check_job() {
 run_job() {
     local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
-    mkdir -p "$run"
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
     fi
     read -ra extra <<<"${EXTRA_ARGS:-}"
     arguments+=("${extra[@]}")
+    if [ -n "${CHECK_ONLY:-}" ]; then
+        printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"
+        [ ${#container[@]} = 0 ] || python=${PYTHON:-python3}
+        "$python" tools/check_job.py "${arguments[@]}" "${lacking[@]}" --world "$JOB_TOTAL_GPUS" --device "${DEVICE:-h100}"
+        [ ${#lacking[@]} = 0 ]
+        return
+    fi
+    mkdir -p "$run"
     set_environment
 
     # Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.

@@ -3,6 +3,7 @@
 # an argument is profile.kind=nsys (its report: noderank-N.nsys-rep in log.dir).
 #   node.sh PYTHON RANKS -m MODULE ARGUMENTS...
 set -euo pipefail
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 python=$1 ranks=$2
 shift 2
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

@@ -9,6 +9,7 @@
 #
 # Everything goes to $STAGE_PATH/results/$GSW_VERSION/$DTYPE/$size/$JOB_TOTAL_GPUS: the job's output to JOBID.out, logs,
 # metrics and checkpoint to JOBID/.
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 set -euo pipefail
 cd "$(dirname "${this%" $*"}")/.."
 source launch/stage.sh
@@ -26,11 +27,14 @@ if [ "${DATASET:-}" != mock ]; then
     use_dataset "$dataset"
     folder=${DATASET:-$folder} paths=
     for index in "$folder"/*_text_document.idx; do
-        [ -e "$index" ] ||
-            fail "$folder has no *_text_document.idx; run launch/generate_dataset.sh $dataset, or set DATASET"
+        if [ ! -e "$index" ]; then
+            lacks data "$folder has no *_text_document.idx; run launch/generate_dataset.sh $dataset, or set DATASET"
+            break
+        fi
         paths+="${paths:+,}1,'${index%.idx}'"
     done
-    arguments+=(data.source=indexed "data.paths=[$paths]" "data.tokenizer=$tokenizer" "data.cache_dir=$STAGE_PATH/cache")
+    arguments+=("data.tokenizer=$tokenizer" "data.cache_dir=$STAGE_PATH/cache")
+    [ -z "$paths" ] || arguments+=(data.source=indexed "data.paths=[$paths]")
 fi
 
 checkpoint_every=null # a state of 12 bytes a parameter, 2.1 TB of 175B: only if the job is stopped before its end

@@ -6,6 +6,7 @@
 #   RANKS    processes to train with (default: one a GPU, or 2 on a machine without)
 # launch/venv.sh says where the environment lives and how it comes about.
 set -euo pipefail
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 this=${BASH_SOURCE[0]}
 # Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
 [ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')

@@ -9,6 +9,7 @@
 # With SLURM_PARTITION (and SLURM_ACCOUNT) set, the image is imported in a job, unless this is one. What is there is left
 # alone. Without a network, copy the files yourself; the last lines say which are missing.
 set -euo pipefail
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 this=${BASH_SOURCE[0]}
 # Under sbatch that is a copy; Slurm knows where it came from, and writes the arguments behind it.
 [ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')

@@ -5,10 +5,23 @@
 #   CONTAINER         image to run in, a .sqsh file or a name that enroot imports (needs pyxis); unset: the environment
 #   CONTAINER_MOUNTS  what it sees beside this checkout and STAGE_PATH, as in /data:/data,/scratch:/scratch
 #   VENV              the environment otherwise (default: $STAGE_PATH/venv, made by launch/setup.sh)
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 
 fail() {
-    echo "error: $*" >&2
+    if [ -n "${CHECK_ONLY:-}" ]; then # launch/check.sh asks: an answer in its form, as from tools/check_job.py
+        printf '%-6s %-10s %s\n' wrong variables "$*"
+    else
+        echo "error: $*" >&2
+    fi
     exit 1
+}
+
+# lacks PART MESSAGE...: ends a job that cannot run for want of it. To launch/check.sh it says so, and the other parts follow.
+lacking=()
+lacks() {
+    [ -n "${CHECK_ONLY:-}" ] || fail "${@:2}"
+    printf '%-6s %-10s %s\n' wrong "$1" "${*:2}"
+    lacking+=(--skip "$1")
 }
 
 [ -n "${STAGE_PATH:-}" ] || fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
@@ -41,7 +54,7 @@ need_python() {
 
 # use_dataset gpt3|llama3.1: sets `folder`, `name` and `files` (how many pairs) of a dataset and its `tokenizer`.
 #   FILES      (default: 4 for gpt3, 2 for llama3.1)
-#   TOKENIZER  bytes, gpt2:DIR, llama3:FILE or llama2:FILE (default: what launch/setup.sh puts into the folder)
+#   TOKENIZER  bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR (default: what launch/setup.sh puts into the folder)
 use_dataset() {
     case $1 in
     gpt3)
@@ -64,7 +77,8 @@ need_tokenizer() {
     bytes) return ;;
     gpt2:?*) [ -e "$file/vocab.json" ] && file+=/vocab.json || file+=/encoder.json ;; # either will do
     llama[23]:?*) ;;
-    *) fail "TOKENIZER=$tokenizer is none of bytes, gpt2:DIR, llama3:FILE and llama2:FILE" ;;
+    hf:?*) file+=/tokenizer.json ;;
+    *) fail "TOKENIZER=$tokenizer is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE and hf:DIR" ;;
     esac
     [ -e "$file" ] || fail "there is no $file; run launch/setup.sh (for Llama's with HF_TOKEN), or set TOKENIZER"
 }

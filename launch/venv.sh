@@ -7,6 +7,7 @@
 # A GPU container brings a torch built for its driver and libraries. If $PYTHON has such a torch, the environment sees
 # $PYTHON's packages and keeps them; only what is missing is installed. --system-site-packages would not do: where
 # $PYTHON itself lives in a virtual environment, as in many containers, it shows the packages of the wrong Python.
+[ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 
 fail() {
     echo "$0: $*" >&2
@@ -30,7 +31,7 @@ gpu_torch() {
     "$1" -c "$code" 2>/dev/null || true
 }
 
-# Without a pip of its own: pip's bundled setuptools would hide the one of $base, and Debian's Python has no ensurepip.
+# Without ensurepip: its setuptools would hide the one of $base, and Debian's Python has none. use_venv adds pip.
 make_venv() {
     if [ -e "$VENV" ] && [ ! -f "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV")" ]; then
         fail "VENV=$VENV is no virtual environment and not empty; remove it or name another place"
@@ -80,7 +81,10 @@ use_venv() {
     fi
     # The build runs in the environment itself: with build isolation pip would fetch an unpinned setuptools.
     local install=("$base" -m pip --python "$python" install --quiet --disable-pip-version-check -c "$pins")
-    "${install[@]}" "setuptools>=77" && "${install[@]}" --no-build-isolation -e ".[$extras]" ||
+    "${install[@]}" pip "setuptools>=77" && "${install[@]}" --no-build-isolation -e ".[$extras]" ||
         fail "the installs failed, see above; once the cause is gone, the same command goes on in $VENV"
+    # One that sees $base's packages has its pip, but no command of that name, and the one in PATH would install elsewhere.
+    [ -e "$VENV/bin/pip" ] ||
+        install -m 755 <(printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m pip "$@"\n') "$VENV/bin/pip"
     echo "$wanted" >"$stamp"
 }

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.hf import FolderReader, dropout_note
 from minitron.checkpoint.load import Start, check_data, find, restore
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
@@ -112,7 +113,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             if data.note:
                 log.info(data.note)
             log.info(trainer.describe())
-            reason = why_eager(cfg, device)
+            reason = why_eager(cfg, device, chosen.attention.packed is not None)
             if reason is not None and (
                 cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and name != "cpu"
             ):
@@ -120,6 +121,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             for reader, resumed in (start.frozen, False), (start.reader, start.resume):
                 if reader is not None:
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
+                    if isinstance(reader, FolderReader) and reader.dropout:
+                        log.info(dropout_note(reader))
             with stop:
                 try:
                     train(trainer, data, log, stop, start.step, start.consumed_samples)

@@ -26,6 +26,7 @@ from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
+from minitron.kernels.fp8 import end_step
 from minitron.kernels.gemm import DTYPES
 from minitron.kernels.kernels import Kernels
 from minitron.model import lora
@@ -64,9 +65,9 @@ class Trainer:
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
-        loss_sum = self.forward_backward(batches) if self.graph is None else self.graph.step(batches)
-        for chunk in self.chunks:  # before the optimizer, whose all-gathers would delay its small reductions
-            chunk.end_step()
+        loss_sum = self.forward_backward(batches)
+        # Before the optimizer, whose all-gathers would delay its small reductions.
+        end_step([chunk.fp8_state for chunk in self.chunks])
         loss_sum, count = self.contribution(loss_sum, batches)
         stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)))
         if self.scaler is not None:
@@ -78,9 +79,11 @@ class Trainer:
         """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
 
         Nothing here is read by the host. From step to step only the contents of device tensors differ: the batches, the
-        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (runtime/graph.py); but not with
-        documents kept apart, whose boundaries are on the host.
+        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (runtime/graph.py).
         """
+        replayed = None if self.graph is None else self.graph.replay(batches)
+        if replayed is not None:
+            return replayed
         loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
         self.finish()
         return loss_sum
@@ -198,13 +201,24 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     with room_for("the optimizer's masters and moments"):
         optimizer = Zero1Optimizer(gradients, cfg.optimizer, chosen)
     shape = stream_length(cfg), cfg.train.micro_batch_size, m.hidden_size
-    executor = Executor(chunks, pp, shape, dtype, mesh.device, gradients.begin_backward, layout.comm.begin_pass)
+    executor = Executor(
+        chunks,
+        pp,
+        shape,
+        dtype,
+        mesh.device,
+        gradients.begin_backward,
+        layout.comm.begin_pass,
+        layout.put_off,
+        cfg.parallel.schedule,
+    )
     executor.connect()
     scaler = LossScaler(cfg.precision, mesh.device) if cfg.precision.dtype == "fp16" else None
     trainer = Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
     if mesh.device.type == "cuda":
         mesh.activity.progress = Progress.of(mesh.device)
-    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device) is None:
+    packs = chosen.attention.packed is not None
+    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, packs) is None:
         always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
         trainer.graph = StepGraph(
             executor,
@@ -228,8 +242,9 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     if trainer.graph is not None:
-        trainer.graph.log = log
-    loader, meter = Loader(data.train, cfg, trainer.mesh), Meter(log, trainer.mesh, stop)
+        trainer.graph.log, trainer.graph.steps = log, t.steps - done
+    most_documents = data.most_documents() if cfg.data.separate_documents else None
+    loader, meter = Loader(data.train, cfg, trainer.mesh, most_documents), Meter(log, trainer.mesh, stop)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     step = done
@@ -250,7 +265,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
-            evaluate(trainer, data, log, stop, step)
+            evaluate(trainer, Loader(data.valid, cfg, trainer.mesh, most_documents), log, stop, step)
             meter.restart()
         if stop.agreed:
             break
@@ -268,7 +283,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         if stop.agreed:
             replicas.require_equal(step)
             saves.save(step, consumed)
-        saves.wait()
+        saves.close(stop.agreed)
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
     if saves is not None and saves.saved != step and (stop.agreed or saves.due(step)):  # no success for a scheduler
@@ -287,12 +302,12 @@ def keep_collector_out() -> None:
     gc.freeze()
 
 
-def evaluate(trainer: Trainer, data: Datasets, log: Log, stop: Stop, step: int) -> None:
+def evaluate(trainer: Trainer, loader: Loader, log: Log, stop: Stop, step: int) -> None:
     """Log the mean loss per token over train.eval_steps global batches, the same ones in every evaluation.
 
-    `stop` ends it, without a result.
+    `stop` ends it, without a result. Closes the loader.
     """
-    t, loader = trainer.cfg.train, Loader(data.valid, trainer.cfg, trainer.mesh)
+    t = trainer.cfg.train
     total = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
     for i in range(t.eval_steps):
         total += trainer.evaluate(loader.step(i * t.global_batch_size, step=0))

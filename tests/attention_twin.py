@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from minitron.kernels.attention import FLASH_CPU
 from minitron.kernels.rng import AttentionDropout
 
 
@@ -38,6 +41,29 @@ def attend_with_grads(
     out, lse = attend(q, k, v, allowed, None if dropout_mask is None else dropout_mask.double())
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.double())
     return dict(out=out.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
+
+
+def _of_one_document(bounds: Tensor, length: int) -> Tensor:
+    """`allowed_pairs` of all documents in a row, of which the host knows nothing."""
+    position = torch.arange(length, dtype=torch.int32)
+    document = torch.searchsorted(bounds, position, right=True)
+    return (document[:, None] == document) & (position[:, None] >= position)
+
+
+def _packed_forward(q, k, v, bounds, longest, scale):
+    q, k, v = (x.double().transpose(0, 1)[None] for x in (q, k, v))
+    return attend(q, k, v, _of_one_document(bounds, q.shape[2]))[0][0].transpose(0, 1).to(torch.float32), None
+
+
+def _packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
+    blocks = [x.transpose(0, 1)[None] for x in (dout, q, k, v)]
+    with torch.enable_grad():
+        grads = attend_with_grads(*blocks, _of_one_document(bounds, len(q)))
+    return [grads[name][0].transpose(0, 1).to(torch.float32) for name in ("dq", "dk", "dv")]
+
+
+# A backend of a CPU that takes documents as those of GPUs do.
+PACKS = dataclasses.replace(FLASH_CPU, packed=(_packed_forward, _packed_backward))
 
 
 def random_block(

@@ -1,13 +1,16 @@
 """Runs of minitron.pretrain with a planted fault; `Run` starts this file, mostly under torchrun:
 
-fault_run.py FAULT CONFIG...
+fault_run.py FAULT[+FAULT...] CONFIG...
 
 none
-sleep@2   rank 2 sleeps forever before its forward of microbatch 1 in step 3
-halt@2    rank 2 sleeps forever before step 9, which is replayed on a GPU with train.cuda_graph=on
-nan       a weight becomes NaN before step 3
-drift@R   from step 3 on rank R updates a norm's weight differently
-late@P    rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
+sleep@2       rank 2 sleeps forever before its forward of microbatch 1 in step 3
+halt@2        rank 2 sleeps forever before step 9, which is replayed on a GPU with train.cuda_graph=on
+nan           a weight becomes NaN before step 3
+overflow@N    a gradient of rank 0 becomes infinite in every N-th step
+drift@R       from step 3 on rank R updates a norm's weight differently
+unrecorded@R  rank R cannot record a step as a graph
+replay        on CPUs steps are recorded and replayed by the graphs' twin, tests/replay.py
+late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
 import json
@@ -18,13 +21,16 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import replay as twin
 from minitron import pretrain
+from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
-from minitron.runtime import stop
+from minitron.runtime import graph, stop
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -95,8 +101,9 @@ class Run:
         return sorted(int(pid) for pid in listed.stdout.split())
 
     def wait_for(self, text: str, file: Path | None = None) -> str:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
+        deadline, ended = time.monotonic() + PATIENCE, False
+        while time.monotonic() < deadline and not ended:
+            ended = self.process.poll() is not None
             seen = (file or self.output).read_text() if (file or self.output).exists() else ""
             if text in seen:
                 return seen
@@ -112,6 +119,12 @@ class Run:
         begin = time.monotonic()
         status = self.process.wait(PATIENCE)
         return status, time.monotonic() - begin, self.output.read_text()
+
+    def rows(self, kind: str) -> list[dict]:
+        """What the log has of a kind, "run", "step" or "eval", of all runs in its folder."""
+        path = self.folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row for row in rows if row["kind"] == kind]
 
     def last_step(self) -> int:
         return json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
@@ -151,6 +164,49 @@ def nan():
     Trainer.step = poisoned
 
 
+def overflow(every):
+    step = Zero1Optimizer.step
+
+    def overflows(optimizer, *args):
+        gradients = optimizer.gradients
+        if os.environ["RANK"] == "0" and gradients.mesh.activity.step % int(every) == 0:
+            gradients.buckets[0].grad_slice[0] = torch.inf
+            gradients.buckets[0].square.fill_(torch.inf)  # which may have been taken during the backward
+        return step(optimizer, *args)
+
+    Zero1Optimizer.step = overflows
+
+
+def unrecorded(rank):
+    record = graph.CudaRecorder.record
+    broken = os.environ.get("RANK", "0") == rank
+
+    def on_a_gpu(recorder, work):
+        def fails():
+            work()
+            if broken:
+                raise RuntimeError("planted: operation not permitted")
+
+        return record(recorder, fails)
+
+    def on_a_cpu(recorder, work):  # where a recording would run the step and wait for the rank that does not
+        if broken:
+            raise RuntimeError("planted: operation not permitted")
+        return SimpleNamespace(nodes=0)
+
+    graph.CudaRecorder.record, twin.CpuRecorder.record = on_a_gpu, on_a_cpu
+
+
+def replay():
+    build = pretrain.build
+
+    def recorded(*args):
+        twin.replayed(trainer := build(*args))
+        return trainer
+
+    pretrain.build = recorded
+
+
 def drift(rank):
     step = Trainer.step
 
@@ -177,6 +233,8 @@ def late(port):
 
 
 if __name__ == "__main__":
-    fault, *arguments = sys.argv[1].split("@")
-    {"none": lambda: None, "sleep": sleep, "halt": halt, "nan": nan, "drift": drift, "late": late}[fault](*arguments)
+    faults = sleep, halt, nan, overflow, drift, unrecorded, replay, late
+    for planted in sys.argv[1].split("+"):
+        fault, *arguments = planted.split("@")
+        {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)
     pretrain.main(sys.argv[2:])

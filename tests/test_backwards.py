@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from minitron.kernels import plain
-from minitron.kernels.gemm import Gemm
+from minitron.kernels.gemm import Activation, Gemm
 from minitron.kernels.param import GradSlot
-from minitron.model.layers import gelu, rope_frequencies, rope_tables, split_heads
-from minitron.parallel.gated import swiglu, swiglu_mlp
+from minitron.model.layers import rope_frequencies, rope_tables, split_heads
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.vocab import lookup
 from minitron.testing import assert_close_rel
 from test_context import STYLES, Case, expect, run_whole
@@ -49,15 +49,20 @@ def silu_gated(x):
     return gate / (1 + torch.exp(-gate)) * up
 
 
-def test_swiglu():
-    x = (3 * randn(S, B, 2 * F)).requires_grad_()
-    assert_same(swiglu(x, plain), silu_gated(x), [x], EXACT, "swiglu")
+def tanh_gelu(x):
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def test_gelu():
-    x = (3 * randn(S, B, F)).requires_grad_()
-    twin = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    assert_same(gelu(x), twin, [x], EXACT, "gelu")
+TWINS = {"swiglu": silu_gated, "gelu": tanh_gelu}
+activations = pytest.mark.parametrize("name", TWINS)
+
+
+@activations
+def test_activations(name):
+    x, activation = (3 * randn(S, B, 2 * F)).requires_grad_(), Activation.of(plain, name)
+    assert_same(activate(x, activation), TWINS[name](x), [x], EXACT, name)
+    dx, sums = activation.backward(randn(*activation.forward(x).shape), x.detach(), True)
+    assert_close_rel(sums, dx.sum((0, 1)), SINGLE, "sums")
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -91,45 +96,60 @@ def test_linear(remade):
     assert_same(ours, x @ layer.weight.t() + layer.bias, [x, layer.weight], EXACT, "linear")
 
 
-def gated_mlp():
-    layout = double_layout()
-    up = filled(ColumnParallelLinear(H, (F, F), layout, std=1.0, bias=False, gemm=Gemm()))
+def two_layers(name):
+    """The layers of an MLP with this activation: GELU's first has a bias, SwiGLU's has none."""
+    layout, chunks = double_layout(), (F, F) if name == "swiglu" else (F,)
+    up = filled(ColumnParallelLinear(H, chunks, layout, std=1.0, bias=name == "gelu", gemm=Gemm()))
     return up, filled(RowParallelLinear(F, H, layout, std=1.0, bias=False, gemm=Gemm()))
 
 
+def ours_and_twin(name, layers, x, recompute_input=None):
+    up, down = layers
+    inner = x @ up.weight.t()
+    inner = inner if up.bias is None else inner + up.bias
+    ours = mlp(x, up.linear, down.linear, Activation.of(plain, name), recompute_input)
+    return ours, TWINS[name](inner) @ down.weight.t()
+
+
+@activations
 @pytest.mark.parametrize("remade", [False, True])
-def test_gated_mlp(remade):
-    (up, down), x = gated_mlp(), randn(S, B, H).requires_grad_()
-    ours = swiglu_mlp(x, up.linear, down.linear, plain, x.detach if remade else None)
-    twin = silu_gated(x @ up.weight.t()) @ down.weight.t()
-    assert_same(ours, twin, [x, up.weight, down.weight], EXACT, "gated MLP")
+def test_mlp(name, remade):
+    layers, x = two_layers(name), randn(S, B, H).requires_grad_()
+    ours, twin = ours_and_twin(name, layers, x, x.detach if remade else None)
+    assert_same(ours, twin, [x, *(layer.weight for layer in layers)], EXACT, "MLP")
+    bias = layers[0].bias
+    if bias is not None:  # summed in float32
+        ours, twin = ours_and_twin(name, layers, x, x.detach if remade else None)
+        assert_same(ours, twin, [bias], SINGLE, "MLP's bias")
 
 
+@activations
 @pytest.mark.parametrize("frozen", ["up", "down"])
-def test_gated_mlp_with_a_frozen_weight(frozen):
+def test_mlp_with_a_frozen_weight(name, frozen):
     """What the other weight's gradient needs is kept all the same."""
-    up, down = layers = gated_mlp()
+    layers = two_layers(name)
     dict(zip(("up", "down"), layers))[frozen].requires_grad_(False)
     x = randn(S, B, H).requires_grad_()
     inputs = [x, *(layer.weight for layer in layers if layer.weight.requires_grad)]
-    twin = silu_gated(x @ up.weight.t()) @ down.weight.t()
-    assert_same(swiglu_mlp(x, up.linear, down.linear, plain, None), twin, inputs, EXACT, "gated MLP")
+    assert_same(*ours_and_twin(name, layers, x), inputs, EXACT, "MLP")
 
 
+@activations
 @pytest.mark.parametrize("remade", [False, True])
-def test_gated_mlp_adds_microbatches_up_in_main_grad(remade):
+def test_mlp_adds_microbatches_up_in_main_grad(name, remade):
     """Which is float32, and full of what the last step left."""
-    (up, down), reports = gated_mlp(), []
-    total = [torch.zeros_like(up.weight), torch.zeros_like(down.weight)]
-    for p in (up.weight, down.weight):
+    layers, reports = two_layers(name), []
+    params = [p for layer in layers for p in layer.parameters()]
+    total = [torch.zeros_like(p) for p in params]
+    for p in params:
         p.slot = GradSlot(torch.full(p.shape, float("nan")), partial(reports.append, id(p)))
     for seed in range(3):
         x, dy = randn(S, B, H, seed=seed), randn(S, B, H, seed=50 + seed)
-        twin = silu_gated(x @ up.weight.t()) @ down.weight.t()
-        for sum_, grad in zip(total, torch.autograd.grad(twin, [up.weight, down.weight], dy)):
+        ours, twin = ours_and_twin(name, layers, x, x.clone if remade else None)
+        for sum_, grad in zip(total, torch.autograd.grad(twin, params, dy)):
             sum_ += grad
-        swiglu_mlp(x, up.linear, down.linear, plain, x.clone if remade else None).backward(dy)
-    for p, expected in zip((up.weight, down.weight), total):
+        ours.backward(dy)
+    for p, expected in zip(params, total):
         assert p.grad is None and reports.count(id(p)) == 3
         assert_close_rel(p.slot.main_grad, expected, SINGLE, "main_grad")
 

@@ -177,9 +177,29 @@ def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
 
 
 @pytest.mark.parametrize(
+    "world,layout,recompute",
+    [
+        (2, "pp=2", "none"),
+        (4, "pp=4", "selective"),
+        (4, "tp=2 pp=2", "none"),
+        (4, "tp=2 pp=2 sequence_parallel=off overlap_tp=off", "full"),
+        (4, "pp=2 cp=2", "none"),
+        (8, "pp=4", "none"),
+        (8, "tp=2 pp=2 overlap_grads=off", "selective"),
+    ],
+)
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_weight_gradients_apart(ranks, base, world, layout, recompute):
+    """More of it, bit by bit against 1F1B, is in tests/pipeline/test_deferred.py."""
+    layout = axes(f"{layout} schedule=zb-h1")
+    assert_equals_one_process(ranks, world, base, DROPOUT, layout, {"train": {"recompute": recompute}})
+
+
+@pytest.mark.parametrize(
     "world,layout,counts",
     [
         (2, "pp=2", [5, 3]),
+        (2, "pp=2 schedule=zb-h1", [5, 3]),
         (2, "pp=2 vp=2", [1, 3, 2, 2]),
         (4, "pp=4", [1, 2, 4, 1]),
         (8, "tp=2 pp=2 vp=2", [3, 1, 1, 3]),
@@ -195,6 +215,7 @@ def test_uneven_stages(ranks, world, layout, counts):
         (2, "pp=2", 2),
         (4, "pp=4 vp=2", 2),
         (4, "pp=4 vp=2", 4),
+        (4, "pp=4 schedule=zb-h1", 4),
         (2, "tp=2", 8),
         (4, "cp=2", 4),
         (8, "tp=2 pp=2 cp=2", 2),
@@ -206,7 +227,9 @@ def test_micro_batch_size_changes_nothing(ranks, world, layout, micro):
     assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), {"train": {"micro_batch_size": micro}})
 
 
-@pytest.mark.parametrize("world,layout", [(3, "pp=3 vp=2"), (3, "pp=3"), (6, "pp=3 vp=2 tp=2"), (4, "pp=4 vp=2")])
+@pytest.mark.parametrize(
+    "world,layout", [(3, "pp=3 vp=2"), (3, "pp=3"), (3, "pp=3 schedule=zb-h1"), (6, "pp=3 vp=2 tp=2"), (4, "pp=4 vp=2")]
+)
 def test_microbatches_that_are_no_multiple_of_the_stages(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, {"train": {"global_batch_size": 7}}, axes(layout))
 
@@ -241,7 +264,7 @@ def train_with_small_buckets(cfg):
     original = Gradients.__init__
 
     def small(self, *args, **kwargs):
-        original(self, *args, **kwargs, bucket_bytes=8192)
+        original(self, *args, **kwargs, bucket_bytes=4096)
         assert len(self.buckets) > 8
 
     Gradients.__init__ = small
@@ -251,7 +274,9 @@ def train_with_small_buckets(cfg):
         Gradients.__init__ = original
 
 
-@pytest.mark.parametrize("world,layout", [(2, ""), (8, "tp=2 pp=2 vp=2"), (4, "cp=2 overlap_grads=off")])
+@pytest.mark.parametrize(
+    "world,layout", [(2, ""), (8, "tp=2 pp=2 vp=2"), (4, "cp=2 overlap_grads=off"), (4, "pp=2 schedule=zb-h1")]
+)
 def test_many_buckets(ranks, world, layout):
     assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout), run=train_with_small_buckets)
 

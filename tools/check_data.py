@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("prefix", nargs="+", help="dataset, without .bin or .idx")
     parser.add_argument("--vocab-size", type=int, help="ids must lie below it (by default as PREFIX.json says)")
     parser.add_argument("--samples", type=int, default=0, metavar="K", help="show the beginning of K documents")
-    parser.add_argument("--tokenizer", help="to show them as text: bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
+    parser.add_argument("--tokenizer", help="to show them as text: bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     options = parser.parse_args(argv)
     for name, value, least in (("--samples", options.samples, 0), ("--vocab-size", options.vocab_size, 1)):
         if value is not None and value < least:

@@ -4,10 +4,13 @@ A tool's `main(argv)` parses with `Parser`, raises ValueError for whatever is wr
 """
 
 import argparse
+import contextlib
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -32,3 +35,20 @@ def run(main: Callable[[list[str]], None]) -> None:
         # Its reader, `head` for one, has seen enough. The interpreter flushes once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+
+
+@contextlib.contextmanager
+def new_folder(target: str) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its name at the end, or vanishes."""
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        partial.mkdir()
+        try:
+            yield partial
+            partial.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error}); nothing is left of it") from error

@@ -11,7 +11,9 @@ and safetensors that transformers' from_pretrained loads; a LoRA checkpoint's ad
 they were trained beside, or with --adapter written alone, as PEFT's PeftModel.from_pretrained loads them.  All write
 under a temporary name first: an error or Ctrl-C leaves nothing.
 
-Left out: tokenizers (copy the tokenizer's files beside exported weights) and dropout (a choice of each run).
+Tokenizers go along: an import keeps the source's files, an export writes those, or the run's own (hf_tokenizer.py).
+
+Left out: the source's dropout, a choice of each run; an import says what it was, an export names the run's.
 """
 
 import argparse
@@ -40,8 +42,8 @@ from minitron.checkpoint.directory import begin, commit
 from minitron.checkpoint.format import header, write_shard
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
-from tools import hf_export
-from tools.command import Parser, run
+from tools import hf_export, hf_tokenizer
+from tools.command import Parser, new_folder, run
 
 SHARD_BYTES = 2 << 30  # at which a Writer begins another file
 BLOCK_VALUES = 1 << 26  # of a tensor, read at a time: 256 MB in float32
@@ -66,6 +68,9 @@ def main(argv: list[str]) -> None:
     exporter.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (%(default)s)")
     exporter.add_argument("--base", metavar="FOLDER", help="of LoRA: where the frozen weights are now")
     exporter.add_argument("--adapter", action="store_true", help="of LoRA: the adapters alone, in PEFT's format")
+    exporter.add_argument(
+        "--tokenizer", metavar="SPEC", help="as data.tokenizer (that of the weights' source, or the run's)"
+    )
     for command, default in (importer, "as the source has them"), (exporter, "those of training, or of the import"):
         command.add_argument("--dtype", choices=DTYPES, help=f"number format of the weights ({default})")
     options = parser.parse_args(argv)
@@ -78,7 +83,14 @@ def main(argv: list[str]) -> None:
     elif not 0 < options.max_shard_gb < math.inf:
         raise ValueError(f"--max-shard-gb={options.max_shard_gb:g} is no size of a file; use 5 or so")
     else:
-        export_folder(options.source, options.target, options.dtype, int(options.max_shard_gb * 1e9), options.base)
+        export_folder(
+            options.source,
+            options.target,
+            options.dtype,
+            int(options.max_shard_gb * 1e9),
+            options.base,
+            options.tokenizer,
+        )
 
 
 class Writer(contextlib.AbstractContextManager):
@@ -137,14 +149,19 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
                     writer.add(name, "param", shape, start, tensor)
                     bar.update(tensor.numel())
         (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(reader.model)}, sort_keys=False))
+        hf_tokenizer.keep(Path(source), folder)
+    if reader.dropout:
+        print(hf.dropout_note(reader))
     print(
         f"{values:,} weights of a {reader.model.family} model in {dtype}; to train them:\n"
         f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=..."
     )
 
 
-def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, base: str | None) -> None:
-    """config.json and safetensors in `target`.  Raises ValueError for whatever cannot be converted."""
+def export_folder(
+    source: str, target: str, dtype: str | None, max_bytes: int, base: str | None, tokenizer: str | None = None
+) -> None:
+    """config.json, safetensors and the tokenizer in `target`.  Raises ValueError for whatever cannot be converted."""
     reader = open_weights(source, base)
     if isinstance(reader, hf.FolderReader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")
@@ -160,9 +177,11 @@ def export_folder(source: str, target: str, dtype: str | None, max_bytes: int, b
 
     with new_folder(target) as folder:
         write_model(folder, cfg.model, DTYPES[dtype], hf_export.export(cfg.model, read), max_bytes)
+        ids, words = hf_tokenizer.write_tokenizer(folder, reader, cfg.model.vocab_size, tokenizer)
+        settings |= {key: value for key, value in ids.items() if key.endswith("_token_id")}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     print(
-        f"iteration {reader.iteration} in {dtype}; to load it, copy the tokenizer's files there and call\n"
+        f"iteration {reader.iteration} in {dtype}, {words}; to load it:\n"
         f"transformers.AutoModelForCausalLM.from_pretrained({target!r})"
     )
 
@@ -250,23 +269,6 @@ def write_model(
                     assert name == part.name and tensor.shape == part.stored
                     out.write(tensor.view(torch.uint8).numpy())
                     bar.update(tensor.nbytes)
-
-
-@contextlib.contextmanager
-def new_folder(target: str) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name at the end, or vanishes."""
-    path = Path(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        partial.mkdir()
-        try:
-            yield partial
-            partial.rename(path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}); nothing is left of it") from error
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tools/draw_pipeline.py --pp 4 --vp 2 --microbatches 8
     python tools/draw_pipeline.py --pp 4 --microbatches 16 --backward 3 --transfer 0.1 --svg schedule.svg
+    python tools/draw_pipeline.py --pp 4 --microbatches 8 --schedule zb-h1 --weight 0.9
 
 Times are in seconds for one microbatch through one chunk.  One row is a rank, one column a slice of time.  3a is the
 forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes carry an operation on, dots are idle:
@@ -9,7 +10,9 @@ forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes 
     0 0a1a....0A--..1A--        pp = 2, two microbatches, forward 1 s, backward 2 s
     1 ..0a0A--1a1A--....
 
-The SVG shows forwards in blue, backwards in orange, later chunks darker, idle time hatched.  Needs no torch and no GPU.
+Of a split backward 3A is the gradient of the input and 3w are those of the weights, which are part of --backward.
+The SVG shows forwards in blue, backwards in orange, gradients of weights alone in green, later chunks darker, idle time
+hatched.  Needs no torch and no GPU.
 """
 
 import sys
@@ -21,29 +24,41 @@ from string import ascii_lowercase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.pipeline.check import check
-from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule, make
+from minitron.pipeline.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Exchange,
+    Forward,
+    Operation,
+    Schedule,
+    make,
+)
 from minitron.planning.simulate import Event, Timeline, simulate
 from tools.command import Parser, run
 
 WIDE = 200  # columns; most terminals wrap such a text beyond recognition
 MAX_COLUMNS = 10_000  # of text; nobody reads more, and a thousandfold spread of durations would fill the memory
 ROW, GAP, LEFT, TOP = 30, 6, 64, 84  # pixels: height of a row, space between rows, margins of the picture
-HUES = {True: 212, False: 28}  # forward, backward
+HUES = {Forward: 212, Backward: 28, BackwardInput: 28, BackwardWeight: 140}
+NAMES = {Forward: "forward", Backward: "backward", BackwardInput: "input gradient", BackwardWeight: "weight gradients"}
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(description="Draw a pipeline schedule: who computes what when, and who waits.")
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--vp", type=int, default=1, help="model chunks per rank (default 1; more: interleaved)")
+    parser.add_argument("--schedule", choices=("1f1b", "zb-h1"), default="1f1b", help="default 1f1b")
     parser.add_argument("--microbatches", type=int, required=True, help="microbatches per step and replica")
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of a chunk's forward (default 1)")
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of a chunk's backward (default 2)")
+    parser.add_argument("--weight", type=float, help="seconds of it for gradients of weights (default: half of it)")
     parser.add_argument("--transfer", type=float, default=0.0, help="seconds between two ranks (default 0)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
     args = parser.parse_args(argv)
-    schedule = make(args.pp, args.vp, args.microbatches)
+    schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
     check(schedule)
-    timeline = simulate(schedule, args.forward, args.backward, args.transfer)
+    timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight)
     text = draw_text(timeline)
     if args.svg is not None:
         try:
@@ -60,15 +75,16 @@ def main(argv: list[str]) -> None:
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most chunk activations alive at once: forwards run minus backwards run."""
-    change = {Forward: 1, Backward: -1, Exchange: 0}
+    """For each rank, the most chunk activations alive at once: forwards run minus whole backwards run."""
+    change = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1, Exchange: 0}
     return tuple(max(accumulate(change[type(action)] for action in actions)) for actions in schedule.ranks)
 
 
 def describe(timeline: Timeline) -> str:
     """One line: the schedule and its bubble, the idle time over the compute time."""
     s = timeline.schedule
-    kind = "Forward only" if not s.training else "1F1B" if s.vp == 1 else "Interleaved 1F1B"
+    kind = "Interleaved 1F1B" if s.vp > 1 else s.kind.upper()
+    kind = kind if s.training else "Forward only"
     sizes = f"pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
     return f"{kind}: {sizes}, bubble {100 * timeline.bubble:.1f} % of the compute time"
 
@@ -96,11 +112,17 @@ def draw_text(timeline: Timeline) -> str:
     rows = [["."] * column(timeline.makespan) for _ in range(s.pp)]
     for event in timeline.events:
         start, end = column(event.start), column(event.end)
-        letter = ascii_lowercase[event.action.chunk]
-        text = f"{event.action.mb}{letter if type(event.action) is Forward else letter.upper()}"
+        text = f"{event.action.mb}{_letter(event.action)}"
         rows[event.rank][start:end] = text.ljust(end - start, "-")[: end - start]
     width = len(str(s.pp - 1))
     return "\n".join(f"{rank:>{width}} {''.join(row)}" for rank, row in enumerate(rows))
+
+
+def _letter(op: Operation) -> str:
+    if type(op) is BackwardWeight:
+        return "w"
+    letter = ascii_lowercase[op.chunk]
+    return letter if type(op) is Forward else letter.upper()
 
 
 def draw_svg(timeline: Timeline) -> str:
@@ -118,7 +140,7 @@ def draw_svg(timeline: Timeline) -> str:
         '<rect width="6" height="6" fill="#f4f4f4"/><rect width="1.5" height="6" fill="#d4d4d4"/></pattern></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{LEFT}" y="28" font-size="17" font-weight="bold">{describe(timeline)}</text>',
-        *_legend(s.vp),
+        *_legend(timeline),
     ]
     for rank in range(s.pp):
         y = TOP + rank * (ROW + GAP)
@@ -129,17 +151,17 @@ def draw_svg(timeline: Timeline) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _colour(forward: bool, chunk: int, vp: int) -> str:
+def _colour(kind: type[Operation], chunk: int, vp: int) -> str:
     lightness = 76 if vp == 1 else 86 - 30 * chunk / (vp - 1)
-    return f"hsl({HUES[forward]}, 85%, {lightness:.0f}%)"
+    return f"hsl({HUES[kind]}, 85%, {lightness:.0f}%)"
 
 
 def _box(event: Event, vp: int, scale: float) -> str:
-    op, forward = event.action, type(event.action) is Forward
+    op, kind = event.action, type(event.action)
     x, y = LEFT + event.start * scale, TOP + event.rank * (ROW + GAP)
     width = (event.end - event.start) * scale
     tooltip = (
-        f"rank {event.rank}: {'forward' if forward else 'backward'} of microbatch {op.mb} through chunk {op.chunk}, "
+        f"rank {event.rank}: {NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}, "
         f"{event.start:g} to {event.end:g} s"
     )
     text = ""
@@ -147,19 +169,20 @@ def _box(event: Event, vp: int, scale: float) -> str:
         text = f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 4}" text-anchor="middle">{op.mb}</text>'
     return (
         f'<g><title>{tooltip}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" '
-        f'fill="{_colour(forward, op.chunk, vp)}" stroke="white" stroke-width="0.8"/>{text}</g>'
+        f'fill="{_colour(kind, op.chunk, vp)}" stroke="white" stroke-width="0.8"/>{text}</g>'
     )
 
 
-def _legend(vp: int) -> list[str]:
-    """Forward and backward with one swatch per chunk, and idle."""
-    parts, x = [], float(LEFT)
-    for name, forward in (("forward", True), ("backward", False)):
+def _legend(timeline: Timeline) -> list[str]:
+    """Forward and backward with one swatch per chunk, gradients of weights where they are apart, and idle."""
+    parts, x, vp = [], float(LEFT), timeline.schedule.vp
+    apart = [BackwardWeight] if any(type(event.action) is BackwardWeight for event in timeline.events) else []
+    for kind in (Forward, Backward, *apart):
         for chunk in range(vp):
-            parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="{_colour(forward, chunk, vp)}"/>')
+            parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="{_colour(kind, chunk, vp)}"/>')
             x += 14
-        parts.append(f'<text x="{x + 6}" y="57">{name}</text>')
-        x += 80
+        parts.append(f'<text x="{x + 6}" y="57">{NAMES[kind]}</text>')
+        x += 24 + 7 * len(NAMES[kind])
     parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="url(#idle)"/>')
     parts.append(f'<text x="{x + 20}" y="57">idle</text>')
     chunks = f"; chunks 0 to {vp - 1} from light to dark" if vp > 1 else ""

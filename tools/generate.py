@@ -212,7 +212,7 @@ def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cach
     if spec is None and (not data or (cfg.data.tokenizer == "corpus" and data["source"] not in ("corpus", "sft"))):
         raise ValueError(
             f"{folder} does not say which tokenizer it was trained with; give --tokenizer=llama3:FILE, "
-            "gpt2:DIR, llama2:FILE, bytes or corpus"
+            "gpt2:DIR, llama2:FILE, hf:DIR, bytes or corpus"
         )
     chosen = spec or cfg.data.tokenizer
     if chosen == "corpus":

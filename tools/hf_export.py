@@ -36,9 +36,12 @@ def settings_of(m: ModelConfig, dtype: str) -> dict:
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
-    }  # a tokenizer's; the defaults are those of one model
+    }  # a tokenizer's, which hf_tokenizer.py knows; transformers' defaults are those of one model
     settings |= {key: getattr(m, field) for field, key in fmt.keys.items()} | fmt.fixed
-    if not gpt:
+    if gpt:
+        settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop"), m.hidden_dropout) | {"attn_pdrop": m.attention_dropout}
+    else:
+        settings |= {"attention_dropout": m.attention_dropout}
         s = m.rope_scaling
         scaling = s and {"rope_type": "llama3"} | {key: getattr(s, field) for field, key in ROPE_SCALING.items()}
         settings |= {"num_key_value_heads": m.kv_heads, "rope_theta": m.rope_theta, "rope_scaling": scaling}

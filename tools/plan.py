@@ -121,6 +121,7 @@ def record(job: Plan, tokens: float) -> dict:
         "step_seconds": job.step_seconds,
         "mfu_percent": job.mfu_percent,
         "memory_gib": job.memory_gib,
+        "graph_gib": job.graph_gib,
         "room_gib": room_gib(job.machine),
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
@@ -145,8 +146,9 @@ def record(job: Plan, tokens: float) -> dict:
 
 def layout(cfg: Config, world: int) -> str:
     p, t = cfg.parallel, cfg.train
+    kind = "" if p.schedule == "1f1b" else f", {p.schedule}"
     return (
-        f"tp {p.tp}, pp {p.pp}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
+        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
         f"microbatches of {t.micro_batch_size}, recompute {t.recompute}"
     )
 
@@ -166,6 +168,10 @@ def table(job: Plan, tokens: float) -> str:
     lines += [
         f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %" for part, size in job.memory.items() if size
     ]
+    if job.graph_gib:
+        short = job.fits and job.memory_gib + job.graph_gib > room_gib(job.machine)
+        why = ": no room for that, then they stay eager" if short else ""
+        lines.append(f"  and {job.graph_gib:17.2f} GiB more if steps are recorded as CUDA graphs{why}")
     lines += [
         "",
         f"step   {seconds:8.3f} s   MFU {mfu(job)}   {job.tokens_per_second:,.0f} tokens/s   "
@@ -190,7 +196,7 @@ def searchable(cfg: Config, world: int) -> Config:
     try:
         rules.check(cfg, world)
     except ValueError as error:
-        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
+        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
         cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
         try:
             rules.check(cfg, world)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
-from minitron.pipeline.schedule import Forward
+from minitron.config.installed import pip_install
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools.draw_pipeline import draw_svg
 
@@ -35,7 +36,7 @@ def draw(job: Plan, folder: Path) -> Iterator[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--draw needs matplotlib: pip install matplotlib, or leave it out") from None
+        raise ValueError(f"--draw needs matplotlib: {pip_install('plot')}, or leave it out") from None
     matplotlib.use("Agg")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +65,11 @@ def memory_curve(job: Plan) -> list[tuple[float, float]]:
     pp, curve = job.cfg.parallel.pp, [(0.0, lasting / 2**30)]
     for event in job.timeline.events:
         if event.rank == job.fullest:
-            saved = sizes.saved(event.action.chunk * pp + event.rank)
+            stage, kind = event.action.chunk * pp + event.rank, type(event.action)
+            saved, put_off = sizes.saved(stage), sizes.put_off(stage)
+            change = {Forward: saved, Backward: -saved, BackwardInput: put_off - saved, BackwardWeight: -put_off}[kind]
             curve.append((event.start, live / 2**30))
-            live += saved if type(event.action) is Forward else -saved
+            live += change
             curve.append((event.end, live / 2**30))
     return curve
 

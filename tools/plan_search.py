@@ -71,8 +71,9 @@ def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
             for pp in (n for n in range(1, m.num_layers + 1) if world % (n * tp * cp) == 0):
                 even = [vp for vp in range(1, m.num_layers // pp + 1) if m.num_layers % (pp * vp) == 0 or vp == 1]
                 for vp in even if pp > 1 else (1,):
+                    kind = given.schedule if pp > 1 and vp == 1 else "1f1b"
                     for size in MICRO_BATCHES:
-                        parallel = replace(given, tp=tp, cp=cp, pp=pp, vp=vp, layers_per_stage=None)
+                        parallel = replace(given, tp=tp, cp=cp, pp=pp, vp=vp, schedule=kind, layers_per_stage=None)
                         layout = replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size))
                         if layout != cfg:
                             yield layout
@@ -103,7 +104,7 @@ def changes(before: Config, after: Config) -> dict[str, object]:
     return {
         f"{section}.{key}": new
         for section, keys in (
-            ("parallel", ("tp", "pp", "vp", "cp", "layers_per_stage")),
+            ("parallel", ("tp", "pp", "vp", "cp", "schedule", "layers_per_stage")),
             ("train", ("micro_batch_size", "recompute")),
         )
         for key in keys

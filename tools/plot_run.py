@@ -23,6 +23,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.config.installed import pip_install
 from tools import command
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
@@ -262,7 +263,7 @@ def save_png(runs: list[Run], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ValueError(f"{path} was not drawn: matplotlib is not installed; pip install 'minitron[plot]'") from None
+        raise ValueError(f"{path} was not drawn: matplotlib is not installed; {pip_install('plot')}") from None
     panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "memory_gib"}
     panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
     figure = Figure(figsize=(8, 4.5 + 1.5 * len(panels)), layout="constrained")

@@ -1,11 +1,16 @@
-"""JSONL text to a Megatron dataset: one token file pair per key.
+"""Text in JSONL, Parquet or a Hugging Face dataset to a Megatron dataset: one token file pair per key.
 
     python tools/preprocess_data.py --input web.jsonl more.jsonl.zst --output-prefix data/web \\
         --tokenizer gpt2:tokenizers/gpt2 --workers 8 --append-eod
     -> data/web_text_document.bin, .idx, .json
+    python tools/preprocess_data.py --input my.parquet saved/train --text-field body --output-prefix data/my \\
+        --tokenizer hf:tokenizers/my --append-eod
+    -> data/my_text_document.bin, .idx, .json
 
-The main process reads lines in batches and writes tokens; worker processes parse and encode in between.  Batches come
-back in order and only a few are under way at a time, so the output is the same for any number of workers and memory
+An input is a file of JSON lines, one of Parquet, or a folder that `datasets` wrote with save_to_disk (tools/rows.py).
+
+The main process reads batches and writes tokens; worker processes parse and encode in between.  Batches come back in
+order and only a few are under way at a time, so the output is the same for any number of workers and memory
 stays bounded.  A worker that dies is an error, not a hang, and workers whose parent dies end by themselves.  Until all
 is written the files have temporary names: an error or Ctrl-C leaves nothing; a kill -9 or a crash of the machine leaves
 no dataset, but files PREFIX_KEY_document.*.partial, to be deleted by hand (another run may be writing such files).
@@ -16,25 +21,20 @@ Left out: splitting documents into sentences (for BERT), several output shards (
 import argparse
 import contextlib
 import functools
-import gzip
-import json
-import lzma
 import multiprocessing
 import os
 import queue
 import signal
 import sys
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import zstandard
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
@@ -42,19 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.data.tokenizers import load_tokenizer
 from tools.command import Parser, run
+from tools.rows import Batch, documents, files_of, read_batches
 
-BATCH_BYTES = 1 << 20
-READ_BYTES = 1 << 17
 BATCHES_PER_WORKER = 3  # one at work, one waiting for it, one on the way back
-
-
-class Batch(NamedTuple):
-    """Lines of one file; first_line: number of lines[0], from 1; read_bytes: of the file, since the batch before."""
-
-    path: str
-    first_line: int
-    lines: list[bytes]
-    read_bytes: int
 
 
 class Job(NamedTuple):
@@ -67,28 +57,47 @@ class Job(NamedTuple):
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; also .gz, .xz, .zst")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, also .gz, .xz, .zst; Parquet; folders of datasets' save_to_disk",
+    )
     parser.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
-    parser.add_argument("--tokenizer", required=True, help="bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
+    parser.add_argument("--tokenizer", required=True, help="bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (all cores)")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to encode (text)")
+    fields = parser.add_mutually_exclusive_group()
+    fields.add_argument("--text-field", metavar="NAME", help="the field or column to encode, as PREFIX_text_document")
+    fields.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="what to encode, each as PREFIX_KEY_document (text)",
+    )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument(
         "--check", action="store_true", help="try the tokenizer and the first megabyte of each input, and write nothing"
     )
     options = parser.parse_args(argv)
-    job = Job(options.tokenizer, tuple(options.json_keys), options.append_eod)
-    preprocess(options.input, options.output_prefix, job, options.workers, options.check)
+    keys = options.json_keys if options.text_field is None else [options.text_field]
+    names = None if options.text_field is None else ["text"]
+    job = Job(options.tokenizer, tuple(keys), options.append_eod)
+    preprocess(options.input, options.output_prefix, job, options.workers, options.check, names)
 
 
-def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, check: bool = False) -> None:
-    """Encode all inputs, in order, into OUTPUT_PREFIX_KEY_document.
+def preprocess(
+    inputs: list[str], output_prefix: str, job: Job, workers: int, check: bool = False, names: list[str] | None = None
+) -> None:
+    """Encode all inputs, in order, into OUTPUT_PREFIX_NAME_document; names: as the keys, if none are given.
 
     check: only try the tokenizer and the first batch of each input.
     Raises ValueError for any defect of them, and when one of the datasets would be without tokens.
     """
-    prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
-    check_files(inputs, prefixes)
+    prefixes = [f"{output_prefix}_{name}_document" for name in names or job.keys]
+    files = files_of(inputs)
+    check_outputs(prefixes)
     if workers < 1:
         raise ValueError(f"--workers {workers}: at least one process has to encode; use 1 or more")
     for key in job.keys:
@@ -96,8 +105,8 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, ch
             raise ValueError(f"--json-keys {' '.join(job.keys)}: {key!r} is there twice; name each key once")
     tokenizer = load_tokenizer(job.tokenizer, "--tokenizer")
     if check:
-        for path in inputs:
-            encode_batch(job, next(read_batches([path])))
+        for path in files:
+            encode_batch(job, next(read_batches([path], job.keys)))
         return
     sidecar = {
         "tokenizer": job.tokenizer,
@@ -105,13 +114,13 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, ch
         "vocab_size": tokenizer.vocab_size,
         "append_eod": job.append_eod,
     }
-    total_bytes, num_tokens = sum(os.path.getsize(path) for path in inputs), dict.fromkeys(job.keys, 0)
+    total_bytes, num_tokens = sum(os.path.getsize(path) for path in files), dict.fromkeys(job.keys, 0)
     with contextlib.ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype, sidecar)) for prefix in prefixes]
         pool = stack.enter_context(Workers(workers, job))  # after the writers on the stack: they finalize without it
         bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding"))
-        for batch, encoded in _in_order(pool, read_batches(inputs), workers * BATCHES_PER_WORKER):
+        for batch, encoded in _in_order(pool, read_batches(files, job.keys), workers * BATCHES_PER_WORKER):
             for key, writer, (tokens, lengths) in zip(job.keys, writers, encoded, strict=True):
                 _write(writer, tokens, lengths)
                 num_tokens[key] += sum(lengths)
@@ -124,41 +133,11 @@ def preprocess(inputs: list[str], output_prefix: str, job: Job, workers: int, ch
                 )
 
 
-def check_files(inputs: list[str], prefixes: list[str]) -> None:
-    """Every input must be there, and no output: hours of encoding are not to be overwritten by a slip."""
-    for path in inputs:
-        if not os.path.isfile(path):
-            raise ValueError(f"{path}: no such input file; correct --input")
+def check_outputs(prefixes: list[str]) -> None:
+    """No output may be there: hours of encoding are not to be overwritten by a slip."""
     for prefix in prefixes:
         if os.path.exists(f"{prefix}.idx"):
             raise ValueError(f"{prefix}.idx exists already; delete it or choose another --output-prefix")
-
-
-def read_batches(inputs: list[str]) -> Iterator[Batch]:
-    """Batches of about BATCH_BYTES of text; a batch never spans two files."""
-    for path in inputs:
-        with _opened(path) as raw:
-            reported, number, first, lines, size = 0, 0, 1, [], 0
-            try:
-                for number, line in enumerate(_lines(path, raw), start=1):
-                    lines.append(line)
-                    size += len(line)
-                    if size >= BATCH_BYTES:
-                        position = raw.tell()
-                        yield Batch(path, first, lines, position - reported)
-                        reported, first, lines, size = position, number + 1, [], 0
-            except (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
-                raise ValueError(
-                    f"{path}: cannot be read after line {number} ({error}); the file is damaged: copy it again"
-                ) from error
-            yield Batch(path, first, lines, raw.tell() - reported)
-
-
-def _opened(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error}); correct --input or its permissions") from error
 
 
 def encode_batch(job: Job, batch: Batch) -> list[tuple[bytes, list[int]]]:
@@ -166,10 +145,7 @@ def encode_batch(job: Job, batch: Batch) -> list[tuple[bytes, list[int]]]:
     tokenizer = _tokenizer(job.tokenizer)
     dtype = best_dtype(tokenizer.vocab_size)
     tokens, lengths = [[] for _ in job.keys], [[] for _ in job.keys]
-    for number, line in enumerate(batch.lines, start=batch.first_line):
-        if not line.strip():
-            continue
-        document = _parse(line, job.keys, f"{batch.path}: line {number}")
+    for document in documents(batch, job.keys):
         for key, ids, counts in zip(job.keys, tokens, lengths, strict=True):
             encoded = tokenizer.encode(document[key])
             if encoded and job.append_eod:
@@ -177,23 +153,6 @@ def encode_batch(job: Job, batch: Batch) -> list[tuple[bytes, list[int]]]:
             ids.append(np.array(encoded, dtype))
             counts.append(len(encoded))
     return [(b"".join(array.tobytes() for array in ids), counts) for ids, counts in zip(tokens, lengths, strict=True)]
-
-
-def _parse(line: bytes, keys: tuple[str, ...], where: str) -> dict:
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); write one object a line, in UTF-8") from error
-    for key in keys:
-        if not isinstance(document, dict) or not isinstance(document.get(key), str):
-            raise ValueError(f"{where} has no text under the key {key!r}; correct the line or --json-keys")
-        try:
-            document[key].encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{where}: {key!r} is no Unicode text ({error}); write surrogate pairs or the characters"
-            ) from error
-    return document
 
 
 def _write(writer: IndexedWriter, tokens: bytes, lengths: list[int]) -> None:
@@ -279,31 +238,6 @@ def _without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _lines(path: str, raw: BinaryIO) -> Iterable[bytes]:
-    match Path(path).suffix:
-        case ".gz":
-            return gzip.GzipFile(fileobj=raw)
-        case ".xz":
-            return lzma.LZMAFile(raw)
-        case ".zst":
-            return _zstandard_lines(raw)
-    return raw
-
-
-def _zstandard_lines(raw: BinaryIO) -> Iterator[bytes]:
-    """Lines of any number of frames.  zstandard's own reader would take a truncated file for a whole one."""
-    rest, frame, compressed = b"", None, raw.read(READ_BYTES)
-    while compressed:
-        frame = frame or zstandard.ZstdDecompressor().decompressobj()
-        *lines, rest = (rest + frame.decompress(compressed)).split(b"\n")
-        yield from lines
-        compressed = frame.unused_data or raw.read(READ_BYTES)
-        frame = None if frame.eof else frame
-    if frame:
-        raise EOFError("it ends inside a frame")
-    yield rest
 
 
 @functools.lru_cache(maxsize=1)

@@ -189,11 +189,7 @@ def _inputs(batch: Batch, cfg: Config) -> dict:
         return inputs
     inputs["position_ids"] = batch.positions.t().contiguous()
     if varlen(cfg):
-        s = cfg.train.seq_len
-        bounds = [i * s + begin for i, sample in enumerate(batch.documents) for begin in sample[:-1]]
-        bounds.append(s * len(batch.documents))
-        longest = max(b - a for a, b in zip(bounds, bounds[1:]))
-        ends = torch.tensor(bounds, dtype=torch.int32, device=tokens.device)
+        longest, ends = batch.documents.longest, batch.documents.bounds[: batch.documents.count + 1]
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return inputs
 

@@ -17,8 +17,9 @@ whole softmax; the logit of the mean row is the mean logit.
 `FolderReader` has the read interface of checkpoint/reader.py and reads only the box that is asked for, so a model is
 converted, or loaded in any layout, in the memory of one tensor.
 
-Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; dropout and the initial
-standard deviation, which belong to a run and not to weights; tokenizers.
+Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; the initial standard
+deviation and dropout, which belong to a run and not to weights (`dropout` says what is there); tokenizers, which
+tools/hf_tokenizer.py brings along.
 """
 
 from __future__ import annotations
@@ -129,6 +130,14 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     return cfg.model
 
 
+def dropout_of(settings: dict) -> dict[str, float]:
+    """Read the rates of a config.json that are not 0, as transformers would train with them, by keys of `model`."""
+    gpt = settings.get("model_type") == "gpt2"
+    names = {"hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop" if gpt else "attention_dropout"}
+    rates = {key: settings.get(name, 0.1 if gpt else 0.0) for key, name in names.items()}
+    return {key: float(rate) for key, rate in rates.items() if isinstance(rate, int | float) and rate > 0}
+
+
 def _take(settings: dict, keys: dict[str, str], origin: str) -> dict:
     for key in keys.values():
         if key not in settings:
@@ -207,7 +216,7 @@ def global_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
 class FolderReader:
     """A Hugging Face folder with the read interface of `reader.Reader`; every tensor has the one kind "param".
 
-    Attributes: path, index (config.json), model, and config, which holds the model as a checkpoint's has it.
+    Attributes: path, index (config.json), model, dropout, and config, which holds the model as a checkpoint's has it.
     Opening it reads config.json and the headers of all files, and checks that the tensors are those of the model.
     Raises CheckpointError in one line that names the file or the tensor.
     """
@@ -217,7 +226,7 @@ class FolderReader:
         self.index = self.path / "config.json"
         settings = _json(self.index)
         self.model = model_config(settings, str(self.index), vocab_multiple)
-        self.config = {"model": asdict(self.model)}
+        self.config, self.dropout = {"model": asdict(self.model)}, dropout_of(settings)
         self._map, self._shapes, self._means = tensor_map(self.model), global_shapes(self.model), {}
         fmt = FORMATS[settings["model_type"]]
         self._places = _find_tensors(self.path)
@@ -312,6 +321,12 @@ class FolderReader:
         if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
             why = f"{head.name} differs from the embedding, to which config.json ties it"
             raise CheckpointError(f"{self._places[head.name].path}: {why}; set tie_word_embeddings=false there")
+
+
+def dropout_note(reader: FolderReader) -> str:
+    """Say which dropout of the source a run does not take over by itself."""
+    keys = " ".join(f"model.{key}={rate:g}" for key, rate in reader.dropout.items())
+    return f"{reader.index} has dropout, which belongs to a run and is not taken over; to train with it: {keys}"
 
 
 class Place(NamedTuple):

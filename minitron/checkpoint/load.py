@@ -59,7 +59,7 @@ def find(cfg: Config) -> Start:
     """
     c, base, mark = cfg.checkpoint, None, None
     if cfg.finetune.kind == "lora":
-        base = _open_base(cfg)
+        base = open_base(cfg)
         mark = fingerprint(base)
     if c.dir is not None:
         directory = Path(c.dir).expanduser()
@@ -89,7 +89,7 @@ def find(cfg: Config) -> Start:
             return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"], base, mark)
     if base is not None:
         return Start(frozen=base, mark=mark)
-    return Start(None if cfg.finetune.kind is None and c.load is None else _open_base(cfg))
+    return Start(None if cfg.finetune.kind is None and c.load is None else open_base(cfg))
 
 
 def check_data(start: Start, info: dict) -> None:
@@ -169,7 +169,7 @@ def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
         raise CheckpointError(f"{reader.index} is of another model: {shapes}")
 
 
-def _open_base(cfg: Config) -> Weights:
+def open_base(cfg: Config) -> Weights:
     """Open the weights that a run starts from. Raises CheckpointError if they are of another model."""
     path = base_of(cfg)
     if path is None:

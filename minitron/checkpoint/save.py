@@ -41,7 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
-from minitron.checkpoint.directory import TakenOver, begin, check_owner, claim, commit
+from minitron.checkpoint.directory import STEP_NAME, TakenOver, begin, check_owner, claim, commit
+from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -121,6 +122,7 @@ class Checkpointer:
         gradients, masters = state.optimizer.gradients, state.optimizer.masters
         sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
         self.directory = Path(cfg.checkpoint.dir).expanduser()
+        self.exporter = Exporter(cfg, log) if cfg.checkpoint.export == "hf" and mesh.rank == 0 else None
 
         def take_memory() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
@@ -162,6 +164,12 @@ class Checkpointer:
         if running is not None:
             running.result()
 
+    def close(self, stopped: int = 0) -> None:
+        """Wait until no save and no export is running; `stopped`, by a signal, ends an export instead. Collective."""
+        self.wait()
+        if self.cfg.checkpoint.export == "hf":
+            self.decide(lambda: None if self.exporter is None else self.exporter.close(stopped), lambda _: None)
+
     def _write(
         self, progress: dict, mine: list[Piece], scalars: dict[str, Tensor], copied: torch.cuda.Event | None
     ) -> None:
@@ -175,6 +183,8 @@ class Checkpointer:
         step = progress["iteration"]
         try:
             self._to_disk(about, mine)
+            if self.exporter is not None:
+                self.exporter.saved(self.directory / STEP_NAME(step), step)
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
             self.directory /= f"aside.{self.owner}"

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 8 -m minitron.pretrain configs/llama3_8b.yaml train.steps=50 model.rope_scaling.factor=8
 
+A recipe's name stands for its file, wherever one stands: `llama3_8b` (`minitron.config.installed`).
+
 A value of an override stays the text that was typed, as in a file (`minitron.config.text`), and its key says what it is
 (`minitron.config.convert`); one that begins with a bracket or a quote is read as YAML. A mistake is one line and exit
 status 1; a traceback would say that the program is wrong, not its input.
@@ -12,18 +14,22 @@ Left out: config groups and sweeps (Hydra's), environment variables.
 from __future__ import annotations
 
 import functools
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from minitron.config.convert import merge
 from minitron.config.describe import USAGE, help_text, json_schema
+from minitron.config.installed import recipe, similar_recipe
 from minitron.config.names import keys_named, our_key
 from minitron.config.schema import Config, PrecisionConfig
 from minitron.config.text import MAX_DEPTH, Plain, from_json, parse, read_file, short, to_yaml
@@ -48,8 +54,20 @@ def configure(description: str, argv: list[str] | None = None) -> Config:
 
 
 def _print(text: str) -> NoReturn:
-    print(text.removesuffix("\n"))
+    with output():
+        print(text.removesuffix("\n"))
     raise SystemExit(0)
+
+
+@contextmanager
+def output() -> Iterator[None]:
+    """Print inside, and end quietly, with a shell's status for it, once the reader (`head` for one) has seen enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 @contextmanager
@@ -79,7 +97,11 @@ def load(argv: list[str]) -> Config:
         if not arg.startswith("-") and re.match(r"[\w.]+=", arg):
             overrides.append(_override(arg))
         elif not arg.startswith("-") and arg.endswith((".yaml", ".yml")):
+            if not os.path.lexists(arg) and recipe(name := Path(arg).stem):
+                raise ValueError(f"{arg} cannot be read: no such file or directory; the recipe is found as {name}")
             files.append((read_file(arg), f"{arg}: "))
+        elif path := recipe(arg):
+            files.append((read_file(str(path)), f"{path}: "))
         else:
             raise ValueError(_unknown_argument(arg))
     cfg = functools.reduce(lambda cfg, file: merge(cfg, *file), files, Config())
@@ -120,5 +142,6 @@ def _unknown_argument(arg: str) -> str:
             return f"unknown {'option' if option else 'key'} {short(theirs)}; use {ours}=VALUE"
     if option:
         return f"unknown option {short(arg)}; use {USAGE}"
-    shown = short(arg) or "an empty argument"
-    return f"{shown} is neither a YAML file nor an override; write FILE.yaml or section.key=value"
+    shown, meant = short(arg) or "an empty argument", similar_recipe(arg)
+    hint = f"; did you mean the recipe {meant}?" if meant else ""
+    return f"{shown} is neither a YAML file nor an override; write FILE.yaml or section.key=value{hint}"

@@ -18,7 +18,7 @@ from minitron.config.schema import Config, keys, kinds
 from minitron.config.text import shown
 
 DRY_RUN = "--dry-run --world N [--ranks first,middle,last] [--json]"
-USAGE = "[CONFIG.yaml ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
+USAGE = "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
 # Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
 JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}
 

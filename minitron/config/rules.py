@@ -47,6 +47,8 @@ IDLE = (
     Idle("data.paths", "data.source", ("indexed", "sft"), "is not read with {}"),
     Idle("data.valid_paths", "data.source", ("sft",), "is not read with {}"),
     Idle("checkpoint.resume_step", "checkpoint.dir", ()),
+    Idle("checkpoint.export", "checkpoint.dir", ()),
+    Idle("checkpoint.export_every", "checkpoint.export", ("hf",)),
     Idle("checkpoint.resume_step", "checkpoint.resume", (True,)),
     Idle("finetune.base", "finetune.kind", ("sft", "lora")),
     Idle("lora.", "finetune.kind", ("lora",)),
@@ -65,6 +67,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_optimizer(cfg)
     _check_data(cfg)
     _check_finetune(cfg)
+    _check_export(cfg)
     _check_log(cfg, world)
 
 
@@ -148,6 +151,10 @@ def _check_layout(cfg: Config, world: int) -> None:
     if p.vp > 1 and p.pp == 1:
         why = "interleaves the chunks of several pipeline ranks, but parallel.pp=1"
         raise ValueError(f"parallel.vp={p.vp} {why}; use parallel.vp=1 or parallel.pp=2 or more")
+    if p.schedule == "zb-h1" and (p.pp == 1 or p.vp > 1):
+        key, fix = ("vp", "1") if p.vp > 1 else ("pp", "2 or more")
+        why = f"fills the bubble of pipelines with one chunk a rank, and parallel.{key}={getattr(p, key)}"
+        raise ValueError(f"parallel.schedule=zb-h1 {why}; use parallel.{key}={fix}, or parallel.schedule=1f1b")
     stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
     dp = cfg.dp(world)
     samples = f"train.micro_batch_size*dp={t.micro_batch_size}*{dp}"
@@ -286,6 +293,15 @@ def _check_finetune(cfg: Config) -> None:
     if not targets or len(targets) < len(lora.targets) or ("qkv" in targets and {"q", "k", "v"} & targets):
         rule = "must name each layer once, of qkv and its parts q, k, v one or the other"
         raise ValueError(f"{given} {rule}; use for example [qkv]")
+
+
+def _check_export(cfg: Config) -> None:
+    m, gpt = cfg.model, cfg.model.family == "gpt"
+    wanted = {"positions": "learned" if gpt else "rope", "kv_heads": m.num_heads if gpt else m.kv_heads}
+    for key, value in wanted.items() if cfg.checkpoint.export == "hf" else ():
+        if getattr(m, key) != value:
+            why = f"model.{key.replace('kv_', 'num_kv_')}={getattr(m, key)}, and transformers' {m.family} has {value}"
+            raise ValueError(f"checkpoint.export=hf cannot write {why}; set checkpoint.export=none, or another model")
 
 
 def _check_log(cfg: Config, world: int) -> None:

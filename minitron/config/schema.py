@@ -64,7 +64,7 @@ class ModelConfig:
     init_std: float = key(0.02, "standard deviation of weights at the start", POSITIVE)
     hidden_dropout: float = key(0.0, "dropout after the embedding, attention and MLP", FRACTION)
     attention_dropout: float = key(
-        0.0, "dropout of attention probabilities (attention fused or reference, cp=1)", FRACTION
+        0.0, "dropout of attention probabilities (attention auto, fused or reference, cp=1)", FRACTION
     )
     attention: Literal["auto", "cudnn", "flash", "flash-attn", "fused", "reference"] = key("auto", "attention kernels")
 
@@ -86,6 +86,9 @@ class ParallelConfig:
     tp: int = key(1, "tensor-parallel ranks", COUNT)
     pp: int = key(1, "pipeline-parallel ranks", COUNT)
     vp: int = key(1, "model chunks per pipeline rank (interleaved 1F1B)", COUNT)
+    schedule: Literal["1f1b", "zb-h1"] = key(
+        "1f1b", "of the pipeline; zb-h1 fills two thirds of the bubble with weight gradients (vp=1)"
+    )
     cp: int = key(1, "context-parallel ranks", COUNT)
     cp_style: Literal["ring", "allgather", "ulysses"] = key("ring", "how attention crosses context ranks")
     sequence_parallel: bool = key(True, "norms and residuals on 1/tp of the sequence (no effect at tp=1)")
@@ -171,7 +174,7 @@ class DataConfig:
     paths: tuple[str, ...] = key((), "indexed: one prefix, or weight prefix pairs; sft: files, or docstrings")
     valid_paths: tuple[str, ...] = key((), "sft: files to validate on; none: a share of paths")
     split: str = key("969,30,1", "train, validation and test shares of the documents; sft with valid_paths: not read")
-    tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE or llama2:FILE")
+    tokenizer: str = key("corpus", "corpus, bytes, gpt2:DIR, llama3:FILE, llama2:FILE or hf:DIR")
     separate_documents: bool = key(False, "no attention across documents, positions restart in each")
     document_length: int | None = key(None, "mock: documents of up to so many tokens; null: mean of 1/4 sample", COUNT)
     cache_dir: str = key("~/.cache/minitron", "where the corpus and the sample indices are kept")
@@ -191,6 +194,10 @@ class CheckpointConfig:
     resume_step: int | None = key(None, "go back to the checkpoint of this step; null: the newest", NOT_NEGATIVE)
     async_save: bool = key(True, "write while training goes on, from a copy in host memory")
     load: str | None = key(None, "start from the weights of this checkpoint, if none in dir is resumed")
+    export: Literal["none", "hf"] = key(
+        "none", "hf: beside saves a folder step_...-hf that transformers reads, written by a process of its own"
+    )
+    export_every: int = key(1, "checkpoint.export: beside each save of so many, and beside the last", COUNT)
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,8 @@ class LogConfig:
     every: int = key(1, "steps between iteration lines", COUNT)
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
+    wandb: str | None = key(None, "Weights & Biases: the project in which the run appears; null: nowhere")
+    prometheus: int | None = key(None, "port of rank 0's node at which Prometheus finds the last figures", "[1, 65535]")
 
 
 @dataclass(frozen=True)

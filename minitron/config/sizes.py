@@ -19,6 +19,7 @@ GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient, by optimizer.grad_dtype
 # one piece of every other rank.
 PIECE_BYTES = 64 << 20
 FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
+NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
 MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
 ROUNDED_ONCE = 2  # attention blocks; a sum of more is kept in float32, since each addition in bf16 rounds once more
 

@@ -16,9 +16,8 @@ class Batch:
     """One microbatch as this rank sees it: its part of the sequence of every sample, on its device.
 
     `order`: the places of the s/cp tokens in the full sequence. `positions` count from the start of each document
-    when documents are kept apart, else they equal `order`. `documents`: each sample's boundaries [0, ..., s], on
-    the host. All else that differs from step to step is in the tensors. In a batch of a Loader they are views of
-    `packed`, so that one copy moves them all.
+    when documents are kept apart, else they equal `order`. `documents`: where those begin, over the whole sequence.
+    In a batch of a Loader all tensors are views of `packed`, so that one copy moves them all.
     """
 
     tokens: Tensor  # [s/cp, b]
@@ -39,38 +38,48 @@ class Batch:
         assert self.packed is not None
         return self._with(self.packed.to(device, non_blocking=True))
 
-    def clone(self) -> Batch:
-        """Copy to other memory of the device."""
+    def for_any(self) -> Batch:
+        """Copy to other memory of the device, into which the `packed` of any batch of the run can be copied."""
         assert self.packed is not None
-        return self._with(self.packed.clone())
+        batch = self._with(self.packed.clone())
+        return batch if batch.documents is None else replace(batch, documents=batch.documents.any())
 
     def _with(self, packed: Tensor) -> Batch:
-        mine = [getattr(self, name) for name in TENSORS]
-        return replace(self, packed=packed, **_views(packed, [(x.shape, x.dtype) for x in mine]))
+        mine, documents = {name: getattr(self, name) for name in TENSORS}, self.documents
+        if documents is not None:
+            mine["bounds"] = documents.bounds
+        views = _views(packed, mine)
+        if documents is not None:
+            documents = replace(documents, bounds=views.pop("bounds"))
+        return replace(self, packed=packed, documents=documents, **views)
 
 
-TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")
+TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")  # and then the documents' bounds
 
 
 def pack(arrays: dict[str, np.ndarray], pinned: bool) -> dict[str, Tensor]:
-    """Copy the arrays of TENSORS into one buffer; return it as "packed", and each tensor, a view of it, by its name."""
-    sources = [torch.from_numpy(np.ascontiguousarray(arrays[name])).view(arrays[name].shape) for name in TENSORS]
-    packed = torch.empty(sum(-(-x.nbytes // 8) for x in sources), dtype=torch.int64, pin_memory=pinned)
-    views = _views(packed, [(x.shape, x.dtype) for x in sources])
-    for source, view in zip(sources, views.values()):
-        view.copy_(source)
+    """Copy arrays into one buffer; return it as "packed", and each tensor, a view of it, by its name.
+
+    arrays: those of TENSORS, in this order, and "bounds" if documents are kept apart.
+    """
+    sources = {name: torch.from_numpy(np.ascontiguousarray(x)).view(x.shape) for name, x in arrays.items()}
+    packed = torch.empty(sum(-(-x.nbytes // 8) for x in sources.values()), dtype=torch.int64, pin_memory=pinned)
+    views = _views(packed, sources)
+    for name, view in views.items():
+        view.copy_(sources[name])
     return {"packed": packed, **views}
 
 
-def _views(packed: Tensor, kinds: list[tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Return the tensors of TENSORS, of these shapes and dtypes, that lie one after another in `packed`.
+def _views(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of the shapes and dtypes of `like` that lie one after another in `packed`.
 
     In few operations: the host makes them between two steps.
     """
+    kinds = [(x.shape, x.dtype) for x in like.values()]
     numels = [shape.numel() for shape, _ in kinds]
     parts = packed.split([-(-numel * dtype.itemsize // 8) for numel, (_, dtype) in zip(numels, kinds)])
     views = {}
-    for name, part, numel, (shape, dtype) in zip(TENSORS, parts, numels, kinds):
+    for name, part, numel, (shape, dtype) in zip(like, parts, numels, kinds):
         if dtype != packed.dtype:
             part = part.view(dtype)[:numel]
         views[name] = part.view(shape)

@@ -64,6 +64,10 @@ class Datasets(NamedTuple):
     info: dict
     note: str = ""
 
+    def most_documents(self) -> int:
+        """Bound the documents of a sample of either set."""
+        return max(dataset.most_documents() for dataset in (self.train, self.valid) if dataset is not None)
+
 
 def build_datasets(
     data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
@@ -141,7 +145,7 @@ def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
     cache_dir, corpus = Path(os.path.expanduser(data.cache_dir)), data.tokenizer == "corpus"
     tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
-    _check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
+    check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
     of_their_own = data.valid_paths
 
     @functools.cache
@@ -201,14 +205,7 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
     """Open a dataset; check its index, its ids and, by PREFIX.json, that this tokenizer made it."""
     file = IndexedDataset(prefix)
     check_index(file)
-    sidecar = read_sidecar(prefix)
-    if sidecar is not None:
-        made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
-        if made_by != "corpus" if tokenizer is None else fingerprint != tokenizer.fingerprint:
-            says = f"{prefix}.json says {made_by} with fingerprint {fingerprint}"
-            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {says}; set data.tokenizer to that")
-    needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
-    _check_vocabulary(needed, f"the tokenizer of {prefix}", vocab_size)
+    check_maker(prefix, spec, tokenizer, vocab_size)
     if file.num_bin_bytes > SCAN_BYTES:
         scan_ids(file, vocab_size, count=PEEK_TOKENS)
     else:
@@ -216,7 +213,19 @@ def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, 
     return file
 
 
-def _check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
+def check_maker(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Raise ValueError if another tokenizer made the dataset, as PREFIX.json says, or its ids exceed the vocabulary."""
+    sidecar = read_sidecar(prefix)
+    if sidecar is not None:
+        made_by, fingerprint = sidecar["tokenizer"], sidecar["fingerprint"]
+        if made_by != "corpus" if tokenizer is None else fingerprint != tokenizer.fingerprint:
+            says = f"{prefix}.json says {made_by} with fingerprint {fingerprint}"
+            raise ValueError(f"data.tokenizer={spec} did not make {prefix}: {says}; set data.tokenizer to that")
+    needed = max(tokenizer.vocab_size if tokenizer else 0, sidecar["vocab_size"] if sidecar else 0)
+    check_vocabulary(needed, f"the tokenizer of {prefix}", vocab_size)
+
+
+def check_vocabulary(needed: int, whose: str, vocab_size: int) -> None:
     if needed > vocab_size:
         why = f"model.vocab_size={vocab_size} is smaller than the {needed} ids of {whose}"
         raise ValueError(f"{why}; set model.vocab_size={needed}")

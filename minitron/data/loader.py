@@ -14,6 +14,7 @@ current one trains.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,16 +22,24 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.batch import Batch, pack
 from minitron.data.gpt import Sample
-from minitron.parallel.context import as_documents, local_positions
+from minitron.parallel.context import local_positions
+from minitron.parallel.packed import as_documents
 
 
 class Loader:
-    """Microbatches of `dataset` (anything with len and [i] -> Sample) for this rank of the mesh."""
+    """Microbatches of `dataset` (anything with len and [i] -> Sample) for this rank of the mesh.
 
-    def __init__(self, dataset, cfg: Config, mesh: Mesh):
+    most_documents: of a sample, if they are kept apart; None: asked of the dataset. Batches of two loaders are of one
+    shape, so that both can be replayed by one graph, if this is the same.
+    """
+
+    def __init__(self, dataset, cfg: Config, mesh: Mesh, most_documents: int | None = None):
         self.dataset, self.mesh = dataset, mesh
         self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
-        self.separate = cfg.data.separate_documents
+        self.separate, self.deterministic = cfg.data.separate_documents, cfg.train.deterministic
+        if self.separate:
+            most_documents = dataset.most_documents() if most_documents is None else most_documents
+            self.room = most_documents * self.micro
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: dict[int, Future] = {}  # consumed -> the samples that follow
@@ -65,10 +74,19 @@ class Loader:
         arrays = {"tokens": tokens[:-1][self.order], "labels": tokens[1:][self.order]}
         arrays |= {"mask": mask, "positions": positions, "order": self.order}
         arrays |= {"samples": np.asarray(indices), "step": np.zeros((), np.int64)}
+        documents = None
+        if self.separate:
+            documents = as_documents((bounds for _, _, bounds in views), self.room)
+            arrays["bounds"] = documents.bounds.numpy()
+            if self.deterministic:  # by the count of documents FlashAttention chooses in which order to add
+                documents = documents.any()
+        tensors = pack(arrays, pinned=self.mesh.device.type == "cuda")
+        if documents is not None:
+            documents = replace(documents, bounds=tensors.pop("bounds"))
         return Batch(
-            **pack(arrays, pinned=self.mesh.device.type == "cuda"),
+            **tensors,
             count=float(mask.sum(dtype=np.float64)),
-            documents=as_documents(b for _, _, b in views) if self.separate else None,
+            documents=documents,
             squared_lengths=sum(squared_lengths(b, sample.padding) for (_, _, b), sample in zip(views, drawn)),
             padding=sum(sample.padding for sample in drawn),
         )

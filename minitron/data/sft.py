@@ -119,6 +119,10 @@ class SFTDataset:
         mask = np.pad(answers, (0, hole))[1:].astype(np.float32)
         return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
 
+    def most_documents(self) -> int:
+        """Bound the documents of a sample; padding counts as one."""
+        return self.packing.most_documents() + 1
+
 
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ def encode_chat(messages: Sequence[dict], tokenizer: Tokenizer) -> list[list[int
     return parts
 
 
-def _encode(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
+def encode_line(line: bytes, tokenizer: Tokenizer) -> list[list[int]]:
     """Encode the document of a line: context and answer in turn.  Raises ValueError with what is wrong and the fix."""
     try:
         row = parse_json(line.rstrip())
@@ -198,7 +202,7 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
                     if not text.strip():
                         continue
                     with errors_as(ValueError, lambda error: f"{path}: line {line} {error}", ValueError):
-                        parts = _encode(text, tokenizer)
+                        parts = encode_line(text, tokenizer)
                     writer.add_document([np.array(part, np.int64) for part in parts])
                     lines.append((number, line))
     if not lines:

@@ -6,6 +6,7 @@
                         (or, the same files under transformers' names, vocab.json and merges.txt)
     llama3:FILE         tokenizer.model: lines of "base64 rank" (tiktoken's format)     128256, <|end_of_text|>
     llama2:FILE         tokenizer.model: a SentencePiece model                          32000, </s>
+    hf:DIR              DIR/tokenizer.json, and tokenizer_config.json beside it         all ids, its eos_token
 
 Byte-pair encoding in three lines: a regular expression splits the text into words; a word starts as its bytes; the
 neighbouring pair whose concatenation has the lowest rank is joined, until none is left.  So a token's rank is both its
@@ -17,12 +18,16 @@ id and its priority, and one table says everything:
 It adds nothing either: code that separates documents appends `eod`.  `fingerprint` names a tokenizer by its content, so
 a dataset can say which one made it wherever the files lie.
 
+The first four kinds read the published files with tiktoken and sentencepiece. `hf:` runs any tokenizer.json by Hugging
+Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above).
+
 Left out: downloads, a beginning-of-text token in pretraining data; chats are sft.py's.
 """
 
 import base64
 import hashlib
 import itertools
+import json
 import os
 import re
 from pathlib import Path
@@ -53,10 +58,12 @@ def load_tokenizer(spec: str, key: str = "data.tokenizer") -> "Tokenizer":
     kind, _, path = spec.partition(":")
     if spec == "bytes":
         return ByteTokenizer()
-    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2}
+    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2, "hf": load_hf}
     if kind not in loaders or not path:
         fix = "name one of them (the tokenizer of data.source=corpus is made with the corpus)"
-        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE; {fix}")
+        if os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json")):
+            fix = f"for its tokenizer.json write hf:{spec}"
+        raise ValueError(f"{key}={spec!r} is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE, hf:DIR; {fix}")
     return loaders[kind](Path(os.path.expanduser(path)))
 
 
@@ -78,7 +85,7 @@ class TiktokenTokenizer:
 
     def __init__(self, ranks: dict[bytes, int], special: dict[str, int], split: str, eod: str):
         self._encoding = tiktoken.Encoding("minitron", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-        self.vocab_size = len(ranks) + len(special)
+        self.ranks, self.split, self.vocab_size = ranks, split, len(ranks) + len(special)
         self.special, self.eod, self.bos = special, special[eod], special.get("<|begin_of_text|>")
         table = repr((split, sorted(ranks.items(), key=lambda item: item[1]), sorted(special.items())))
         self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
@@ -91,7 +98,7 @@ class TiktokenTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, given as the bytes of its file; the end of document is its </s>."""
+    """A SentencePiece model, given as its file's bytes; the end of document is </s>. space_first: before every text."""
 
     def __init__(self, model: bytes, name: str):
         try:
@@ -101,11 +108,12 @@ class SentencePieceTokenizer:
             why = " ".join(str(error).split())
             raise ValueError(f"{name}: no SentencePiece model ({why}); give the tokenizer.model of Llama 2") from error
         self.vocab_size = self._model.vocab_size()
-        self.eod, self.special = self._model.eos_id(), {}
+        self.eod, self.space_first = self._model.eos_id(), self._model.encode("a", out_type=str)[0][0] == "\u2581"
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         if self.eod < 0:
             why = "the model has no end-of-sentence piece, so documents cannot be separated"
             raise ValueError(f"{name}: {why}; train it with one")
+        self.special = {self._model.id_to_piece(i): i for i in (self.bos, self.eod) if i is not None}
         self.fingerprint = hashlib.sha256(model).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -115,9 +123,48 @@ class SentencePieceTokenizer:
         return self._model.decode(ids)
 
 
+class HfTokenizer:
+    """A tokenizer.json, given as its text, run by Hugging Face's library; end: the token that ends documents, as text.
+
+    Special tokens in a text are encoded as text, other added tokens as what they are. bos: the token that the file's
+    own template puts before a text, or `begin` if the folder's settings say that one is put there.
+    """
+
+    def __init__(self, text: bytes, end: str, begin: str | None, name: str):
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            fix = "pip install tokenizers"
+            raise ValueError(f"{name} needs the package tokenizers, which is not installed; {fix}") from error
+        fix = "copy the file again, or upgrade the package tokenizers"
+        with errors_as(ValueError, lambda e: f"{name}: no tokenizer.json that can be read ({e}); {fix}", Exception):
+            self._library = Library.from_str(text.decode())
+            content = parse_json(text)
+        self._library.no_truncation()
+        self._library.no_padding()
+        added = self._library.get_added_tokens_decoder()
+        self.vocab_size = max(self._library.get_vocab().values()) + 1
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        self.eod, first = self._library.token_to_id(end), self._library.encode("").ids[:1]
+        if self.eod is None:
+            raise ValueError(f"{name}: the end of a document, {end!r}, is none of its tokens; correct eos_token")
+        self.bos = self._library.token_to_id(begin) if begin is not None else None
+        if self.bos is None and first and first[0] in added and first[0] != self.eod:
+            self.bos = first[0]
+        self._library.encode_special_tokens = True
+        table = {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        self.fingerprint = hashlib.sha256(json.dumps([table, self.eod], sort_keys=True).encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=False)
+
+
 # What data code needs of a tokenizer: encode, decode, vocab_size; eod, the id that ends a document; bos, the one that
 # begins one, None if it was trained without; special, the ids of its special tokens; fingerprint, 16 hex digits.
-Tokenizer = ByteTokenizer | TiktokenTokenizer | SentencePieceTokenizer
+Tokenizer = ByteTokenizer | TiktokenTokenizer | SentencePieceTokenizer | HfTokenizer
 
 
 def load_gpt2(folder: Path) -> TiktokenTokenizer:
@@ -167,6 +214,42 @@ def load_llama3(path: Path) -> TiktokenTokenizer:
 def load_llama2(path: Path) -> SentencePieceTokenizer:
     """Load tokenizer.model of Llama 2."""
     return SentencePieceTokenizer(_read(path), str(path))
+
+
+def load_hf(folder: Path) -> HfTokenizer:
+    """Load DIR/tokenizer.json. The files beside it say which token ends a document."""
+    path = folder / "tokenizer.json"
+    if not os.path.isfile(path):
+        others = {"tokenizer.model": "llama3:FILE or llama2:FILE", "vocab.json": "gpt2:DIR", "encoder.json": "gpt2:DIR"}
+        known = [f"; for its {name} write {spec}" for name, spec in others.items() if os.path.isfile(folder / name)]
+        known += [f"; name its folder, hf:{folder.parent}"] if folder.name == "tokenizer.json" else []
+        if known:
+            raise ValueError(f"{folder} is no folder with a tokenizer.json{known[0]}")
+    settings = hf_settings(folder)
+    end, begin = (_content(settings.get(f"{name}_token")) for name in ("eos", "bos"))
+    if os.path.isfile(path) and end is None:
+        why = "neither tokenizer_config.json nor special_tokens_map.json beside it names an eos_token"
+        raise ValueError(f'{path}: {why}, which ends documents; write {{"eos_token": "..."}} into the first')
+    return HfTokenizer(_read(path), end, begin if settings.get("add_bos_token") else None, str(path))
+
+
+def hf_settings(folder: Path) -> dict:
+    """Read what a folder's tokenizer_config.json, or else special_tokens_map.json, says; {} without either."""
+    settings: dict = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if os.path.isfile(folder / name):
+            fix = "copy the file again"
+            with errors_as(
+                ValueError, lambda e: f"{folder / name} is no JSON object ({e}); {fix}", ValueError, TypeError
+            ):
+                settings |= {k: v for k, v in dict(parse_json(_read(folder / name))).items() if v is not None}
+    return settings
+
+
+def _content(token: object) -> str | None:
+    """Return the text of a token, which tokenizer_config.json has as a string or as an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def cut_long_spaces(text: str) -> list[str]:

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
 
+from minitron.config.installed import pip_install
 from minitron.kernels.meta import hidden
 from minitron.kernels.rng import AttentionDropout
 
@@ -75,14 +76,16 @@ def choose(
 ) -> Backend:
     """Choose the backend for `model.attention`, once a run.
 
-    `auto` takes the fastest that fits: on CUDA cuDNN, then flash; on CPU flash; `reference` where neither fits (float32
-    on CUDA, attention dropout). With `documents` block lengths vary from batch to batch, and cuDNN would compile a plan
-    for each new one: then flash comes first. `fused`, which has dropout, is to be asked for until it has been measured.
+    `auto` takes the fastest that fits: on CUDA cuDNN, then flash, and `fused` with dropout; on CPU flash; `reference`
+    where none of them fits (float32 on CUDA, dropout on CPU). With `documents` block lengths vary from batch to batch,
+    and cuDNN would compile a plan for each new one: then flash comes first.
     Raises ValueError if the backend asked for cannot run.
     """
     device = torch.device(device)
     if name == "auto":
-        candidates = ("flash", "cudnn") if documents else ("cudnn", "flash")
+        candidates = ["flash", "cudnn"] if documents else ["cudnn", "flash"]
+        if dropout > 0 and dtype != torch.float32:  # whose products no tensor core takes
+            candidates = ["fused"]
         fitting = [c for c in candidates if _obstacle(c, device, dtype, head_dim, dropout) is None]
         name = fitting[0] if fitting else "reference"
     elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
@@ -320,7 +323,7 @@ def _import_flash_attn() -> Backend:
     except ImportError as error:
         raise ValueError(
             "model.attention=flash-attn needs the package flash-attn: "
-            "pip install flash-attn --no-build-isolation, or use model.attention=auto"
+            f"{pip_install('flash-attn', '--no-build-isolation')}, or use model.attention=auto"
         ) from error
 
     def options(causal: bool, scale: float) -> dict[str, Any]:

@@ -7,13 +7,14 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
                                                                    dy: input and weight gradient
     weights are cast once per optimizer step, not per microbatch   `end_step` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
-    SwiGLU casts what it computes, its gradient too                one pass less each, where the scale is known before
+    activations cast what they compute, their gradients too        one pass less each, where the scale is known before
+    the cast of a gradient also sums its rows, for a bias          a pass less
 
 and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
 
     current    look first, then cast: two passes, and a collective where ranks share a scale
     delayed    the scale comes from the largest magnitude of the last 16 steps; the cast also finds the new magnitude.
-               All magnitudes of a model chunk enter their histories in one collective per step.
+               All magnitudes of a rank enter their histories in one collective per step.
     block      a scale for each 128 values of a row: nothing to share or to remember, but slower products
 
     Delayed, limit 448, magnitudes of the last steps 2.0, 3.5, 1.4: scale 448 / 3.5 = 128; a value of 4.0 in this step
@@ -27,22 +28,21 @@ The head, and precision.fp8_bf16_layers at both ends of the model, stay in the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from minitron.comm.mesh import Axis, Mesh
+from minitron.config.installed import pip_install
 from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
-from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales
-from minitron.kernels.fp8_torch import Operand
-from minitron.kernels.gemm import ALONE, DTYPES, Gemm, Payload
+from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
+from minitron.kernels.fp8_torch import Operand, payload_of
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
 from minitron.kernels.param import Param
-from minitron.kernels.plain import Cast
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 
@@ -63,7 +63,7 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> fp8_torc
         try:
             from minitron.kernels import fp8_te
         except (ImportError, OSError) as error:  # OSError: a CUDA library of another version was loaded before
-            fix = "pip install transformer-engine[pytorch], or use precision.fp8_backend=torch"
+            fix = f"{pip_install('fp8', '--no-build-isolation')}, or use precision.fp8_backend=torch"
             raise ValueError(f"precision.fp8_backend=te cannot load Transformer Engine ({error}); {fix}") from error
         return fp8_te.BlockScaling() if block else fp8_te.TensorScaling()
     if block and device.type != "cpu":
@@ -109,10 +109,13 @@ class Fp8Gemm(Gemm):
         weight.spec = replace(weight.spec, kept=self.kept)
 
     def quantize(self, x: Tensor, gathered: Axis = ALONE, *, columns: bool, record: bool) -> Payload:
-        return self._cast(x, "x", gathered, columns, record)
+        return self.backend.cast(x, "x", gathered, *self._scale("x", record), columns)
 
-    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
-        return self._cast(dy, "dy", gathered, columns, True)
+    def quantize_grad(
+        self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool, sums: bool = False
+    ) -> tuple[Payload, Tensor | None]:
+        arguments = (dy, "dy", gathered, *self._scale("dy", True), columns)
+        return self.backend.cast_and_sum(*arguments) if sums else (self.backend.cast(*arguments), None)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)  # fast: less than float32 in the tensor cores' sums, in this product alone
@@ -134,11 +137,21 @@ class Fp8Gemm(Gemm):
     def prepare(self, weight: Tensor) -> None:
         self._quantized(weight)
 
-    def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
-        return self._cast_result("x", ops.swiglu_forward, ops.swiglu_cast, (inner,), columns, record)
+    def quantize_activation(self, inner: Tensor, act: Activation, *, columns: bool, record: bool) -> Payload:
+        scale, amax = self._scale("x", record)
+        if scale is None:
+            return self.backend.cast(act.forward(inner), "x", ALONE, None, amax, columns)
+        return payload_of(act.cast(inner, scale, amax, KINDS["x"], columns))
 
-    def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
-        return self._cast_result("dy", ops.swiglu_backward, ops.swiglu_backward_cast, (dy, inner), columns, True)
+    def quantize_activation_grad(
+        self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool
+    ) -> tuple[Payload, Tensor | None]:
+        scale, amax = self._scale("dy", True)
+        if scale is None:
+            dx, total = act.backward(dy, inner, sums)
+            return self.backend.cast(dx, "dy", ALONE, None, amax, columns), total
+        cast = act.backward_cast(dy, inner, scale, amax, KINDS["dy"], columns, sums)
+        return payload_of(cast), cast.sums
 
     def freeze(self) -> None:
         """Declare that the weight will not change: it is cast once, by its own magnitude, without a history."""
@@ -157,25 +170,6 @@ class Fp8Gemm(Gemm):
             known = (None, None) if self._frozen else self._scale("weight", True)
             self._weight = self.backend.cast(weight.detach(), "weight", ALONE, *known, True)
         return self._weight
-
-    def _cast(self, x: Tensor, role: str, shared: Axis, columns: bool, record: bool) -> Payload:
-        return self.backend.cast(x, role, shared, *self._scale(role, record), columns)
-
-    def _cast_result(
-        self,
-        role: str,
-        operation: Callable[..., Tensor],
-        with_cast: Callable[..., Cast],
-        inputs: tuple[Tensor, ...],
-        columns: bool,
-        record: bool,
-    ) -> Payload:
-        """Cast the result of operation(*inputs); in the same kernel if its scale is known beforehand."""
-        scale, amax = self._scale(role, record)
-        if scale is None:
-            return self.backend.cast(operation(*inputs), role, ALONE, None, amax, columns)
-        values, inverse, transposed = with_cast(*inputs, scale, amax, KINDS[role], columns)
-        return Payload(values, inverse, *((None, None) if transposed is None else (transposed, inverse)))
 
     def _scale(self, role: str, record: bool) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.scaling is None else self.scaling.of(self.first + ROLES.index(role), record)
@@ -245,11 +239,13 @@ class Fp8State:
         for gemm in self.gemms:
             gemm.drop_casts()
 
-    def end_step(self) -> None:
-        """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
 
-        Collective over tp and dp_cp with delayed scaling.
-        """
-        self.drop_casts()
-        if self.scaling is not None:
-            self.scaling.advance()
+def end_step(states: Sequence[Fp8State]) -> None:
+    """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
+
+    states: of all chunks of this rank. Collective over tp and dp_cp with delayed scaling.
+    """
+    for state in states:
+        state.drop_casts()
+    if scalings := [state.scaling for state in states if state.scaling is not None]:
+        advance(scalings)

@@ -58,20 +58,34 @@ class DelayedScaling:
         scale, amax = self._views[i]
         return None if self.cold else scale, amax if record else None
 
-    def advance(self) -> None:
-        """Put the magnitudes since the last call in the history. Once per step; collective over the axes."""
-        for axis in self.axes:
-            all_reduce_(self.amax, axis, op=torch.distributed.ReduceOp.MAX)
-        newest = torch.where(self.amax.isfinite(), self.amax, self.history[0])
-        self.history.copy_(torch.cat([newest.unsqueeze(0), self.history[:-1]]))
-        self.amax.zero_()
-        self.follow_history()
-
     def follow_history(self) -> None:
-        """Make the scales from the history; also to be called when a checkpoint has been read into it."""
-        top = self.history.amax(0)
-        self.scale.copy_((self.limits / top).masked_fill(top == 0, 1.0))
-        self.cold = False
+        """Make the scales from the history: to be called when a checkpoint has been read into it."""
+        _follow([self], self.history)
+
+
+def advance(scalings: Sequence[DelayedScaling]) -> None:
+    """Put the magnitudes since the last call in the histories. Once per step; collective over the scalings' axes.
+
+    All in one go: a pipeline rank has many chunks of few tensors each, and twenty launches for each take the host
+    longer than the device.
+    """
+    amax, history = torch.cat([s.amax for s in scalings]), torch.cat([s.history for s in scalings], 1)
+    for axis in scalings[0].axes:
+        all_reduce_(amax, axis, op=torch.distributed.ReduceOp.MAX)
+    newest = torch.where(amax.isfinite(), amax, history[0])
+    history = torch.cat([newest.unsqueeze(0), history[:-1]])
+    torch._foreach_copy_([s.history for s in scalings], history.split([len(s.amax) for s in scalings], 1))
+    torch._foreach_zero_([s.amax for s in scalings])
+    _follow(scalings, history)
+
+
+def _follow(scalings: Sequence[DelayedScaling], history: Tensor) -> None:
+    """Make scales from histories that lie side by side: [HISTORY, tensors of all scalings]."""
+    top, limits = history.amax(0), torch.cat([s.limits for s in scalings])
+    scale = (limits / top).masked_fill(top == 0, 1.0)
+    torch._foreach_copy_([s.scale for s in scalings], scale.split([len(s.scale) for s in scalings]))
+    for scaling in scalings:
+        scaling.cold = False
 
 
 class WeightScales:

@@ -31,6 +31,11 @@ from minitron.kernels.gemm import Payload
 BLOCK = 128
 
 
+def payload_of(cast: plain.Cast) -> Payload:
+    """Return the payload that a cast with one scale is."""
+    return Payload(cast.rows, cast.inverse, *((None, None) if cast.columns is None else (cast.columns, cast.inverse)))
+
+
 class Operand(NamedTuple):
     """One side of a product: values [m, k], summed along rows, and scales. tiled: these are of a weight's tiles."""
 
@@ -61,8 +66,13 @@ class TensorScaling:
                 torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
             scale, amax = scale_of(top, kind), None
-        values, inverse, transposed = self.ops.cast(x, scale, amax, kind, both)
-        return Payload(values, inverse, *((transposed, inverse) if both else (None, None)))
+        return payload_of(self.ops.cast(x, scale, amax, kind, both))
+
+    def cast_and_sum(
+        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
+    ) -> tuple[Payload, Tensor]:
+        """Cast as `cast` does, and sum x over its rows: [k] float32."""
+        return self.cast(x, role, shared, scale, amax, columns), plain.sum_rows(x)
 
     def transpose(self, values: Tensor) -> Tensor:
         """Transpose cast values, contiguously."""

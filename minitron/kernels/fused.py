@@ -6,8 +6,9 @@ operation, everything in registers, arithmetic in float32 whatever the format in
 
     kernel          tensors of the result's size that it reads and writes                           file
     add_norm        2 and 2, backward 3 and 1                                                       fused_norm
-    swiglu          2 and 1, backward 3 and 2; with a cast it writes bytes, once by rows,           fused_activations
-                    once by columns
+    swiglu          2 and 1, backward 3 and 2                                                       fused_activations
+    cast            1 and bytes: once by rows, once by columns                                      fused_casts
+    gelu            backward 2 and 1; with a cast 1, backward 2, and bytes                          fused_casts
     rotate          1 and 1, in place; the backward also puts the gradients of q, k, v together     fused_activations
     dropout         1 and 1                                                                         fused_activations
     merge           2 and 1                                                                         fused_sums
@@ -17,19 +18,24 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     adamw           4 and 3, and the bf16 parameter                                                 fused_adamw
     cast_master     1 and 1 of bytes                                                                fused_adamw
 
-This file names them all; it is imported where the device is CUDA and torch brings Triton. No sum is made by atomic
-additions, except the embedding's gradient. Left out: GELU, where torch's kernels are one pass already.
+This file names them all; it is imported where the device is CUDA and torch brings Triton. Attention with dropout is in
+fused_attention.py, a backend of kernels/attention.py. No sum is made by atomic additions, except the embedding's.
 """
 
 from minitron.kernels.fused_activations import drop_elements as drop_elements
 from minitron.kernels.fused_activations import split_heads as split_heads
 from minitron.kernels.fused_activations import split_heads_backward as split_heads_backward
 from minitron.kernels.fused_activations import swiglu_backward as swiglu_backward
-from minitron.kernels.fused_activations import swiglu_backward_cast as swiglu_backward_cast
-from minitron.kernels.fused_activations import swiglu_cast as swiglu_cast
 from minitron.kernels.fused_activations import swiglu_forward as swiglu_forward
 from minitron.kernels.fused_adamw import adamw_ as adamw_
 from minitron.kernels.fused_adamw import cast_master as cast_master
+from minitron.kernels.fused_casts import cast as cast
+from minitron.kernels.fused_casts import gelu_backward as gelu_backward
+from minitron.kernels.fused_casts import gelu_backward_cast as gelu_backward_cast
+from minitron.kernels.fused_casts import gelu_cast as gelu_cast
+from minitron.kernels.fused_casts import gelu_forward as gelu_forward
+from minitron.kernels.fused_casts import swiglu_backward_cast as swiglu_backward_cast
+from minitron.kernels.fused_casts import swiglu_cast as swiglu_cast
 from minitron.kernels.fused_loss import softmax_gradient_ as softmax_gradient_
 from minitron.kernels.fused_loss import softmax_sums as softmax_sums
 from minitron.kernels.fused_norm import add_norm as add_norm

@@ -1,4 +1,4 @@
-"""SwiGLU with and without its FP8 cast, rotary positions and dropout in Triton: see kernels/fused.py."""
+"""SwiGLU without an FP8 cast, rotary positions and dropout in Triton: see kernels/fused.py."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitron.kernels.plain import Cast, Rope
+from minitron.kernels import rng
+from minitron.kernels.fused_casts import gate_and_up, swiglu_gradients
+from minitron.kernels.plain import Rope, sum_rows
+
+_CHANNEL = tl.constexpr(rng.CHANNEL)
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _gate_and_up(source, f, inside):
-    return tl.load(source, inside).to(tl.float32), tl.load(source + f, inside).to(tl.float32)
-
-
-@triton.jit
-def _gradients(gate, up, grad):
-    """Return the gradients of gate and up."""
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
 
 
 @triton.jit
 def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < f
-    gate, up = _gate_and_up(x + row * 2 * f + columns, f, inside)
+    gate, up = gate_and_up(x + row * 2 * f + columns, f, inside)
     tl.store(y + row * f + columns, gate * tl.sigmoid(gate) * up, inside)
 
 
@@ -37,8 +28,8 @@ def _swiglu_forward(x, y, f, BLOCK: tl.constexpr):
 def _swiglu_backward(dy, x, dx, f, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < f
-    gate, up = _gate_and_up(x + row * 2 * f + columns, f, inside)
-    of_gate, of_up = _gradients(gate, up, tl.load(dy + row * f + columns, inside).to(tl.float32))
+    gate, up = gate_and_up(x + row * 2 * f + columns, f, inside)
+    of_gate, of_up = swiglu_gradients(gate, up, tl.load(dy + row * f + columns, inside).to(tl.float32))
     tl.store(dx + row * 2 * f + columns, of_gate, inside)
     tl.store(dx + row * 2 * f + f + columns, of_up, inside)
 
@@ -51,75 +42,12 @@ def swiglu_forward(x: Tensor) -> Tensor:
     return y
 
 
-def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Compute dx [..., 2f] from dy [..., f] and the input x."""
+def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Compute dx [..., 2f] from dy [..., f] and the input x, and with `sums` its sum."""
     dy, x, f = dy.contiguous(), x.contiguous(), dy.shape[-1]
     dx = torch.empty_like(x)
     _swiglu_backward[(dy.numel() // f, triton.cdiv(f, 2048))](dy, x, dx, f, BLOCK=2048, num_warps=8)
-    return dx
-
-
-@triton.jit
-def _as_bf16(value):
-    """Round to bf16, which is never written, so that the cast equals that of the plain path."""
-    return value.to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def _cast_tile(value, factor, rows, columns, i, j, inside, m, n):
-    """Store a tile of the [m, n] result, and in `columns`, unless None, its transpose."""
-    small = (value * factor).to(rows.dtype.element_ty)  # saturates
-    tl.store(rows + i.to(tl.int64)[:, None] * n + j[None, :], small, inside)
-    if columns is not None:
-        tl.store(columns + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(small), tl.trans(inside))
-
-
-@triton.jit
-def _swiglu_cast(dy, x, scale, rows, inverse, columns, amax, m, f, M: tl.constexpr, F: tl.constexpr):
-    """Cast a tile of the activation; with dy those of the gradients of gate and up, which lie side by side."""
-    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * F + tl.arange(0, F)
-    inside, row = (i < m)[:, None] & (j < f)[None, :], i.to(tl.int64)[:, None]
-    gate, up = _gate_and_up(x + row * (2 * f) + j[None, :], f, inside)
-    factor = tl.load(scale)
-    if dy is None:
-        value = _as_bf16(gate * tl.sigmoid(gate) * up)
-        largest = tl.abs(value)
-        _cast_tile(value, factor, rows, columns, i, j, inside, m, f)
-    else:
-        of_gate, of_up = _gradients(gate, up, tl.load(dy + row * f + j[None, :], inside).to(tl.float32))
-        of_gate, of_up = _as_bf16(of_gate), _as_bf16(of_up)
-        largest = tl.maximum(tl.abs(of_gate), tl.abs(of_up))
-        _cast_tile(of_gate, factor, rows, columns, i, j, inside, m, 2 * f)
-        _cast_tile(of_up, factor, rows, columns, i, j + f, inside, m, 2 * f)
-    if amax is not None:
-        tl.atomic_max(amax, tl.max(tl.where(inside, largest, 0.0)), sem="relaxed")
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse, tl.div_rn(1.0, factor))
-
-
-def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """Compute silu(gate) * up and its FP8 cast; see kernels/plain.py."""
-    return _run_cast(None, x, scale, amax, kind, columns)
-
-
-def swiglu_backward_cast(
-    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
-) -> Cast:
-    """Compute the gradient of SwiGLU's input and its FP8 cast; see kernels/plain.py."""
-    return _run_cast(dy.contiguous(), x, scale, amax, kind, columns)
-
-
-def _run_cast(
-    dy: Tensor | None, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
-) -> Cast:
-    m, f = x.shape[0], x.shape[1] // 2
-    n, rows_per_tile, warps = (f, 64, 8) if dy is None else (2 * f, 32, 4)  # the fastest tiles measured
-    rows, inverse = scale.new_empty(m, n, dtype=kind), torch.empty_like(scale)
-    transposed = scale.new_empty(n, m, dtype=kind) if columns else None
-    tensors = dy, x.contiguous(), scale, rows, inverse, transposed, amax
-    grid = triton.cdiv(m, rows_per_tile), triton.cdiv(f, 64)
-    _swiglu_cast[grid](*tensors, m, f, M=rows_per_tile, F=64, num_warps=warps)
-    return rows, inverse, transposed
+    return dx, sum_rows(dx) if sums else None
 
 
 # ---- rotary positions ------------------------------------------------------------------------------------------------
@@ -184,18 +112,35 @@ def _mix(x):
 
 
 @triton.jit
-def _drop_elements(x, y, token_words, channel_words, threshold, factor, h, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < h
-    words = tl.load(token_words + row).to(tl.uint32) ^ tl.load(channel_words + columns, inside).to(tl.uint32)
-    value = tl.load(x + row * h + columns, inside).to(tl.float32) * factor
-    tl.store(y + row * h + columns, tl.where(_mix(words).to(tl.int64) >= threshold, value, 0.0), inside)
+def _index_word(index):
+    """Hash a channel's or a head's number: its lower 32 bits, then its upper ones, which are 0."""
+    return _mix(_mix(index.to(tl.uint32) ^ _CHANNEL))
 
 
-def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
-    """Zero what its random word is too small for, scale the rest; see kernels/rng.py."""
-    x, h = x.contiguous(), x.shape[2]
-    y = torch.empty_like(x)
-    grid = x.numel() // h, triton.cdiv(h, 2048)
-    _drop_elements[grid](x, y, token_words.contiguous(), channel_words, threshold, factor, h, BLOCK=2048, num_warps=8)
+def as_int32(word: int) -> int:
+    """Return the signed number with the bits of a word: one type of argument for all words, so one compilation."""
+    return word - (word >> 31 << 32)
+
+
+@triton.jit(do_not_specialize=["place", "first", "tokens"])
+def _drop_elements(
+    x, y, keys, place, first, tokens, h, factor, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < tokens)[:, None] & (columns < h)[None, :]
+    token_words = _mix(tl.load(keys + rows, rows < tokens, other=0).to(tl.uint32) ^ place.to(tl.uint32))
+    words = _mix(token_words[:, None] ^ _index_word(first + columns)[None, :])
+    at = rows.to(tl.int64)[:, None] * h + columns[None, :]
+    value = tl.load(x + at, inside, other=0.0).to(tl.float32) * factor
+    tl.store(y + at, tl.where(words.to(tl.int64) >= THRESHOLD, value, 0.0), inside)
+
+
+def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
+    """Zero what its random word is too small for, scale the rest; see kernels/rng.py. All words are made in place."""
+    x, h, tokens = x.contiguous(), x.shape[2], keys.numel()
+    y, tile = torch.empty_like(x), dict(ROWS=4, BLOCK=1024, num_warps=8)  # a channel's word serves four rows
+    grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(h, tile["BLOCK"])
+    _drop_elements[grid](
+        x, y, keys.contiguous(), as_int32(place), first, tokens, h, factor, THRESHOLD=threshold, **tile
+    )
     return y

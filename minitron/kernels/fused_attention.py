@@ -28,12 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitron.kernels import rng
-from minitron.kernels.fused_activations import _mix
+from minitron.kernels.fused_activations import _index_word, _mix, as_int32
 from minitron.kernels.rng import AttentionDropout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_CHANNEL = tl.constexpr(rng.CHANNEL)
 # Their values must not make variants of a kernel, each of which would be compiled at its first call.
 _NUMBERS = ["samples", "n", "sq", "sk", "query_layer", "key_layer", "first_head"]
 
@@ -69,12 +67,6 @@ def _token_words(counters, tokens, count, samples, sample, layer):
     """Mix the counters [count, samples] of one sample's tokens with a word of the layer."""
     counter = tl.load(counters + tokens.to(tl.int64) * samples + sample, tokens < count, other=0)
     return _mix(counter.to(tl.uint32) ^ layer.to(tl.uint32))
-
-
-@triton.jit
-def _head_word(head):
-    """Hash a head's number as kernels/rng.py does: its lower 32 bits, then its upper ones, which are 0."""
-    return _mix(_mix(head.to(tl.uint32) ^ _CHANNEL))
 
 
 @triton.jit
@@ -135,7 +127,7 @@ def _attention_forward(
     q_tile = _load(q, first, sq, samples * q_token, M, D, WIDTH)
     if THRESHOLD >= 0:
         query_words = _token_words(query_counters, queries, sq, samples, sample, query_layer)
-        query_words = _mix(query_words ^ _head_word(first_head + head))
+        query_words = _mix(query_words ^ _index_word(first_head + head))
     total, norm = tl.zeros([M, WIDTH], tl.float32), tl.zeros([M], tl.float32)
     top, log2_scale = tl.full([M], float("-inf"), tl.float32), scale * _LOG2E
     whole = first if CAUSAL else sk // N * N  # keys that all of these queries see, in whole blocks
@@ -206,7 +198,7 @@ def _attention_backward_q(
     tl.store(delta + place, dot, queries < sq)
     if THRESHOLD >= 0:
         query_words = _token_words(query_counters, queries, sq, samples, sample, query_layer)
-        query_words = _mix(query_words ^ _head_word(first_head + head))
+        query_words = _mix(query_words ^ _index_word(first_head + head))
     total, log2_scale = tl.zeros([M, WIDTH], tl.float32), scale * _LOG2E
     whole = first if CAUSAL else sk // N * N
     stop = tl.minimum(first + M, sk) if CAUSAL else sk
@@ -282,7 +274,7 @@ def _attention_backward_kv(
                 dot = tl.load(delta + place, queries < sq, other=0.0)
                 if THRESHOLD >= 0:
                     query_words = _token_words(query_counters, queries, sq, samples, sample, query_layer)
-                    query_words = _mix(query_words ^ _head_word(first_head + head))
+                    query_words = _mix(query_words ^ _index_word(first_head + head))
                 q_tile = _load(q_of_head, at, sq, samples * q_token, M, D, WIDTH)
                 dout_tile = _load(dout_of_head, at, sq, samples * dout_token, M, D, WIDTH)
                 products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
@@ -306,9 +298,9 @@ def _attention_backward_kv(
 # M queries, N keys, warps and stages by the width of a head. What a program loops over divides what it has: so under a
 # causal mask the blocks of both begin at the same places.
 _BLOCKS = {
-    _attention_forward: {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-    _attention_backward_q: {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-    _attention_backward_kv: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 32, 4, 2)},
+    _attention_forward: {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)},
+    _attention_backward_q: {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+    _attention_backward_kv: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (32, 32, 4, 2)},
 }
 _IN_FLOAT32 = {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}  # products outside of the tensor cores
 
@@ -366,8 +358,8 @@ def _launch(
     counters, threshold, factor = (tensors[-1], tensors[-1]), -1, 1.0
     if dropout is not None:
         counters = dropout.query_counters.contiguous(), dropout.key_counters.contiguous()
-        words = (word - (word >> 31 << 32) for word in dropout.layer_words)  # as int32, whatever the layer
-        names, threshold, factor = (*words, dropout.first_head), dropout.threshold, 1 / (1 - dropout.p)
+        names = *map(as_int32, dropout.layer_words), dropout.first_head
+        threshold, factor = dropout.threshold, 1 / (1 - dropout.p)
     kernel[(blocks, b * heads)](
         *tensors,
         *counters,

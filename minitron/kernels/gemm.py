@@ -49,6 +49,10 @@ class Payload(NamedTuple):
         """Keep what the weight gradient needs: the columns, or rows if columns can be made from them."""
         return self if self.columns is None else Payload(ABSENT, ABSENT, self.columns, self.columns_scale)
 
+    def detached(self) -> Payload:
+        """Keep the values without what autograd knows of them, which would keep the whole graph."""
+        return Payload(*(x if x is None else x.detach() for x in self))
+
     def for_product(self) -> Payload:
         """Keep what a product along the rows needs, and so all that travels for one."""
         return self if self.columns is None else Payload(self.rows, self.rows_scale)
@@ -77,6 +81,20 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
     return stacked.view(like.dtype)
 
 
+class Activation(NamedTuple):
+    """The activation of an MLP: functions of a module of kernels, by the contracts of kernels/plain.py."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor, Tensor | None]]
+    cast: Callable[..., plain.Cast]
+    backward_cast: Callable[..., plain.Cast]
+
+    @classmethod
+    def of(cls, ops: ModuleType, name: str) -> Activation:
+        """Take the functions of `name`, "swiglu" or "gelu", from `ops`."""
+        return cls(*(getattr(ops, f"{name}_{field}") for field in cls._fields))
+
+
 class Gemm:
     """Products in the tensors' own format (bf16, fp16, fp32).
 
@@ -98,9 +116,14 @@ class Gemm:
         """
         return Payload(x)
 
-    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
-        """Return the gradient dy [m, n] of a layer's output as its products read it."""
-        return Payload(dy)
+    def quantize_grad(
+        self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool, sums: bool = False
+    ) -> tuple[Payload, Tensor | None]:
+        """Return the gradient dy [m, n] of a layer's output as its products read it.
+
+        sums: also return dy summed over its rows, [n] float32, the gradient of the bias; else None.
+        """
+        return Payload(dy), plain.sum_rows(dy) if sums else None
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return y [m, n] = x [m, k] W^T + bias, weight [n, k]; in `out` if it is given."""
@@ -128,10 +151,13 @@ class Gemm:
     def prepare(self, weight: Tensor) -> None:
         """Make the weight's cast, if the format has one: before products are launched on several streams."""
 
-    def quantize_swiglu(self, inner: Tensor, ops: ModuleType, *, columns: bool, record: bool) -> Payload:
-        """Return silu(gate) * up as a row-parallel product reads it; inner [m, 2f]."""
-        return Payload(ops.swiglu_forward(inner))
+    def quantize_activation(self, inner: Tensor, act: Activation, *, columns: bool, record: bool) -> Payload:
+        """Return the activation of inner [m, f or 2f] as a row-parallel product reads it: [m, f]."""
+        return Payload(act.forward(inner))
 
-    def quantize_swiglu_grad(self, dy: Tensor, inner: Tensor, ops: ModuleType, *, columns: bool) -> Payload:
-        """Return the gradient of `inner` as a product reads it; dy [m, f] of silu(gate) * up."""
-        return Payload(ops.swiglu_backward(dy, inner))
+    def quantize_activation_grad(
+        self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool
+    ) -> tuple[Payload, Tensor | None]:
+        """Return the gradient of `inner`, for dy [m, f] of its activation, as `quantize_grad` does."""
+        dx, total = act.backward(dy, inner, sums)
+        return Payload(dx), total

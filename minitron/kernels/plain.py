@@ -5,14 +5,14 @@ function, and so decide what is kept. kernels/kernels.py chooses once, for a run
 and meta.py (dry runs), which have the same functions.
 
     add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
-    swiglu, _cast                silu(gate) * up; and its FP8 cast             Shazeer 2020
+    swiglu, gelu, _cast          activations; and with their FP8 casts         Shazeer 2020, Hendrycks & Gimpel 2016
     split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
     merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
     sum_parts                    partial sums of a product over ranks
     add_product                  a weight gradient, added to those before it
     add_rows_                    the gradient of an embedding
     softmax_sums, _gradient_     the parts of a cross-entropy that need no other rank
-    drop_elements                dropout, given its random words               kernels/rng.py
+    drop_elements                dropout, given its counters                   kernels/rng.py
     cast_master                  an FP8 weight, from the optimizer's state
     adamw_                       the update of flat optimizer states           Loshchilov & Hutter 2019
 
@@ -30,9 +30,21 @@ from torch import Tensor
 
 from minitron.kernels.rng import drop_elements as drop_elements  # one of this module's functions
 
-Cast = tuple[Tensor, Tensor, Tensor | None]
 Updated = Callable[[int], None]
 Rope = tuple[Tensor, Tensor]  # cos and sin, [s, b or 1, 1, d/2] float32
+
+
+class Cast(NamedTuple):
+    """An FP8 cast of x [m, k].
+
+    rows [m, k] and columns [k, m]: its values in both layouts. inverse [1]: the factor that takes the scale out. sums
+    [k] float32: x summed over its rows, for a bias's gradient. columns and sums are None if nobody asked for them.
+    """
+
+    rows: Tensor
+    inverse: Tensor
+    columns: Tensor | None
+    sums: Tensor | None = None
 
 
 # ---- residual and norm -----------------------------------------------------------------------------------------------
@@ -83,7 +95,9 @@ def add_norm_backward(
     return dx.to(total.dtype), dweight, dbias if means else None, ddelta_bias if delta_bias else None
 
 
-# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
+# A backward returns the gradient dx of the input, and with `sums` dx summed over all dims but the last, in float32: the
+# gradient of the bias that made the input. A `_cast` casts what it computes, rounded to x's dtype, as `cast` does.
 
 
 def swiglu_forward(x: Tensor) -> Tensor:
@@ -92,12 +106,13 @@ def swiglu_forward(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+def swiglu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
     """Compute dx [..., 2f] from dy [..., f] and the input x."""
     gate, up = x.chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
-    return torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
+    dx = torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
+    return dx, sum_rows(dx) if sums else None
 
 
 def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
@@ -106,22 +121,53 @@ def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype
 
 
 def swiglu_backward_cast(
-    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool
+    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False
 ) -> Cast:
     """Compute cast(swiglu_backward(dy, x)): dy [m, f], x [m, 2f] -> rows [m, 2f], columns [2f, m]."""
-    return cast(swiglu_backward(dy, x), scale, amax, kind, columns)
+    return cast(swiglu_backward(dy, x)[0], scale, amax, kind, columns, sums)
 
 
-def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """Cast x [m, k] times scale [1] to the FP8 format `kind`. Returns (rows [m, k], 1/scale [1], columns [k, m]).
+def gelu_forward(x: Tensor) -> Tensor:
+    """Compute GELU in the tanh form that GPT-2 and GPT-3 use."""
+    return F.gelu(x, approximate="tanh")
 
-    columns False: None in their place. amax [1], unless None, is raised to the largest magnitude of x.
+
+def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Compute dx from dy and the input x, all [..., f]."""
+    dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+    return dx, sum_rows(dx) if sums else None
+
+
+def gelu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
+    """Compute cast(gelu_forward(x)): x [m, f] -> rows [m, f], columns [f, m]."""
+    return cast(gelu_forward(x), scale, amax, kind, columns)
+
+
+def gelu_backward_cast(
+    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False
+) -> Cast:
+    """Compute cast(gelu_backward(dy, x)): dy and x [m, f] -> rows [m, f], columns [f, m]."""
+    return cast(gelu_backward(dy, x)[0], scale, amax, kind, columns, sums)
+
+
+# ---- FP8 casts -------------------------------------------------------------------------------------------------------
+
+
+def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False) -> Cast:
+    """Cast x [m, k] times scale [1] to the FP8 format `kind`.
+
+    amax [1], unless None, is raised to the largest magnitude of x. columns, sums: fill these fields of the cast, too.
     """
     if amax is not None:
         torch.maximum(amax, largest(x), out=amax)
     limit = torch.finfo(kind).max  # a float8 conversion does not saturate by itself
     rows = (x.float() * scale).clamp(-limit, limit).to(kind)
-    return rows, scale.reciprocal(), transpose(rows) if columns else None
+    return Cast(rows, scale.reciprocal(), transpose(rows) if columns else None, sum_rows(x) if sums else None)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Sum x [..., k] over all dims but the last: [k] float32."""
+    return x.flatten(0, -2).sum(0, dtype=torch.float32)
 
 
 def largest(x: Tensor) -> Tensor:
@@ -266,7 +312,7 @@ def cast_master(master: Tensor, scale: Tensor, out: Tensor | None, amax: Tensor 
     if amax is not None:
         torch.maximum(amax, largest(rounded), out=amax)
     if out is not None:
-        values, _, _ = cast(rounded, scale, None, out.dtype, columns=False)
+        values = cast(rounded, scale, None, out.dtype, columns=False).rows
         out.view(torch.uint8).copy_(values.view(-1).view(torch.uint8))
 
 

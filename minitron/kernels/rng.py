@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Drop = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]  # `drop_elements`, or a kernel that equals it
+Drop = Callable[[Tensor, Tensor, int, int, int, float], Tensor]  # `drop_elements`, or a kernel that equals it
 _WORD = 0xFFFFFFFF
 
 # One arbitrary first word (digits of pi) per kind of name, so that position 3 and channel 3 have different hashes.
@@ -125,14 +125,16 @@ class _Dropout(torch.autograd.Function):
 
 def drop_by_name(x: Tensor, p: float, keys: Tensor, name: tuple[int, int], drop: Drop, first: int = 0) -> Tensor:
     """Apply `dropout` without autograd; the first channel of x is channel `first`. name: layer and site."""
-    token_words = _mix(keys ^ _hash(_PLACE, *name))
+    return drop(x, keys, _hash(_PLACE, *name), first, _threshold(p), 1 / (1 - p))
+
+
+def drop_elements(x: Tensor, keys: Tensor, place: int, first: int, threshold: int, factor: float) -> Tensor:
+    """Return x [s, b, h] * factor where the random word is at least `threshold`, 0 elsewhere.
+
+    keys [s, b]; place: the word of layer and site; first: the number of the first channel.
+    """
     channels = torch.arange(first, first + x.shape[2], device=keys.device)
-    return drop(x, token_words, _hash(CHANNEL, channels), _threshold(p), 1 / (1 - p))
-
-
-def drop_elements(x: Tensor, token_words: Tensor, channel_words: Tensor, threshold: int, factor: float) -> Tensor:
-    """Return x [s, b, h] * factor where mix(token word [s, b] ^ channel word [h]) >= threshold, 0 elsewhere."""
-    keep = _mix(token_words[:, :, None] ^ channel_words) >= threshold
+    keep = _mix(_mix(keys ^ place)[:, :, None] ^ _hash(CHANNEL, channels)) >= threshold
     return (x * factor).masked_fill(~keep, 0.0)  # torch.where would copy its 0.0 to the device, and wait
 
 

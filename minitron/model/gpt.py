@@ -26,15 +26,15 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, ModelConfig
 from minitron.data.batch import Batch
 from minitron.kernels.fp8 import Fp8State
-from minitron.kernels.gemm import Gemm
+from minitron.kernels.gemm import Activation, Gemm
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_keys
-from minitron.model.layers import Norm, Residual, gelu, rope_frequencies, rope_tables, split_heads
+from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
-from minitron.parallel.gated import swiglu, swiglu_mlp
 from minitron.parallel.layout import Layout, make_layout
 from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, column_linear
+from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.packed import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 from minitron.runtime.room import room_for
@@ -94,19 +94,19 @@ class MLP(nn.Module):
     def __init__(self, cfg: Config, layout: Layout, gemm: Callable[[], Gemm]):
         super().__init__()
         m, bias = cfg.model, cfg.model.family == "gpt"
-        self.gated, self.ops, f = cfg.model.family == "llama", layout.kernels.ops, m.ffn_hidden_size
+        gated, f = cfg.model.family == "llama", m.ffn_hidden_size
+        self.activation = Activation.of(layout.kernels.ops, "swiglu" if gated else "gelu")
         self.up = ColumnParallelLinear(
-            m.hidden_size, (f, f) if self.gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm()
+            m.hidden_size, (f, f) if gated else (f,), layout, std=m.init_std, bias=bias, gemm=gemm()
         )
         self.down = RowParallelLinear(f, m.hidden_size, layout, std=output_std(m), bias=bias, gemm=gemm())
 
     def forward(self, x: Tensor, mb: Microbatch, recompute_input: RecomputeInput | None = None) -> Tensor:
-        if self.gated and self.up.adapter is self.down.adapter is None:
-            return swiglu_mlp(x, self.up.linear, self.down.linear, self.ops, recompute_input)
+        if self.up.adapter is self.down.adapter is None:
+            return mlp(x, self.up.linear, self.down.linear, self.activation, recompute_input)
         inner = self.up(x, recompute_input, mb.local_keys)
-        activation = partial(swiglu, ops=self.ops) if self.gated else gelu
-        recompute = None if recompute_input is None else partial(activation, inner.detach())
-        return self.down(activation(inner), recompute, mb.keys)
+        recompute = None if recompute_input is None else partial(self.activation.forward, inner.detach())
+        return self.down(activate(inner, self.activation), recompute, mb.keys)
 
 
 class Block(nn.Module):
@@ -189,7 +189,7 @@ class Head(nn.Module):
         )
         columns = len(self.weight)
         self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
-        self.linear = Linear(self.weight, None, layout.gemm, layout.comm)
+        self.linear = Linear(self.weight, None, layout.gemm, layout.comm, layout.put_off)
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream)
@@ -247,10 +247,6 @@ class GPT(nn.Module):
         """Compute [s/cp, b, v/tp] with a chunk that is the whole model."""
         assert self.head is not None
         return self.head(self._run_blocks(batch, None))
-
-    def end_step(self) -> None:
-        """Drop the number formats' casts of weights, once per step. Collective over tp and dp_cp with delayed FP8."""
-        self.fp8_state.end_step()
 
     def _run_blocks(self, batch: Batch, hidden: Tensor | None) -> Residual:
         mb = self._prepare(batch)

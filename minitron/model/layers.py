@@ -1,4 +1,4 @@
-"""The pointwise parts of a transformer block: the residual stream with its norms, rotary positions, activations.
+"""The pointwise parts of a transformer block: the residual stream with its norms, rotary positions.
 
 Here is their autograd: what each keeps for its backward pass. What they compute is in kernels/plain.py, and again,
 as one kernel each, in kernels/fused.py; `ops` is the one of the two modules that the model was built with.
@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.config.schema import RopeScaling
@@ -128,8 +127,3 @@ def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops
         return qkv.split(sizes, 2)
     power_of_two = qkv.shape[-1] & (qkv.shape[-1] - 1) == 0
     return _SplitHeads.apply(qkv, sizes, rope, ops if power_of_two else plain)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """Apply GELU in the tanh form that GPT-2 and GPT-3 use. One torch kernel on any device."""
-    return F.gelu(x, approximate="tanh")

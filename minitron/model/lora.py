@@ -28,6 +28,7 @@ Left out: adapters of the embedding and the head, dropping the bf16 copy of weig
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import Layout
 from minitron.parallel.linear import ParallelLinear, RecomputeInput, column_backward, row_backward, rows, unrows
-from minitron.parallel.overlap import LinearComm
+from minitron.parallel.overlap import Arriving, LinearComm
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
 
@@ -89,7 +90,7 @@ class Adapter(nn.Module):
         ]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
         self.linear, self.by_columns = linear.linear, by_rows
-        self.ops, self.add_gradient = layout.kernels.ops, layout.gemm.add_gradient
+        self.ops, self.gemm = layout.kernels.ops, layout.gemm
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None, keys: Tensor | None) -> Tensor:
@@ -98,7 +99,7 @@ class Adapter(nn.Module):
 
     def product(self, x: Tensor, training: bool) -> Tensor:
         """Multiply x [m, k] with the frozen weight: [m', n], communication included."""
-        weight, _, gemm, comm = self.linear
+        weight, _, gemm, comm, _ = self.linear
         gemm.prepare(weight)
         if self.by_columns:
             payload = gemm.quantize(x, comm.gathered, columns=False, record=training)
@@ -110,12 +111,21 @@ class Adapter(nn.Module):
         """Multiply dy [m', n] with the frozen weight's transpose: [m, k], communication included."""
         gemm, comm = self.linear.gemm, self.linear.comm
         if self.by_columns:
-            dx, _ = column_backward(self.linear, gemm.quantize_grad(dy, columns=False), None, need_dx=True)
+            payload, _ = gemm.quantize_grad(dy, columns=False)
+            dx, _ = column_backward(self.linear, payload, None, need_dx=True)
         else:
-            payload = gemm.quantize_grad(dy, comm.gathered, columns=False)
+            payload, _ = gemm.quantize_grad(dy, comm.gathered, columns=False)
             dx, _ = row_backward(self.linear, payload, None, need_dx=True)
         assert dx is not None
         return dx
+
+    def add_gradient(self, factor: Param, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Add dy^T x to the factor's main_grad, now or in a BackwardWeight; without a slot return it."""
+        add, put_off = partial(self.gemm.add_gradient, factor, dy), self.linear.put_off
+        if not put_off.holding:
+            return add(x)
+        put_off.put(partial(Arriving, x.detach()), add)
+        return None
 
     def drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """Drop elements of x as the adapter reads it: the same in forward and backward. Its own adjoint."""

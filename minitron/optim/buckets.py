@@ -160,7 +160,8 @@ class Bucket:
         self.grad = slices.zeros(plan.size, grad_dtype)
         self.data_slice, self.grad_slice = slices.own(self.data), slices.own(self.grad)
         self.first = self._first_values() if in_fp8 else None
-        self.pending: dict[str, int] | None = None  # name -> reports still to come; None outside the last backward
+        self.pending: dict[str, int] | None = None  # name -> reports still to come; None before the last backward
+        self.counting = False
         self.reduction: Handle = Done()
         self.gather: Handle = Done()
         self.norm_stream: torch.cuda.Stream | None = None
@@ -195,17 +196,18 @@ class Bucket:
         return masters
 
     def begin_backward(self, first: bool, last: bool) -> None:
-        """Overwrite the last step's gradients in the first backward; count reports in the last."""
+        """Overwrite the last step's gradients in the first backward; count reports in the last, of both its halves."""
         if first:
             for param in self.params.values():
                 assert param.slot is not None
                 param.slot.overwrite = True
-        if last:
+        self.counting = last
+        if last and self.pending is None:
             self.pending = {name: param.spec.uses for name, param in self.params.items()}
 
     def report(self, name: str) -> None:
         """Note that one of the parameter's gradients of this backward pass is in its main_grad."""
-        if self.pending is None:
+        if self.pending is None or not self.counting:
             return
         left = self.pending.pop(name, 0) - 1
         uses = self.params[name].spec.uses
@@ -309,11 +311,11 @@ class Gradients:
 
         The first gradient of a parameter overwrites the last step's. To zero the buffers instead would write all of
         them once more, and the first microbatch would read the zeros back. In the last backward `slot.ready()` counts:
-        a bucket is reduced as soon as it is complete.
+        a bucket is reduced as soon as it is complete. Where backwards are split, the last one is announced for each
+        half, and between the two earlier microbatches may add theirs.
         """
-        if first or last:
-            for bucket in self.chunks[chunk]:
-                bucket.begin_backward(first, last)
+        for bucket in self.chunks[chunk]:
+            bucket.begin_backward(first, last)
 
     def finish(self) -> None:
         """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient."""

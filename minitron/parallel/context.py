@@ -50,7 +50,7 @@ from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
 from minitron.kernels.attention import Backend, Forward, Grads
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.packed import Documents, packed_attention
+from minitron.parallel.packed import Boundaries, Documents, packed_attention
 
 
 def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
@@ -68,11 +68,6 @@ def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarra
     return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
 
 
-def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
-    """Turn boundaries, in sequences or arrays of any kind, into tuples of integers."""
-    return tuple(tuple(int(position) for position in sample) for sample in boundaries)
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -87,9 +82,9 @@ def attention(
 ) -> Tensor:
     """Attend causally over the whole sequence, softmax(q k^T / sqrt(d)) v: q [s/cp, b, n, d]; k, v [s/cp, b, g, d].
 
-    Returns out, shaped like q. The rank holds the positions of `local_positions`. documents: the boundaries of every
-    sample over the whole sequence, made by `as_documents`, the same on every rank; queries see keys of their own
-    document only. dropout: of the probabilities (cp = 1 only, and a backend that has it). ops: the pointwise kernels.
+    Returns out, shaped like q. The rank holds the positions of `local_positions`. documents: of every sample over the
+    whole sequence, the same on every rank; queries see keys of their own document only. dropout: of the probabilities
+    (cp = 1 only, and a backend that has it). ops: the pointwise kernels.
     Communicates along `axis`, in the forward and in the backward pass.
     """
     _check(q, k, axis, style, documents, dropout)
@@ -97,7 +92,7 @@ def attention(
     if axis.size == 1:
         return _on_one_rank(q, k, v, kernel, documents)
     if style != "ulysses":
-        return (_Ring if style == "ring" else _AllGather).apply(q, k, v, axis, kernel, documents)
+        return (_Ring if style == "ring" else _AllGather).apply(q, k, v, axis, kernel, _boundaries(documents))
     q, k, v = (all_to_all(x, axis, 2, 0) for x in (q, k, v))  # [s/cp, b, n, d] -> [s, b, n/cp, d]
     return all_to_all(_on_one_rank(q, k, v, kernel, documents), axis, 0, 2)
 
@@ -105,7 +100,11 @@ def attention(
 def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Documents | None) -> Tensor:
     if documents is not None and kernel.backend.packed is not None:
         return packed_attention(q, k, v, kernel.backend, documents)
-    return _Ring.apply(q, k, v, Axis.single(), kernel, documents)
+    return _Ring.apply(q, k, v, Axis.single(), kernel, _boundaries(documents))
+
+
+def _boundaries(documents: Documents | None) -> Boundaries | None:
+    return None if documents is None else documents.boundaries
 
 
 def _check(q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | None, dropout: object | None) -> None:
@@ -116,14 +115,15 @@ def _check(q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | 
     assert cp == 1 or dropout is None, "attention dropout across ranks"
     divides = g % cp == 0 if style == "ulysses" else cp == 1 or s % 2 == 0
     assert divides, f"{style}: {s} positions, {g} key heads, {cp} ranks"
-    assert documents is None or _covers(documents, b, s * cp), f"{documents} of {b} samples with {s * cp} positions"
+    boundaries = _boundaries(documents)
+    assert boundaries is None or _covers(boundaries, b, s * cp), f"{boundaries} of {b} samples with {s * cp} positions"
 
 
 @lru_cache(256)
-def _covers(documents: Documents, num_samples: int, seq_len: int) -> bool:
+def _covers(boundaries: Boundaries, num_samples: int, seq_len: int) -> bool:
     """Tell whether boundaries rise from 0 to the sequence length in every sample."""
-    return len(documents) == num_samples and all(
-        (sample[0], sample[-1]) == (0, seq_len) and all(a < b for a, b in pairwise(sample)) for sample in documents
+    return len(boundaries) == num_samples and all(
+        (sample[0], sample[-1]) == (0, seq_len) and all(a < b for a, b in pairwise(sample)) for sample in boundaries
     )
 
 
@@ -141,7 +141,7 @@ class Tile:
 
 
 @lru_cache(256)
-def ring_tiles(seq_len: int, size: int, rank: int, source: int, documents: Documents | None) -> list[Tile]:
+def ring_tiles(seq_len: int, size: int, rank: int, source: int, documents: Boundaries | None) -> list[Tile]:
     """List the tiles of `rank`'s queries with the keys of rank `source`, both in their local order.
 
     With source == rank every local query is in exactly one tile, and so is every local key.
@@ -159,7 +159,7 @@ def ring_tiles(seq_len: int, size: int, rank: int, source: int, documents: Docum
 
 
 @lru_cache(256)
-def gathered_tiles(seq_len: int, size: int, rank: int, documents: Documents | None) -> list[Tile]:
+def gathered_tiles(seq_len: int, size: int, rank: int, documents: Boundaries | None) -> list[Tile]:
     """List the tiles of `rank`'s queries with the keys of all other ranks, the keys in global order."""
     chunk = seq_len // size // 2
     tiles: list[Tile] = []
@@ -177,7 +177,7 @@ def _append(tiles: list[Tile], samples: slice, queries: tuple[int, int], keys: t
         tiles.append(Tile(samples, slice(*queries), slice(*keys), causal))
 
 
-def _each_document(seq_len: int, documents: Documents | None) -> Iterator[tuple[slice, int, int]]:
+def _each_document(seq_len: int, documents: Boundaries | None) -> Iterator[tuple[slice, int, int]]:
     """Yield (samples, first position, end) of each document; without documents all samples at once."""
     if documents is None:
         yield slice(None), 0, seq_len
@@ -303,7 +303,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Documents | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Boundaries | None
     ) -> Tensor:
         keys, values, kernel_saved = k, v, []
         steps = [
@@ -381,7 +381,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Documents | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Boundaries | None
     ) -> Tensor:
         gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
         own = ring_tiles(seq_len, axis.size, axis.rank, axis.rank, documents)

@@ -12,16 +12,21 @@ from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.kernels import PLAIN, Kernels
 from minitron.kernels.param import Param, ParamSpec, Shard, new_parameter
 from minitron.parallel.overlap import AllReduceComm, LinearComm, choose
+from minitron.pipeline.deferred import Deferred
 
 
 @dataclass(frozen=True)
 class Layout:
-    """comm: communication over the tensor-parallel axis. kernels: the run's. dtype, device: those of parameters."""
+    """comm: communication over the tensor-parallel axis. kernels: the run's. dtype, device: those of parameters.
+
+    put_off: where linear layers hand in weight gradients, if the schedule splits the backward.
+    """
 
     comm: LinearComm = field(default_factory=lambda: AllReduceComm(Axis.single()))
     kernels: Kernels = PLAIN
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    put_off: Deferred = field(default_factory=Deferred)
 
     @property
     def axis(self) -> Axis:

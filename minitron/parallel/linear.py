@@ -15,13 +15,15 @@ one all-reduce, 1/tp of the activations. Every layer is then
     backward        quantize dy, dx = dy W, g,               quantize dy, f, dx = dy W,
                     meanwhile gather x again,                dW += dy^T x
                     dW += dy^T x
+    split           quantize dy, dx = dy W, g                quantize dy, f, dx = dy W
+    ... later       gather x again, dW += dy^T x             gather dy again, dW += dy^T x
 
 where f gathers the sequence and g reduces and scatters it (without sequence parallelism f does nothing and g is an
 all-reduce). Two objects do the work: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
 (parallel/overlap.py) runs a product together with f or g, in one piece or in several. What is gathered is the quantized
 payload, so FP8 also halves the traffic. From a layer to its product it is three calls: the autograd function, the
-communication, the format. The gated MLP (gated.py) and adapters (model/lora.py) are autograd functions of their own
-that use the same two.
+communication, the format. The MLP (mlp.py) and adapters (model/lora.py) are autograd functions of their own
+that use the same two. A backward that the schedule has split hands dW in for later (pipeline/deferred.py).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from minitron.kernels.gemm import ALONE, Gemm, Payload
 from minitron.kernels.param import Param, Shard, accumulate
 from minitron.parallel.layout import Layout
 from minitron.parallel.overlap import LinearComm, Product
+from minitron.pipeline.deferred import Deferred
 
 RecomputeInput = Callable[[], Tensor]
 
@@ -49,6 +52,7 @@ class Linear(NamedTuple):
     bias: Param | None
     gemm: Gemm
     comm: LinearComm
+    put_off: Deferred
 
     @property
     def product(self) -> Product:
@@ -93,12 +97,12 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, dy = ctx.linear, rows(dy)
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        db = accumulate(linear.bias, dy.sum(0, dtype=torch.float32)) if need_db else None
+        x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered) if need_dw else None
+        payload, sums = linear.gemm.quantize_grad(dy, columns=need_dw, sums=need_db)
+        del dy  # which is a copy if the gradient was not contiguous
+        db = None if sums is None else accumulate(linear.bias, sums)
         if not (need_dx or need_dw):
             return None, None, db, None, None, None
-        x = saved_or_recomputed(ctx, linear.gemm, linear.comm.gathered) if need_dw else None
-        payload = linear.gemm.quantize_grad(dy, columns=need_dw)
-        del dy  # which is a copy if the gradient was not contiguous
         dx, dw = column_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, db, None, None, None
 
@@ -107,8 +111,14 @@ def column_backward(
     linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (dx, dW).  x None: the weight is frozen. dW is None then, and where it went to main_grad."""
-    weight, _, gemm, comm = linear
+    weight, _, gemm, comm, put_off = linear
+    if x is not None and put_off.holding:
+        add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
+        put_off.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
+        x, dy = None, dy.for_product()
     if x is None:
+        if not need_dx:
+            return None, None
         gemm.prepare(weight)
         return comm.matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1]), None
     gathering = comm.start_gather(x.for_weight_grad())
@@ -143,14 +153,20 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, (need_dx, need_dw) = ctx.linear, ctx.needs_input_grad[:2]
         x = saved_or_recomputed(ctx, linear.gemm) if need_dw else None
-        payload = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
+        payload, _ = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
         dx, dw = row_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
 
 
 def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return (dx, dW) as `column_backward` does."""
-    weight, _, gemm, comm = linear
+    weight, _, gemm, comm, put_off = linear
+    if x is not None and put_off.holding:
+        kept = x.detached()
+        put_off.put(
+            partial(comm.start_gather, dy.for_weight_grad()), lambda whole: gemm.weight_grad(weight, whole, kept)
+        )
+        x, dy = None, dy.for_product()
     if not need_dx:
         return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
     gemm.prepare(weight)
@@ -186,11 +202,11 @@ class ParallelLinear(nn.Module):
 
     by_columns: bool
 
-    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, comm: LinearComm):
+    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, layout: Layout):
         super().__init__()
         self.weight, self.bias = weight, bias
         gemm.adopt(weight)
-        self.linear = Linear(weight, bias if self.by_columns else None, gemm, comm)
+        self.linear = Linear(weight, bias if self.by_columns else None, gemm, layout.comm, layout.put_off)
         self.adapter: nn.Module | None = None
 
 
@@ -211,7 +227,7 @@ class ColumnParallelLinear(ParallelLinear):
             layout.parameter((sum(chunks), in_features), shard, std=std),
             layout.parameter((sum(chunks),), shard) if bias else None,
             gemm,
-            layout.comm,
+            layout,
         )
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
@@ -235,7 +251,7 @@ class RowParallelLinear(ParallelLinear):
             layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
             layout.parameter((out_features,)) if bias else None,
             gemm,
-            layout.comm,
+            layout,
         )
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:

@@ -1,8 +1,9 @@
 """Proof that a schedule is complete, in order and free of deadlock, before any GPU waits for it.
 
 A wrong schedule rarely crashes: it hangs, or it trains on the wrong tensor.  Both can be read off the data:
-1. One rank alone: each microbatch goes once through each chunk, forward before backward; every input is received
-   once, before its use, which waits for it; every output is sent once, after it was made.
+1. One rank alone: each microbatch goes once through each chunk, forward before backward, and weight gradients that a
+   backward puts off after it; every input is received once, before its use, which waits for it; every output is sent
+   once, after it was made.
 2. Two ranks: the n-th message that one sends is the n-th that the other receives.  NCCL matches by order, so a swap
    would hand over another microbatch's tensor without an error.
 3. All ranks: let every Exchange block until each partner stands at the matching one, and run to the end.  The
@@ -21,9 +22,19 @@ Left out: whether the values are right.  The executor's tests compare them with 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from minitron.pipeline.schedule import Backward, Exchange, Forward, Operation, Schedule, Transfer, input_of, output_of
+from minitron.pipeline.schedule import (
+    Backward,
+    BackwardInput,
+    Exchange,
+    Forward,
+    Operation,
+    Schedule,
+    Transfer,
+    input_of,
+    output_of,
+)
 
-Ran = tuple[type[Operation], int, int]  # Forward or Backward, mb, chunk
+Ran = tuple[type[Operation], int, int]  # its type, mb, chunk
 
 
 def check(schedule: Schedule) -> None:
@@ -77,13 +88,15 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     received: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
     exchanges = 0
     unsent: set[Transfer] = set()
-    backwards_all = Counter(action.chunk for action in schedule.ranks[rank] if type(action) is Backward)
+    counts = Counter(
+        (type(action), action.chunk) for action in schedule.ranks[rank] if not isinstance(action, Exchange)
+    )
     for index, action in enumerate(schedule.ranks[rank]):
         if isinstance(action, Exchange):
             exchanges += 1
             problem = _exchange_problem(action, received, unsent, exchanges)
         else:
-            problem = _operation_problem(action, ran, (m, vp), backwards_all) or _route_problem(
+            problem = _operation_problem(action, ran, (m, vp), counts) or _route_problem(
                 action, received, input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
             )
             if action.input is not None:
@@ -93,7 +106,8 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
                 unsent.add(action.output)
         if problem:
             raise ValueError(f"rank {rank}, action {index} {action}: {problem}")
-    expected = m * vp * (2 if schedule.training else 1)
+    split = any(kind is BackwardInput for kind, _ in counts)
+    expected = m * vp * ((3 if split else 2) if schedule.training else 1)
     if len(ran) != expected:
         raise ValueError(f"rank {rank} runs {len(ran)} operations instead of {expected}")
     if unsent:
@@ -102,20 +116,28 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
         raise ValueError(f"rank {rank} never uses {next(iter(received))}, which it receives")
 
 
-def _operation_problem(op: Operation, ran: set[Ran], sizes: tuple[int, int], backwards: Counter[int]) -> str:
-    """Say why `op` cannot run now; '' if it can."""
+def _operation_problem(
+    op: Operation, ran: set[Ran], sizes: tuple[int, int], counts: Counter[tuple[type[Operation], int]]
+) -> str:
+    """Say why `op` cannot run now; '' if it can. counts: of the rank's operations, by type and chunk."""
     if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
         return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
     if (type(op), op.mb, op.chunk) in ran:
         return "runs a second time"
-    if type(op) is Backward:
+    if isinstance(op, Forward):
+        return ""
+    before = sum(kind is type(op) and chunk == op.chunk for kind, _, chunk in ran)
+    if isinstance(op, Backward):
         if (Forward, op.mb, op.chunk) not in ran:
             return "its forward has not run"
-        before = sum(kind is Backward and chunk == op.chunk for kind, _, chunk in ran)
+        if counts[Backward, op.chunk] and counts[BackwardInput, op.chunk]:
+            return "a chunk's backwards are all whole or all split"
         if op.first != (before == 0):
             return "`first` belongs on the chunk's first backward and only there"
-        if op.last != (before == backwards[op.chunk] - 1):
-            return "`last` belongs on the chunk's last backward and only there"
+    elif (BackwardInput, op.mb, op.chunk) not in ran:
+        return "no backward has put off what it computes"
+    if op.last != (before == counts[type(op), op.chunk] - 1):
+        return "`last` belongs on the chunk's last backward and only there"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Runs a schedule: point-to-point messages plus `for action in schedule`.
 
 The schedule says what this rank computes, sends and receives, in which order, and what each action waits for (see
-schedule.py); nothing is decided here, and nothing is asked of the device. Four small tables hold what is under way:
+schedule.py); nothing is decided here, and nothing is asked of the device. Five small tables hold what is under way:
 
     received        values posted for receipt
     pending_sends   values made and not yet posted for sending
@@ -9,6 +9,7 @@ schedule.py); nothing is decided here, and nothing is asked of the device. Four 
     saved           of each microbatch between its forward and its backward: the input, and the *edge* of the output in
                     the autograd graph. The output itself is freed once it has been sent; its backward only needs the
                     edge.
+    put_off         of each microbatch between a BackwardInput and its BackwardWeight: products (deferred.py)
 
 With one pipeline stage there are no messages, and this is plain gradient accumulation.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,30 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minitron.comm.collectives import Pending, all_reduce_, exchange
 from minitron.comm.mesh import Axis
-from minitron.pipeline.schedule import Action, Backward, Exchange, Forward, Schedule, Transfer, forward_only, make
+from minitron.pipeline import deferred
+from minitron.pipeline.deferred import Deferred
+from minitron.pipeline.schedule import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Exchange,
+    Forward,
+    Kind,
+    Schedule,
+    Transfer,
+    forward_only,
+    make,
+)
 
 
 class Executor:
     """The pipeline of this rank's `chunks` (stage = chunk * pp + rank).
 
     shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
-    called before each backward; `first` and `last` of the chunk's backwards in this step. begin_pass(): called before
-    the first of some actions. forwards_done: on a GPU, where the device is through with a step's last forward.
+    called before each backward and each BackwardWeight; `first` and `last` of the chunk's in this step. begin_pass():
+    called before the first of some actions. put_off: where layers hand in the weight gradients of a split backward.
+    kind: of the training schedule. forwards_done: on a GPU, where the device is through with a step's last forward.
     """
 
     def __init__(
@@ -45,10 +61,13 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         begin_backward: Callable[[int, bool, bool], None],
-        begin_pass: Callable[[], None] = lambda: None,
+        begin_pass: Callable[[], None],
+        put_off: Deferred,
+        kind: Kind,
     ):
         self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
-        self.begin_backward, self.begin_pass = begin_backward, begin_pass
+        self.begin_backward, self.begin_pass, self.put_off = begin_backward, begin_pass, put_off
+        self.make = partial(make, kind=kind)
         self.actions = lru_cache(4)(self._actions)
         self.forwards_done = torch.cuda.Event(external=True) if device.type == "cuda" else None
 
@@ -75,7 +94,7 @@ class Executor:
 
     def training(self, num_microbatches: int) -> tuple[Action, ...]:
         """Return this rank's actions in a step of `train`."""
-        return self.actions(make, num_microbatches)
+        return self.actions(self.make, num_microbatches)
 
     def evaluate(self, batches: Sequence[object]) -> Tensor:
         """Return the sum of the loss sums in evaluation mode (no dropout), 0 on ranks without the last stage."""
@@ -115,6 +134,7 @@ class Run:
         self.received: dict[Transfer, Tensor] = {}
         self.pending_sends: dict[Transfer, Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self.put_off: dict[tuple[int, int], deque[deferred.Product]] = {}
         self.in_flight: deque[Pending] = deque()
         self.completed = 0  # exchanges that were waited for
 
@@ -133,6 +153,8 @@ class Run:
                         executor.forwards_done.record()
                 elif isinstance(action, Backward):
                     self.backward(action)
+                elif isinstance(action, BackwardWeight):
+                    self.weight_gradients(action)
                 else:
                     self.exchange(action)  # the device is through with it when it begins what waits for it
                     continue
@@ -154,10 +176,20 @@ class Run:
         x, edge = self.saved.pop((op.mb, op.chunk))
         gradient = self._input(op)
         self.executor.begin_backward(op.chunk, op.first, op.last)
-        torch.autograd.backward(edge, self.seed if gradient is None else gradient)
+        gradient = self.seed if gradient is None else gradient
+        if isinstance(op, BackwardInput):
+            with self.executor.put_off.collect() as self.put_off[op.mb, op.chunk]:
+                torch.autograd.backward(edge, gradient)
+        else:
+            torch.autograd.backward(edge, gradient)
         if op.output is not None:
             assert x is not None and x.grad is not None
             self.pending_sends[op.output] = x.grad
+
+    @torch.no_grad()
+    def weight_gradients(self, op: BackwardWeight) -> None:
+        self.executor.begin_backward(op.chunk, False, op.last)
+        deferred.run(self.put_off.pop((op.mb, op.chunk)))
 
     def exchange(self, action: Exchange) -> None:
         self._wait_for(action.after)
@@ -177,7 +209,8 @@ class Run:
     def finish(self) -> Tensor:
         """End the pass; return the sum of its loss sums, 0 on ranks without the last stage."""
         self.join()
-        assert not (self.received or self.pending_sends or self.saved), "the schedule left values unused"
+        tables = self.received, self.pending_sends, self.saved, self.put_off
+        assert not any(tables), "the schedule left values unused"
         return self.loss
 
     def _input(self, op: Forward | Backward) -> Tensor | None:

@@ -10,7 +10,7 @@ The idea:
    warm-up), alternates one forward with one backward (1F1B), and ends with the backwards that are left.
 2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank.  A microbatch goes round the
    ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
-3. A clock gives every operation the tick at which it finishes: a forward takes one tick, a backward two.
+3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward.
 4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
    at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action says what it
    takes, what it makes, and how many of its rank's Exchanges it waits for: whoever runs the list decides nothing.
@@ -25,12 +25,21 @@ pp = 2, three microbatches; F0 is the forward of microbatch 0, >0 its activation
                                    <1
     rank 1       F0 B0--- F1 B1--- F2 B2---
 
-Why a backward takes two ticks: its products are twice those of the forward.  NCCL runs a rank's Exchanges in order, so
-one that stands too early holds up the next.  With backwards as short as forwards on the clock, pp = 8, vp = 2 and 16
-microbatches of a real 1 : 2 took 4 % longer in simulation (simulate.py); with two ticks nothing from 1 : 1 to 1 : 2.
+ZB-H1 (Qi et al. 2024) splits backwards: other ranks wait for the gradient of the input (b) alone, and the gradients of
+weights (w) fill what was bubble.  The order is that of 1F1B, but rank r puts off those of r microbatches, rank 0 none.
+The bubble is (pp - 1) (f + b - w) seconds in the place of (pp - 1) (f + b + w), about a third:
 
-Left out: backwards split into input and weight gradients (zero bubble), since here a layer's weight gradient runs
-inside its backward; and weights that change in the middle of a batch (PipeDream).
+    rank 0    F0 F1    B0--- F2 B1--- B2---
+    rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
+
+Why a backward takes twice the ticks: its products are twice those of the forward.  NCCL runs a rank's Exchanges in
+order, so one that stands too early holds up the next.  With backwards as short as forwards on the clock, pp = 8, vp = 2
+and 16 microbatches of a real 1 : 2 took 4 % longer in simulation (simulate.py); with twice the ticks nothing from 1 : 1
+to 1 : 2.  Nor may b be w: messages whose ticks are equal by chance share an Exchange, and the earlier one waits.  Of 28
+microbatches at pp = 8 and a real f : b : w of 1 : 1.2 : 0.8 that took 4 % longer than with b twice w.
+
+Left out: schedules that split with vp > 1, or that hold more activations to have no bubble at all (ZB-H2); and weights
+that change in the middle of a batch (PipeDream).
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,6 +92,26 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardInput(Backward):
+    """A backward that puts off the gradients of the weights that products read."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The weight gradients that a BackwardInput has put off.  last: of the chunk's in a step.
+
+    It takes nothing from another rank and makes nothing for one.
+    """
+
+    mb: int
+    chunk: int
+    last: bool
+    input: Transfer | None = field(default=None, repr=False)
+    output: Transfer | None = field(default=None, repr=False)
+    after: int = field(default=0, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """All sends and receives of one rank at one tick, posted together without waiting.
 
@@ -96,9 +125,10 @@ class Exchange:
     after: int = field(default=0, repr=False)
 
 
-Operation = Forward | Backward
+Operation = Forward | Backward | BackwardWeight
 Action = Operation | Exchange
-TICKS = {Forward: 1, Backward: 2}
+Kind = Literal["1f1b", "zb-h1"]
+TICKS = {Forward: 3, Backward: 6, BackwardInput: 4, BackwardWeight: 2}
 # A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of who receives.
 IN_FLIGHT = 8
 
@@ -112,10 +142,11 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     training: bool = True
+    kind: Kind = "1f1b"
 
 
-def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
-    """Make the training schedule: 1F1B, interleaved when vp > 1; for any number m of microbatches.
+def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedule:
+    """Make the training schedule: 1F1B, interleaved when vp > 1, or ZB-H1; for any number m of microbatches.
 
     vp = 1: rank r starts with pp - r - 1 forwards.  So it holds the activations of at most pp - r microbatches, not of
     all, and at most 2 received tensors wait for their use.
@@ -127,14 +158,18 @@ def make(pp: int, vp: int, num_microbatches: int) -> Schedule:
     - m > pp otherwise: no time lost, the bubble is still (pp - 1) / (vp * m).  The largest group, of
       g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; g - pp + 5 received tensors can wait.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
+    zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B, and for r more what their
+    weights' gradients read. That is about as much: pp microbatches on every rank, as rank 0 holds in 1F1B.
     Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
     _check_sizes(pp, vp, num_microbatches)
-    ranks = [operations(pp, vp, num_microbatches, rank) for rank in range(pp)]
-    return Schedule(pp, vp, num_microbatches, _with_exchanges(pp, vp, num_microbatches, ranks))
+    if kind == "zb-h1" and vp > 1:
+        raise ValueError(f"{kind} has one chunk a rank, but vp={vp}; use vp=1 or the schedule 1f1b")
+    ranks = [operations(pp, vp, num_microbatches, rank, kind) for rank in range(pp)]
+    return Schedule(pp, vp, num_microbatches, _with_exchanges(pp, vp, num_microbatches, ranks), kind=kind)
 
 
-def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Operation]:
+def operations(pp: int, vp: int, num_microbatches: int, rank: int, kind: Kind = "1f1b") -> list[Operation]:
     """List what a rank of `make` computes: its actions without the Exchanges and without their routes.
 
     Some forwards to warm up, then forward and backward in turn, then the backwards that are left.
@@ -144,9 +179,17 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int) -> list[Opera
     warmup = pp - rank - 1 if vp == 1 else (vp - 1) * group + 2 * (pp - rank - 1)
     warmup = min(warmup, len(order))
     forwards = [Forward(mb, chunk) for mb, chunk in order]
-    backwards = [Backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1, first=mb == 0) for mb, chunk in order]
-    steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
-    return forwards[:warmup] + steady + backwards[len(order) - warmup :]
+    put_off = rank if kind == "zb-h1" else 0  # rank 0 has nobody to send a gradient to, and nothing to put off
+    backward = BackwardInput if put_off else Backward
+    backwards: list[list[Operation]] = [
+        [backward(mb, vp - 1 - chunk, last=mb == num_microbatches - 1, first=mb == 0)] for mb, chunk in order
+    ]
+    if put_off:
+        for mb in range(num_microbatches):
+            after = backwards[min(mb + put_off, num_microbatches - 1)]
+            after.append(BackwardWeight(mb, 0, last=mb == num_microbatches - 1))
+    steady = [op for forward, others in zip(forwards[warmup:], backwards) for op in (forward, *others)]
+    return forwards[:warmup] + steady + [op for others in backwards[len(order) - warmup :] for op in others]
 
 
 def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
@@ -223,8 +266,7 @@ def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Actio
 
 def _finish_ticks(pp: int, vp: int, m: int, operations: Sequence[Sequence[Operation]]) -> list[list[int]]:
     """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there."""
-    stages = pp * vp
-    finished = {Forward: [0] * (stages * m), Backward: [0] * (stages * m)}  # [stage * m + mb]; 0 is not yet
+    made: dict[Transfer, int] = {}  # -> the tick at which it is there, by what the receiver calls it
     ticks: list[list[int]] = [[] for _ in operations]
     moved = True
     while moved:
@@ -233,15 +275,13 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: Sequence[Sequence[Operat
             done = ticks[rank]
             while len(done) < len(order):
                 op = order[len(done)]
-                stage = op.chunk * pp + rank
-                source = stage - 1 if type(op) is Forward else stage + 1
-                arrived = 0
-                if 0 <= source < stages:
-                    arrived = finished[type(op)][source * m + op.mb]
-                    if not arrived:
-                        break
+                needed, output = input_of(op, rank, pp, vp), output_of(op, rank, pp, vp)
+                if needed is not None and needed not in made:
+                    break
+                arrived = 0 if needed is None else made[needed]
                 tick = max(arrived, done[-1] if done else 0) + TICKS[type(op)]
-                finished[type(op)][stage * m + op.mb] = tick
+                if output is not None:
+                    made[Transfer(output.kind, output.mb, output.stage, rank)] = tick
                 done.append(tick)
                 moved = True
     assert sum(map(len, ticks)) == sum(map(len, operations)), "the order of the operations alone deadlocks"
@@ -251,6 +291,8 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: Sequence[Sequence[Operat
 def input_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
     """Return what `op` on `rank` must have received; None: the first stage's forward, the last stage's backward."""
     stage = op.chunk * pp + rank
+    if type(op) is BackwardWeight:
+        return None
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage, (rank - 1) % pp) if stage > 0 else None
     return Transfer("gradient", op.mb, stage, (rank + 1) % pp) if stage < pp * vp - 1 else None
@@ -259,6 +301,8 @@ def input_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
 def output_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
     """Return what `op` on `rank` makes for another; None: the last stage's forward, the first stage's backward."""
     stage = op.chunk * pp + rank
+    if type(op) is BackwardWeight:
+        return None
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage + 1, (rank + 1) % pp) if stage < pp * vp - 1 else None
     return Transfer("gradient", op.mb, stage - 1, (rank - 1) % pp) if stage > 0 else None

@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,12 +30,12 @@ import torch.distributed as dist
 
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config import rules
+from minitron.config import cli, rules
 from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
-from minitron.planning.memory import LASTING
+from minitron.planning.memory import LASTING, Memory
 from minitron.planning.memory_walk import MemoryWalk
 from minitron.train import Trainer, build
 
@@ -215,11 +212,8 @@ def command(cfg: Config, options: argparse.Namespace) -> None:
     world = options.world
     rules.check(cfg, world)
     reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
-    try:
-        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)), flush=True)
-    except BrokenPipeError:  # its reader, `head`, has seen enough; the flush at the interpreter's end must not fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+    with cli.output():
+        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
 
 
 def choose_ranks(names: str, pp: int, world: int) -> list[int]:
@@ -259,6 +253,8 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     yield row("peak memory", (gib(r.peak_bytes) for r in reports))
     yield from (row(f"  {part}", (gib(r.memory[part]) for r in reports)) for part in PARTS)
     yield row("  first reached in", (str(r.peak_action).replace(", last=False", "") for r in reports))
+    planned = Memory(cfg, world, gpus_per_node=1)
+    yield row("CUDA graphs, about", (gib(planned.graph(r.rank // (world // p.pp))) for r in reports))
     totals = [traffic(r) for r in reports]
     for name in sorted({name for total in totals for name in total}):
         counts = [total.get(name, (0, 0)) for total in totals]

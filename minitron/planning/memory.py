@@ -15,8 +15,19 @@ Llama-3 8B: 139 KB a token, at s 8192 1.1 GiB a block and microbatch. `full` lea
 the one block that is in its backward. The last stage's logits become their own gradient. `working` is what an operation
 needs beside what was saved: gradients inside of a block, gathered inputs.
 
+A split backward frees that, and leaves both matrices of each weight gradient: the inputs of products that stand above,
+and the gradients of what the products gave, in a block
+
+    w / tp, 2 h / tp, f / tp (gated: 2 f)   times 2                     FP8: casts, 1 byte
+
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
+
+A step that is recorded as CUDA graphs (runtime/graph.py) needs more: 4 to 8 KiB in the driver for a kernel or copy, and
+activations lie in a pool of their own, which leaves some of it unused. On an H200 rank 64 of GPT-3 175B on 128 GPUs, in
+FP8, with 16 microbatches, 29,092 kernels and copies and 15 GiB of activations, took 0.6 to 1.5 GiB more than eagerly;
+`graph` says 1.2. What an evaluation casts lies where a step's casts lay. All this is no part of the peak: a recording
+that finds no room leaves the steps eager.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
@@ -31,12 +42,15 @@ from typing import NamedTuple
 
 from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.pipeline.schedule import Forward, operations, stage_layers
+from minitron.pipeline.schedule import BackwardInput, BackwardWeight, Forward, operations, stage_layers
 
 ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
 COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
+NODE_BYTES = 8 << 10  # of a kernel or copy in a CUDA graph
+GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one in the middle, the last
+POOL_PARTS = 16  # of which a graph's pool leaves one unused
 LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
 PARTS = (*LASTING, "activations", "working", "messages")
 
@@ -95,6 +109,17 @@ class Memory:
     def lasting(self) -> tuple[int, int, int, int]:
         """Count the bytes of LASTING on the rank that has most of them: a bound that is quick to compute."""
         return max(map(self.lasting_parts, range(self.cfg.parallel.pp)), key=sum)
+
+    def graph(self, rank: int) -> int:
+        """Estimate the bytes that a pipeline rank needs beside these where its steps are recorded."""
+        t, pp = self.cfg.train, self.cfg.parallel.pp
+        if t.cuda_graph == "off":
+            return 0
+        microbatches = self.microbatches if pp > 1 else min(self.microbatches, GRAPHS_OF_ONE_STAGE)
+        nodes = sizes.NODES_PER_LAYER * microbatches * sum(len(self.layers[stage]) for stage in self.stages(rank))
+        if t.eval_every:  # forwards alone
+            nodes += nodes // 3
+        return NODE_BYTES * nodes + sum(self._walk(rank)) // POOL_PARTS
 
     # ---- what lasts
 
@@ -169,6 +194,21 @@ class Memory:
                 rows, whole = (rows, whole + f * item) if layer == "mlp.down" else (rows + h * item, whole)
         return rows * self.rows + whole * self.tokens
 
+    def put_off(self, stage: int) -> int:
+        """Count the bytes that a BackwardInput of the stage leaves for its BackwardWeight."""
+        m, fp8 = self.cfg.model, self.fp8_blocks[stage]
+        left = 0
+        for blocks, item in ((fp8, 1), (len(self.layers[stage]) - fp8, ITEM)):
+            item = ITEM if self.frozen else item
+            for layer, (k, n) in sizes.linear_sizes(m).items():
+                if layer in self.adapters or not self.frozen:
+                    columns = layer in COLUMN_PARALLEL
+                    whole, part = (n, k) if columns else (k, n)  # h: a rank's rows of it
+                    left += blocks * item * (whole // self.tp * self.tokens + part * self.rows)
+        if stage == len(self.layers) - 1 and not self.frozen:
+            left += self.logits + m.hidden_size * ITEM * self.rows
+        return left
+
     @property
     def logits(self) -> int:
         return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
@@ -181,8 +221,7 @@ class Memory:
         block = 2 * h * ITEM * self.rows + 2 * gathered + (3 if self.llama else 2) * f * ITEM * self.tokens
         if t.recompute == "full":
             block += self._block("none", self.fp8_blocks[stage] > 0)
-        plain = m.attention == "reference" or m.attention_dropout and m.attention != "fused"
-        if plain:  # whole matrices of scores
+        if m.attention == "reference":  # whole matrices of scores
             side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
@@ -207,11 +246,15 @@ class Memory:
         live, peak, some = 0, (0, 0), self.microbatches
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
-        for op in operations(p.pp, p.vp, some, rank):
+        left = [self.put_off(stage) for stage in self.stages(rank)]
+        for op in operations(p.pp, p.vp, some, rank, p.schedule):
             if type(op) is Forward:
                 live += saved[op.chunk]
                 peak = max(peak, (live, 0), key=sum)
+            elif type(op) is BackwardWeight:
+                live -= left[op.chunk]
             else:
-                peak = max(peak, (live, working[op.chunk]), key=sum)
-                live -= saved[op.chunk]
+                more = left[op.chunk] if type(op) is BackwardInput else 0
+                peak = max(peak, (live + max(0, more - saved[op.chunk]), working[op.chunk]), key=sum)
+                live += more - saved[op.chunk]
         return peak

@@ -21,7 +21,7 @@ from minitron.config import flops
 from minitron.config.schema import Config
 from minitron.config.sizes import BUCKET_BYTES
 from minitron.pipeline.check import check
-from minitron.pipeline.schedule import Backward, Schedule, make
+from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planning.machine import Machine
 from minitron.planning.memory import ITEM, Memory
 from minitron.planning.simulate import Timeline, simulate
@@ -68,6 +68,12 @@ class Plan:
         return self.memory.total() / 2**30
 
     @property
+    def graph_gib(self) -> float:
+        """What recorded steps need beside it."""
+        gpus_per_node = self.machine.fabric.gpus_per_node
+        return Memory(self.cfg, self.world, gpus_per_node=gpus_per_node).graph(self.fullest) / 2**30
+
+    @property
     def fits(self) -> bool:
         return self.memory_gib <= room_gib(self.machine)
 
@@ -85,9 +91,9 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
 
 
 @lru_cache(32)
-def checked_schedule(pp: int, vp: int, num_microbatches: int) -> Schedule:
+def checked_schedule(pp: int, vp: int, num_microbatches: int, kind: Kind) -> Schedule:
     """Make the schedule that the run will have, and prove it, once."""
-    schedule = make(pp, vp, num_microbatches)
+    schedule = make(pp, vp, num_microbatches, kind)
     check(schedule)
     return schedule
 
@@ -116,14 +122,18 @@ class Step:
 
     def at_least(self) -> float:
         """Bound the step's seconds from below, without the schedule: the slowest rank's work, the way to it and back,
-        and its update."""
-        before = sum(self.forward[: self.slowest]) + sum(self.backward[: self.slowest])
+        and its update; the way back only where backwards are whole."""
+        before = sum(self.forward[: self.slowest])
+        if self.cfg.parallel.schedule == "1f1b":
+            before += sum(self.backward[: self.slowest])
         return self.busy + before + self.update_seconds(self.slowest)
 
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
-        schedule = checked_schedule(p.pp, p.vp, self.microbatches)
-        return simulate(schedule, self.forward, self.backward, transfer_seconds)
+        schedule = checked_schedule(p.pp, p.vp, self.microbatches, p.schedule)
+        shares = [backward["put_off"] / total(backward) or 0.5 for _, backward in self.parts]  # 0.5: nothing is put off
+        put_off = [share * seconds for share, seconds in zip(shares, self.backward)]
+        return simulate(schedule, self.forward, self.backward, transfer_seconds, put_off)
 
     def update_seconds(self, rank: int) -> float:
         """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""
@@ -156,7 +166,7 @@ class Step:
         moments: list[dict] = [{} for _ in range(self.cfg.parallel.pp)]
         for event in timeline.events:
             chunk = moments[event.rank].setdefault(event.action.chunk, [event.start, 0.0, 0.0])
-            if type(event.action) is Backward:
+            if type(event.action) is not Forward:
                 chunk[1:] = event.start, event.end
         return max(self._data_rank(rank, chunks, timeline.makespan) for rank, chunks in enumerate(moments))
 

@@ -14,7 +14,8 @@ pp = 2, two microbatches, forward and backward 1 s each:
     rank 1       F0 B0 F1 B1          a bubble of 2 / 4 = (pp - 1) / m
 
 With equal stages and m >= pp the bubble is (pp - 1) / (vp * m) if a backward takes 1 to 2 times as long as a forward,
-which is where the schedule's clock (TICKS) orders the Exchanges well; beyond that it can be a little more.
+which is where the schedule's clock (TICKS) orders the Exchanges well; beyond that it can be a little more. Of ZB-H1 it
+is (pp - 1) (f + b - w) / (m (f + b + w)), f, b and w being the seconds of a forward and of the two parts of a backward.
 
 Left out: links that several transfers share, and kernels that run slower beside a transfer.
 """
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minitron.pipeline.check import match_exchanges
-from minitron.pipeline.schedule import Backward, Exchange, Forward, Schedule
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Exchange, Forward, Operation, Schedule
 
 Seconds = float | Sequence[float]  # one for all stages, or per global stage
 
@@ -33,7 +34,7 @@ class Event:
     """One operation in time; `start` and `end` in seconds from the start of the step."""
 
     rank: int
-    action: Forward | Backward
+    action: Operation
     start: float
     end: float
 
@@ -49,24 +50,37 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time over compute time, all ranks together: (pp - 1) / (vp * m) for equal stages and m >= pp."""
+        """Idle time over compute time, all ranks together: 1F1B's is (pp - 1) / (vp * m) for equal stages, m >= pp."""
         idle = sum(self.idle)
         return idle / (self.makespan * len(self.idle) - idle)
 
 
 def simulate(
-    schedule: Schedule, forward_seconds: Seconds, backward_seconds: Seconds, transfer_seconds: float = 0.0
+    schedule: Schedule,
+    forward_seconds: Seconds,
+    backward_seconds: Seconds,
+    transfer_seconds: float = 0.0,
+    weight_seconds: Seconds | None = None,
 ) -> Timeline:
     """Time a schedule that `check` passes, given the seconds of one microbatch in each stage and between two ranks.
 
-    Raises ValueError if a duration is not positive, or if their number is not that of the stages.
+    weight_seconds: how much of the backward a BackwardWeight takes, where it is split; None: half of it. Raises
+    ValueError if a duration is not positive, or if their number is not that of the stages.
     """
     if not 0 <= transfer_seconds < float("inf"):
         raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative or infinite; use 0 or more")
     stages = schedule.pp * schedule.vp
+    backward = _per_stage("backward_seconds", backward_seconds, stages)
+    weight = _per_stage(
+        "weight_seconds", [x / 2 for x in backward] if weight_seconds is None else weight_seconds, stages
+    )
     seconds = {
         Forward: _per_stage("forward_seconds", forward_seconds, stages),
-        Backward: _per_stage("backward_seconds", backward_seconds, stages),
+        Backward: backward,
+        BackwardInput: _per_stage(
+            "backward_seconds less weight_seconds", [b - w for b, w in zip(backward, weight)], stages
+        ),
+        BackwardWeight: weight,
     }
     ranks = [_Rank(schedule, rank, meets, seconds) for rank, meets in enumerate(match_exchanges(schedule))]
     waiting = dict.fromkeys(ranks)  # those that may go on, in order, each once

@@ -14,8 +14,9 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
 first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
 are exposed (parallel/overlap.py, ProcessGroupComm); without overlap all messages are. `full` recomputation repeats the
-forward inside the backward, `selective` its norms and activations. LoRA leaves out the products for dW and what only
-they need, and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
+forward inside the backward, `selective` its norms and activations. A split backward gathers dy once more, for its
+weight gradients, whose share of its seconds is `put_off`. LoRA leaves out the products for dW and what only they need,
+and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
 
 The lengths of documents that are kept apart are known from the data alone; here they are those of random documents.
 Left out: adapters' messages, r numbers a token.
@@ -40,11 +41,10 @@ from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
-# Time of kernels/fused_attention.py with dropout over that of attention without. Estimated, not measured: 7 products in
-# place of 5 in the backward, and ten integer instructions a score in each of three passes. benchmarks/ceilings.py
-# measures both rates at GPT-3 175B's shape.
-FUSED_ATTENTION = 2.0
-HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden")  # they run beside other parts: no time of their own
+# Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
+# at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
+FUSED_ATTENTION = 2.1
+HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "put_off")  # beside or within other parts: no time of their own
 
 
 def document_tokens(cfg: Config) -> float:
@@ -78,32 +78,36 @@ class Work:
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
-        self.block = lru_cache(2)(self._block)
+        self.split = p.schedule == "zb-h1"
+        self.block = lru_cache(4)(self._block)
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
         """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
         in_fp8 = fp8_layers(self.cfg.precision, self.model.num_layers)
-        works = [self.block(layer in in_fp8) for layer in layers]
+        apart = self.split and not first
+        works = [self.block(layer in in_fp8, apart) for layer in layers]
         works += [self.embedding()] if first else []
-        works += [self.head()] if last else []
+        works += [self.head(apart)] if last else []
         forward, backward = (sum(parts, Parts()) for parts in zip(*works))
         return forward, backward
 
     # ---- a block
 
-    def _block(self, fp8: bool) -> tuple[Parts, Parts]:
+    def _block(self, fp8: bool, apart: bool = False) -> tuple[Parts, Parts]:
         m, p = self.model, self.cfg.parallel
         h, f, nd = m.hidden_size, m.ffn_hidden_size // p.tp, m.num_heads * m.head_dim // p.tp
         w, inner = nd + 2 * m.kv_heads * m.head_dim // p.tp, f * (2 if m.family == "llama" else 1)
         forward, backward = Parts(), Parts()
         for layer, (k, n) in linear_sizes(m).items():
             n, k, message = (n // p.tp, k, "gather") if layer in COLUMN_PARALLEL else (n, k // p.tp, "scatter")
-            self._linear(n, k, message, fp8, forward, backward)
+            self._linear(n, k, message, fp8, apart, forward, backward)
         for layer, adapter in self.adapters.items():
             x, y = (self.slice, self.tokens / p.tp) if layer in COLUMN_PARALLEL else (self.tokens / p.tp, self.slice)
             x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
             forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
             backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
+            if apart:
+                backward["put_off"] += self.machine.moved(x + y, 1 + some)
         self._attention(forward, backward)
         passes = self._passes(fp8, nd, w, f, inner)
         for whole, (moved, kernels) in zip((forward, backward), passes):
@@ -119,13 +123,15 @@ class Work:
                     backward["pointwise"] += self.machine.moved(size * ITEM)
         return forward, backward
 
-    def _linear(self, n: int, k: int, message: str, fp8: bool, forward: Parts, backward: Parts) -> None:
+    def _linear(self, n: int, k: int, message: str, fp8: bool, apart: bool, forward: Parts, backward: Parts) -> None:
         """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward."""
         product, t, frozen = self.machine.product, self.tokens, self.frozen
         y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes)
         forward["gemm"] += y
-        backward["gemm"] += dx + dw
+        backward["gemm"] += dx
+        weights = Parts(gemm=dw)
+        apart = apart and not frozen
         width = k if message == "gather" else n  # h: what crosses ranks is hidden-sized
         cast = 1 if fp8 else ITEM
         split = self.cfg.parallel.sequence_parallel
@@ -133,12 +139,20 @@ class Work:
             if split:
                 self._tp(forward, cast * width, y, pieces=True)
                 if not frozen:
-                    self._tp(backward, cast * width, dx)  # x is gathered again beside dx
-            self._tp(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
+                    self._tp(weights, cast * width, dw if apart else dx)  # x is gathered again beside dx or another dW
+            if apart:
+                self._tp(backward, ITEM * width, dx, pieces=True)
+            else:
+                self._tp(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
         else:
             self._tp(forward, ITEM * width, y, pieces=True)
             if split:
                 self._tp(backward, cast * width, dx, pieces=True)
+                if apart:
+                    self._tp(weights, cast * width, dw)
+        backward.update(weights)
+        if apart:
+            backward["put_off"] += total(weights)
 
     def _tp(self, parts: Parts, bytes_per_token: int, product_seconds: float, *, pieces: bool = False) -> None:
         """Add a message over tp that runs beside a product. pieces: one needs the other, piece by piece."""
@@ -162,7 +176,7 @@ class Work:
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim) for x in (1, 2.5))
-        if m.attention == "fused":
+        if m.attention == "fused" or m.attention == "auto" and m.attention_dropout:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
         elif m.attention_dropout:  # the reference backend writes every score, in float32, and passes over them
             scores = 4 * share // m.head_dim * t.micro_batch_size * t.seq_len**2
@@ -229,11 +243,11 @@ class Work:
         )
         return forward, Parts() if self.frozen else backward
 
-    def head(self) -> tuple[Parts, Parts]:
+    def head(self, apart: bool = False) -> tuple[Parts, Parts]:
         """Time the final norm, the product with the vocabulary and the loss; never in FP8."""
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
-        self._linear(v, h, "gather", False, forward, backward)
+        self._linear(v, h, "gather", False, apart, forward, backward)
         forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens) * ITEM, 6)
         backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM, 4)
         return forward, backward

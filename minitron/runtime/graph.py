@@ -16,9 +16,8 @@ What is launched outside, the gathers of parameters, is waited for by events tha
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
 All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
-need memory of their own. Left out: the update, which is few launches. Documents that are kept apart have boundaries on
-the host, so such a run stays eager. Whether NCCL's graphs are as fast between nodes has not been measured: hence the
-comparison, in every run.
+need memory of their own. Left out: the update, which is few launches. Whether NCCL's graphs are as fast between nodes
+has not been measured: hence the comparison, in every run that is long enough.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
+from minitron.config.sizes import NODES_PER_LAYER
 from minitron.pipeline.executor import Executor, Run
 from minitron.pipeline.schedule import Action, Backward, Exchange
 from minitron.runtime.log import Log
@@ -50,7 +50,6 @@ from minitron.runtime.meter import Mark
 WARM_UP = 3  # steps in which kernels are compiled, communicators set up and FP8's scales found
 TIMED = 3  # steps of each kind whose times are compared
 MOST_NODES = 300_000  # of one graph; a node takes the driver some KiB
-NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
 
 
 class StaticBatch(Protocol):
@@ -58,18 +57,25 @@ class StaticBatch(Protocol):
 
     packed: Tensor | None
 
-    def clone(self: B) -> B: ...
+    def for_any(self: B) -> B: ...
 
 
 B = TypeVar("B", bound=StaticBatch)
 
 
-def why_eager(cfg: Config, device: torch.device) -> str | None:
-    """Say why no step of this run can be recorded; None: it can."""
+def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
+    """Say why no step of this run can be recorded; None: it can.
+
+    packs: whether attention takes documents that are kept apart in one call, by boundaries on the device.
+    """
     if device.type != "cuda":
         return "there is no GPU"
-    if cfg.data.separate_documents:
-        return "data.separate_documents keeps boundaries of documents on the host"
+    if cfg.data.separate_documents and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":
+        keeps = f"parallel.cp_style={cfg.parallel.cp_style} keeps boundaries of documents on the host"
+        return f"{keeps}; parallel.cp_style=ulysses does not"
+    if cfg.data.separate_documents and not packs:
+        keeps = "this attention takes one document after another, by boundaries on the host"
+        return f"{keeps}; model.attention=flash, in bf16 and fp16 and without dropout, does not"
     return None
 
 
@@ -156,7 +162,7 @@ class Recording:
     ):
         self.segments = planned
         recorded = {a.mb for segment in planned for a in segment.actions if not isinstance(a, Exchange)}
-        self.static = {mb: batches[mb].clone() for mb in sorted(recorded)}
+        self.static = {mb: batches[mb].for_any() for mb in sorted(recorded)}
         self.actions = list(_launched(planned))
         run: Run | None = None
 
@@ -203,12 +209,12 @@ def _launched(planned: Sequence[Segment]) -> Iterator[object]:
 
 
 class StepGraph:
-    """Runs forward and backward of steps: some eagerly, then as graphs if these are faster. Collective over the world.
+    """Replays forward and backward of steps, after some eager ones, if that is faster. Collective over the world.
 
     scale(microbatches): what a loss is multiplied with. finish(): completes the sums of gradients. reset(): drops what
     the host holds of an unfinished pass, before a recording and after one that failed. layers: blocks on this rank.
     always: without a comparison with eager steps. evaluates: whether evaluations will come, which are then recorded
-    with the step.
+    with the step. steps: how many will come; None: nobody knows.
 
     settled: whether all recording and comparing is over. nodes, capture_seconds: of the recorded step.
     """
@@ -228,6 +234,7 @@ class StepGraph:
         self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
         self.mesh, self.layers, self.timed = mesh, layers, 0 if always else TIMED
         self.log: Log | None = None
+        self.steps: int | None = None
         self.settled, self.nodes, self.capture_seconds = False, 0, 0.0
         self.evaluates, self.recorder, self._calls = evaluates, recorder, 0
         self._marks: list[Mark] = []  # when each of the first steps began
@@ -249,17 +256,15 @@ class StepGraph:
         """How many graphs a replayed step has."""
         return 0 if self._training is None else len(self._training.graphs)
 
-    def step(self, batches: Sequence[StaticBatch]) -> Tensor:
-        """Run forward and backward of all microbatches and sum the gradients; return the loss sum, 0-d."""
+    def replay(self, batches: Sequence[StaticBatch]) -> Tensor | None:
+        """Run a recorded step up to the sums of gradients; return the loss sum, 0-d. None: it is to be run eagerly."""
         if not self.settled:
             self._advance(batches)
-        if self._training is not None:
-            self.mesh.activity.replay(self._training.actions)
-            loss = self._training.replay(batches)
-            self.mesh.activity.begin("update")
-            return loss
-        loss = self.executor.train(batches, self.scale(len(batches)))
-        self.finish()
+        if self._training is None:
+            return None
+        self.mesh.activity.replay(self._training.actions)
+        loss = self._training.replay(batches)
+        self.mesh.activity.begin("update")
         return loss
 
     def evaluate(self, batches: Sequence[StaticBatch]) -> Tensor:
@@ -279,6 +284,12 @@ class StepGraph:
         """Do what is due in one of the first steps: record, or compare."""
         self._calls += 1
         recorded = WARM_UP + self.timed + 1
+        compared = recorded + self.timed + 1
+        if self.timed and self.steps is not None and self.steps < compared:
+            self.settled = True
+            why = f"{self.steps} are too few to record one and compare, which takes {compared}"
+            self._say(f"train.cuda_graph=auto: all steps are eager: {why}")
+            return
         if self.timed:
             self._marks.append(Mark(self.mesh.device))
         if self._calls == recorded:
@@ -289,7 +300,7 @@ class StepGraph:
             if self.evaluates and self.replaying:
                 self._evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
             self.settled = not self.replaying
-        elif self._calls == recorded + self.timed + 1:
+        elif self._calls == compared:
             self.settled = True
             if self.timed:
                 self._compare(recorded)
@@ -312,15 +323,17 @@ class StepGraph:
         text = f"train.cuda_graph: {what} stay eager on all ranks: {problem or 'another rank could not record them'}"
         if self.log is not None and problem:
             self.log.alarm(f"warning: {text}", where)
-        elif self.log is not None:
-            self.log.warn(text)
+        else:  # no warning: a rank that failed has given it
+            self._say(text)
         return None
 
     def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
         begun, m, executor = time.perf_counter(), len(batches), self.executor
+        recorder.used()  # the device has to be through with what a reset drops
+        self.reset()
+        # Only now, for what it dropped, an eager evaluation's casts among it, is given back here.
         used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
         planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
-        self.reset()
         with self.mesh.activity.recording():
             if training:
                 start, end = lambda x: executor.begin(x, self.scale(m)), self.finish

@@ -6,7 +6,7 @@
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
       metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
-      tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so
+      tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
       errors.log     warnings and errors of all ranks, if there were any (errors.py)
 
@@ -24,13 +24,9 @@ last was skipped it has no gradient norm, and if all were, no loss: these fields
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -44,6 +40,7 @@ from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
+from minitron.runtime.sinks import SINKS, File, Sink
 
 RECENT = 20  # how many steps the summary covers
 
@@ -52,7 +49,7 @@ class Log(AbstractContextManager):
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
-    Raises ValueError if log.dir or log.tensorboard cannot be written, or TensorBoard is not installed.
+    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
@@ -65,12 +62,19 @@ class Log(AbstractContextManager):
         self._recent: deque[Iteration] = deque(maxlen=RECENT)
         self._skipped_total = self._nan_total = self._steps = 0
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
-        self._rank_log = self._metrics = self._dllogger = self._board = self._errors = None
+        self._rank_log = self._metrics = self._dllogger = self._errors = None
+        self._sinks: list[Sink] = []
         self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
-        if cfg.log.tensorboard and rank == 0:
-            self._open_board(f"{cfg.log.dir}/tensorboard" if cfg.log.tensorboard is True else cfg.log.tensorboard)
+        if rank == 0:
+            try:
+                for name, make in SINKS.items():
+                    if getattr(cfg.log, name):
+                        self._sinks.append(make(cfg))
+            except ValueError:
+                self.close()
+                raise
 
     def start(self, **facts: float | str | None) -> None:
         """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy."""
@@ -125,9 +129,10 @@ class Log(AbstractContextManager):
         self._say(text if self._rank_log else logged)
 
     def close(self) -> None:
-        for file in filter(None, (self._rank_log, self._metrics, self._dllogger, self._board, self._errors)):
+        for file in filter(None, (self._rank_log, self._metrics, self._dllogger, *self._sinks, self._errors)):
             file.close()
-        self._rank_log = self._metrics = self._dllogger = self._board = self._errors = None
+        self._rank_log = self._metrics = self._dllogger = self._errors = None
+        self._sinks = []
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
         if self._errors is not None and error is not None:
@@ -165,27 +170,17 @@ class Log(AbstractContextManager):
     def _open(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._rank_log = _File(folder / f"rank-{self.rank}.log")
+            self._rank_log = File(folder / f"rank-{self.rank}.log")
             if self.rank == 0:
                 (folder / "config.yaml").write_text(to_yaml(self.cfg), encoding="utf-8")
-                self._metrics = _File(folder / "metrics.jsonl")
-                self._dllogger = _File(folder / "dllogger.json")
+                self._metrics = File(folder / "metrics.jsonl")
+                self._dllogger = File(folder / "dllogger.json")
                 self._dllogger.write(self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
             self._errors = ErrorLog(folder, self.rank)
         except OSError as error:
             self.close()
             why = f"cannot be written: {error.strerror}; name another directory, or null for none"
             raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None
-
-    def _open_board(self, folder: str) -> None:
-        try:
-            self._board = _Board(Path(folder).expanduser())
-        except (ImportError, OSError) as error:
-            self.close()
-            why = "needs TensorBoard, which is not installed; pip install tensorboard"
-            if isinstance(error, OSError):
-                why = f"cannot be written: {error.strerror}; name another directory"
-            raise ValueError(f"log.tensorboard={self.cfg.log.tensorboard} {why}, or set it to false") from None
 
     def _print_from(self, rank: int, text: str) -> None:
         self._note(text)
@@ -211,7 +206,7 @@ class Log(AbstractContextManager):
             missing = f"{now} rank {self.rank}: {lost} messages before this one are lost: the disk was full or failed\n"
             self._append(self._rank_log, f"{missing if lost else ''}{now} rank {self.rank}: {text}\n")
 
-    def _append(self, file: _File, record: str | bytes) -> None:
+    def _append(self, file: File, record: str | bytes) -> None:
         try:
             file.write(record)
         except OSError as error:
@@ -226,7 +221,7 @@ class Log(AbstractContextManager):
             self._say(f"warning: {where} cannot be written: {reason}; {rest}")
 
     def _record_step(self, it: Iteration) -> None:
-        if self._metrics is None and self._board is None:
+        if self._metrics is None and not self._sinks:
             return
         if self._dllogger is not None:
             self._append(self._dllogger, self._dllog(it.step - 1, log_formats.dllogger_step(it)))
@@ -250,91 +245,20 @@ class Log(AbstractContextManager):
         )
 
     def _record(self, kind: str, **values) -> None:
-        """Write one line to metrics.jsonl, whole or not at all, and its numbers to TensorBoard."""
+        """Write one line to metrics.jsonl, whole or not at all, and its numbers to the sinks."""
         if self._metrics is not None:
             self._append(self._metrics, json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
-        if self._board is not None and kind != "run":
+        if self._sinks and kind != "run":
             step = values.pop("step")
             scalars = log_formats.flattened(_finite(values), kind)
-            self._append(self._board, self._board.event(step, {k: v for k, v in scalars.items() if v is not None}))
+            for sink in self._sinks:
+                try:
+                    sink.record(step, {k: v for k, v in scalars.items() if v is not None})
+                except OSError as error:
+                    self._warn(sink.path, error)
 
     def _dllog(self, step: int | str, data: dict) -> str:
         return log_formats.dllogger(step, _finite(data), datetime.now(), self._begun) + "\n"
-
-
-class _File:
-    """A file to which any thread appends whole records. lost: how many have failed since the last that was written.
-
-    After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.lost, self._lock = path, 0, threading.Lock()
-        self._torn: int | None = None  # where a half-written record begins that could not be cut off yet
-        self._file: io.FileIO | None = open(path, "ab", buffering=0)
-
-    def write(self, record: str | bytes) -> None:
-        """Append a record, wholly or not at all. Raises OSError."""
-        record, written = record.encode() if isinstance(record, str) else record, 0
-        with self._lock:
-            try:
-                self._file = self._file or open(self.path, "ab", buffering=0)
-                self._cut(self._file)
-                while written < len(record):
-                    written += self._file.write(record[written:])
-                self.lost = 0
-            except OSError:
-                self.lost += 1
-                with suppress(OSError):
-                    if written and self._file is not None:
-                        self._torn = self._file.tell() - written
-                        self._cut(self._file)
-                self._close()
-                raise
-
-    def close(self) -> None:
-        with self._lock:
-            self._close()
-
-    def _cut(self, file: io.FileIO) -> None:
-        """Cut off a half-written record, if there is one."""
-        if self._torn is not None:
-            if self._torn < file.seek(0, os.SEEK_END):
-                file.truncate(self._torn)
-            self._torn = None
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        with suppress(OSError):
-            if file is not None:
-                file.close()
-
-
-class _Board(_File):
-    """An event file for TensorBoard, whose own writer dies with a traceback in a thread when the disk is full.
-
-    Raises ImportError if TensorBoard is not installed.
-    """
-
-    def __init__(self, folder: Path):
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary, self._frame = event_pb2.Event, summary_pb2.Summary, RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
-        now = datetime.now().timestamp()
-        super().__init__(folder / f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}")
-        self.write(self._record(self._event(wall_time=now, file_version="brain.Event:2")))
-
-    def event(self, step: int, scalars: dict[str, float]) -> bytes:
-        """Make the record of a step's scalars."""
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        summary = self._summary(value=values)
-        return self._record(self._event(wall_time=datetime.now().timestamp(), step=step, summary=summary))
-
-    def _record(self, event) -> bytes:
-        self._frame(framed := io.BytesIO()).write(event.SerializeToString())
-        return framed.getvalue()
 
 
 def _finite(values: dict) -> dict:

@@ -534,7 +534,7 @@ def test_peers_know_the_samples():
     loader.close()
     inputs = module._inputs(batch, cfg)
     tokens, labels = inputs["input_ids"][0], inputs["labels"][0]
-    starts = set(batch.documents[0][:-1])
+    starts = set(batch.documents.boundaries[0][:-1])
     assert tokens.tolist() == batch.tokens[:, 0].tolist() and len(starts) > 2
     for i, (token, label) in enumerate(zip(tokens.tolist(), labels.tolist())):
         assert label == (-100 if i in starts else token)

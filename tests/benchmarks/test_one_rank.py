@@ -3,7 +3,9 @@ rows come one after another."""
 
 import json
 import math
+import multiprocessing
 import re
+import time
 from argparse import Namespace
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import compare, one_rank, partners, recipes
+from benchmarks import compare, one_rank, partners, recipes, record, workers
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
@@ -64,7 +66,7 @@ def test_a_rank_trains_alone_on_finite_values(keys, world, rank, last, capsys):
     row = one_rank.main([*keys, "--world", str(world), "--rank", str(rank), "--steps", "4", "--alone"])
     assert 0 < row["grad_norm"] < 100 and (row["loss"] is not None) == last
     assert not last or abs(row["loss"] - math.log(200)) < 1.5  # of a part of the vocabulary under tp
-    assert row["step_seconds"] > sum(row["forward_seconds"] + row["backward_seconds"]) > 0
+    assert row["step_seconds"] > sum(row["forward_seconds"] + row["backward_seconds"]) > 0 < row["update_host_seconds"]
     assert (row["replayed"], row["busy_seconds"], row["device_gib"], row["job_step_seconds"]) == (
         False,
         None,
@@ -84,7 +86,7 @@ def test_the_job_is_simulated_with_rows_of_the_same_commit(tmp_path):
     cfg, (devices, fabrics) = cli.load(PIPELINE), read_machines(DEVICES)
     step = Step(cfg, 8, Machine(devices["h200"], fabrics["ndr400"]))
     assert one_rank.job_seconds(step, 8, {"first": first, "last": row})[0] == row["job_step_seconds"]
-    assert [entry["rank"] for entry in recipes.record.rows(results)] == [0, 7]
+    assert [entry["rank"] for entry in record.rows(results)] == [0, 7]
     with mock.patch.object(compare, "launch", return_value=first) as launch:  # of another commit: measured again
         one_rank.main([*PIPELINE, "--rank", "last", *options, "def"])
     command = " ".join(launch.call_args.args[0])
@@ -275,92 +277,147 @@ def test_every_recipe_can_be_measured():
         pp, stages = cfg.parallel.pp, {run.rank * cfg.parallel.pp // run.world for run in (*job.support, job.main)}
         assert stages == {0, pp // 2, pp - 1} and job.main.rank * pp // job.main.world == pp // 2
     named = {job.main.recipe for job in recipes.jobs()}
-    assert named == {path.stem for path in (recipes.record.ROOT / "configs").glob("*.yaml") if "quick" not in path.stem}
+    assert named == {path.stem for path in (record.ROOT / "configs").glob("*.yaml") if "quick" not in path.stem}
 
 
-def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recipes, "RECIPES", recipes.RECIPES[:1])
-    results, launched = tmp_path / "results.jsonl", []
+def fake_measurements(monkeypatch, tmp_path, **times):
+    """Replace the measurements by rows that are made up; return what reads (rank, graph) of those that were begun.
 
-    def launch(command, timeout, environment):
-        arguments = [arg for arg in command[2:] if arg != "--alone"]
-        config, options = arguments[: arguments.index("--world")], arguments[arguments.index("--world") :]
-        given = dict(zip(options[::2], options[1::2]))
-        asked = Namespace(config=config, world=int(given["--world"]), graph=given["--graph"])
-        row = one_rank.identity(asked, int(given["--rank"])) | {
-            "commit": given["--commit"],
+    times: what the measured jobs' rows say of them.
+    """
+    begun = tmp_path / "begun.txt"
+
+    def main(argv):
+        cfg, args = one_rank.measure.arguments("", argv, one_rank.add_options)
+        with begun.open("a") as file:
+            file.write(json.dumps([int(args.rank), args.graph]) + "\n")
+        if (tmp_path / f"fails {args.rank} {args.graph}").exists():
+            raise SystemExit("error: out of memory")
+        while (tmp_path / f"hangs {args.rank} {args.graph}").exists():
+            time.sleep(0.01)
+        chunks = cfg.parallel.vp
+        row = one_rank.identity(args, int(args.rank)) | {
             "dtype": "bf16",
             "fp8": "none",
-            "replayed": asked.graph == "on",
+            "replayed": args.graph == "on",
             "microbatches": 16,
             "layers": 12,
             "step_seconds": 1.04,
             "busy_seconds": 1.0,
             "host_seconds": 0.1,
-            "nodes": 192 * 140 if asked.graph == "on" else None,
+            "nodes": 192 * 140 if args.graph == "on" else None,
             "device_gib": 70.0,
-            "job_step_seconds": None if "--alone" in command else 4.2,
-            "gpu": "H200",
-            "power_limit_watts": 700.0,
-            "versions": {"torch": "2"},
-            "time": "2026-11-22T00:00:00",
+            "job_step_seconds": None,
+            "job_quiet_seconds": None,
+            "forward_seconds": [0.002] * chunks,
+            "backward_seconds": [0.004] * chunks,
+            "ends_seconds": 0.1,
+            "update_seconds": 0.1,
         }
-        launched.append((row["rank"], row["graph"]))
-        if fails == launched[-1]:
-            raise compare.Failed("out of memory")
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        return row
+        one_rank.measure.report(record.append(args, "one_rank", row))
 
-    monkeypatch.setattr(compare, "launch", launch)
-    call = ["--results", str(results), "--commit", "abc"]
-    fails = 0, "on"
-    assert recipes.main([*call, "--missing", "--seconds", "10"]) == 0 and not launched  # no time for one
-    assert recipes.main([*call, "--missing"]) == 1
-    needed, beside = [(0, "on"), (127, "on")], [(16, "on"), (64, "off")]
-    assert launched == needed * 2 + beside * 2  # the middle rank needs rank 0
-    launched.clear()
-    fails = None
-    assert recipes.main([*call, "--missing"]) == 0 and launched == [(0, "on"), (64, "on")] * 2
-    launched.clear()
-    assert recipes.main([*call, "--missing"]) == 0 and not launched
+    def read():
+        lines = [tuple(json.loads(line)) for line in begun.read_text().splitlines()] if begun.exists() else []
+        begun.unlink(missing_ok=True)
+        return lines
+
+    environment = {"time": "2026-11-22T00:00:00", "gpu": "H200", "power_limit_watts": 700.0, "versions": {"torch": "2"}}
+    monkeypatch.setattr(record, "environment", lambda: environment)
+    monkeypatch.setattr(one_rank, "main", main)
+    monkeypatch.setattr(workers, "load", lambda: None)
+    return read
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeypatch, capsys, count):
+    monkeypatch.setattr(recipes, "RECIPES", recipes.RECIPES[:1])
+    begun, results = fake_measurements(monkeypatch, tmp_path), tmp_path / "results.jsonl"
+    call = ["--results", str(results), "--commit", "abc", "--workers", str(count)]
+    missing = [*call, "--missing", "--seconds", "1000"]
+    assert recipes.main([*call, "--missing", "--seconds", "10"]) == 0 and not begun()  # no time for one
+    (fails := tmp_path / "fails 0 on").touch()
+    assert recipes.main(missing) == 1 and "out of memory" in (
+        output := capsys.readouterr().out
+    )  # the two formats of rank 0
+    assert sorted(begun()) == sorted([(0, "on"), (127, "on"), (64, "on"), (16, "on"), (64, "off")] * 2), output
+    assert "| 140 | 70.0 |  |" in (tmp_path / "recipes.md").read_text()  # without the job's time
+    fails.unlink()
+    assert recipes.main(missing) == 0 and begun() == [(0, "on")] * 2
+    assert recipes.main(missing) == 0 and not begun()
     text = (tmp_path / "recipes.md").read_text()
-    assert (
-        "| gpt3_175b | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 | 140 | 70.0 | 4.20 |"
-        in text
-    )
+    job = recipes.jobs().__next__()
+    seconds = job.main.row(record.rows(results))["job_step_seconds"]
+    first = "| gpt3_175b | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 | 140 | 70.0 |"
+    assert f"{first} {seconds:.2f} |" in text and 64 * 12 * 0.006 < seconds < 64 * 12 * 0.012
+    assert len(record.rows(results)) == 10 + 2  # middle ranks' rows twice: with the job's time
     assert "8.91 (h100) |" in text and "5.92 (h100) |" in text and "without traffic" in text
     assert "Not yet measured" not in text and "H200 at 700 W; torch 2; 2026-11-22, commit abc" in text
 
 
+def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "RECIPES", [(*recipes.RECIPES[0][:3], ((),))])
+    monkeypatch.setattr(recipes, "MOST_SECONDS", 3)
+    begun = fake_measurements(monkeypatch, tmp_path)
+    (tmp_path / "hangs 0 on").touch()
+    call = ["--missing", "--results", str(tmp_path / "results.jsonl"), "--workers", "2", "--seconds", "1000"]
+    assert recipes.main(call) == 1 and len(begun()) == 5
+    assert "rank 0 of 128" in (output := capsys.readouterr().out) and "took longer than 3 s" in output
+    assert multiprocessing.active_children() == []
+
+
+def test_rows_of_several_processes_are_whole_lines(tmp_path):
+    def write(number):
+        for _ in range(20):
+            record.write(path, {"number": number, "text": "x" * 20_000})
+
+    path = tmp_path / "new" / "results.jsonl"
+    processes = [workers.FORK.Process(target=write, args=(number,)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert sorted(row["number"] for row in record.rows(path)) == sorted([0, 1, 2, 3] * 20)
+
+
+def test_workers_have_a_gpu_each_and_load_by_themselves_if_forks_get_none(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    monkeypatch.setattr(workers, "load", lambda: None)
+    monkeypatch.setattr(workers, "forks_get_gpus", lambda gpu: gpu != "5")
+    program = "minitron/runtime/environment.py"  # can be run as a file and says nothing
+    with workers.Workers() as ours:
+        assert ours.fresh and ours.free == ["5", "3"] and "by itself" in capsys.readouterr().out
+        ours.start("first", program, [], 1, 60)
+        ours.start("second", program, [], 1, 60)
+        ended = [ours.next() for _ in range(2)]
+        assert {child.task: child.gpus for child, _ in ended} == {"first": ["5"], "second": ["3"]}
+        assert all("exit status 0" in str(error) for _, error in ended) and sorted(ours.free) == ["3", "5"]
+    assert workers.Workers(1).free == ["5"]
+
+
 def test_the_page_is_what_the_records_say():
-    page = recipes.record.RESULTS.with_name("recipes.md")
-    assert page.read_text(encoding="utf-8") == recipes.markdown(recipes.record.rows(recipes.record.RESULTS))
+    page = record.RESULTS.with_name("recipes.md")
+    assert page.read_text(encoding="utf-8") == recipes.markdown(record.rows(record.RESULTS))
 
 
 def test_jobs_of_two_gpus_are_held_against_the_real_ones(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recipes, "CHECKED", ["2gpu-8b-16layers-pp2"])
-    (name, job, real), (_, fp8, _) = recipes.checks()
-    assert (name, job.main.rank, job.support[0].rank) == ("2gpu-8b-16layers-pp2, bf16", 1, 0)
-    results, launched = tmp_path / "results.jsonl", []
+    """Measured here: toys on CPUs, the last of them by two processes that meet over gloo."""
+    keys = (*TOY[1:], "parallel.pp=2", "data.source=mock")
+    job = recipes.job_of("quickstart", keys, 2, "ndr400")
+    real = recipes.Real(tuple(job.main.config))
+    monkeypatch.setattr(recipes, "checks", lambda: [("toy", job, real)])
+    results = tmp_path / "results.jsonl"
+    call = ["--results", str(results), "--missing", "--two-gpus", "--workers"]
+    assert recipes.main([*call, "1"]) == 1 and "needs 2 GPUs; there are 1" in capsys.readouterr().out
+    assert recipes.main([*call, "2"]) == 0, capsys.readouterr().out
+    first, second, again, both = record.rows(results)
+    assert (first["rank"], second["rank"], both["kind"], both["world"]) == (0, 1, "step", 2)
+    assert again == second | {name: again[name] for name in ("job_step_seconds", "job_quiet_seconds")}
+    said, quiet, took = again["job_step_seconds"], again["job_quiet_seconds"], both["step_seconds"]
+    line = f"| toy | {took:.4f} | {said:.4f} | {100 * (said / took - 1):+.1f} % | {quiet:.4f} |"
+    assert line in (tmp_path / "recipes.md").read_text()
+    named = [name for name, _, _ in original()]
+    assert named == [f"{name}, {format}" for name in recipes.CHECKED for format in ("bf16", "FP8")]
 
-    def launch(command, timeout, environment):
-        launched.append(command)
-        if "--rank" in command:
-            asked = job if "precision.fp8=none" in command else fp8
-            options, rank = asked.main.options(Namespace()), int(command[command.index("--rank") + 1])
-            row = one_rank.identity(options, rank) | {"job_step_seconds": 1.02, "job_quiet_seconds": 0.97}
-        else:
-            row = {"kind": "step", "world": 2, "command": " ".join(command[5:])}
-        row |= {"commit": "abc", "step_seconds": 1.0}
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        return row
 
-    monkeypatch.setattr(compare, "launch", launch)
-    call = ["--results", str(results), "--commit", "abc", "--missing", "--two-gpus"]
-    assert recipes.main(call) == 0 and len(launched) == 6  # both ranks alone, then together; in two formats
-    assert all("benchmarks/step.py" in command and "--nproc-per-node" in command for command in launched[4:])
-    assert recipes.main(call) == 0 and len(launched) == 6
-    text = (tmp_path / "recipes.md").read_text()
-    assert "| 2gpu-8b-16layers-pp2, FP8 | 1.0000 | 1.0200 | +2.0 % | 0.9700 | -3.0 % |" in text
+original = recipes.checks

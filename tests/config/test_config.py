@@ -498,6 +498,18 @@ FP8 = ["precision.fp8=current"]
             ["parallel.tp*cp (ulysses)=8 does not divide model.num_kv_heads=4; use 1, 2 or 4"],
         ),
         (["parallel.vp=2"], 1, ["parallel.vp=2", "parallel.pp=1", "use parallel.vp=1"]),
+        (
+            ["parallel.schedule=zb-h1"],
+            1,
+            [
+                "schedule=zb-h1 fills the bubble of pipelines with one chunk a rank, and parallel.pp=1; use parallel.pp=2"
+            ],
+        ),
+        (
+            ["parallel.schedule=zb-h1", "parallel.pp=2", "parallel.vp=2"],
+            2,
+            ["one chunk a rank, and parallel.vp=2; use parallel.vp=1, or parallel.schedule=1f1b"],
+        ),
         (["parallel.pp=8"], 8, ["model.num_layers=4 leaves stages empty: parallel.pp=8"]),
         (["parallel.pp=2", "parallel.layers_per_stage=[1,2]"], 2, ["layers_per_stage=[1, 2] sums to 3"]),
         (["parallel.pp=2", "parallel.layers_per_stage=[4]"], 2, ["layers_per_stage=[4] has 1 entries"]),
@@ -748,7 +760,7 @@ def test_gpu_too_old(argv, capability, parts):
         (["optimizer.constant_steps=100", "train.steps=115"], 1, None),
         (["parallel.tp=2", "parallel.pp=2", "parallel.vp=2", "parallel.cp=2"], 8, None),
         (["parallel.tp=2", "parallel.sequence_parallel=false", "train.seq_len=255"], 2, None),
-        (["parallel.pp=2", "parallel.layers_per_stage=[1,3]"], 2, None),
+        (["parallel.pp=2", "parallel.layers_per_stage=[1,3]", "parallel.schedule=zb-h1"], 2, None),
         (["parallel.cp=2", "parallel.cp_style=ulysses", "train.seq_len=254"], 2, None),
         (["model.family=gpt", "model.positions=learned", "model.hidden_size=24", "model.num_kv_heads=null"], 1, None),
         (["model.attention_dropout=0.1", "model.hidden_dropout=0.1"], 1, None),

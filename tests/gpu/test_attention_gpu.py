@@ -20,6 +20,7 @@ from attention_twin import (
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
 from minitron.parallel.context import attention
+from minitron.parallel.packed import as_documents
 from minitron.testing import assert_close_rel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,6 +39,11 @@ def backend_named(name, dtype=torch.bfloat16, head_dim=64):
 def check(actual, expected, tolerance, what=""):
     for name, value in expected.items():
         assert_close_rel(actual[name], value, tolerance, f"{what} {name}")
+
+
+def documents_on_gpu(samples, room=None):
+    documents = as_documents(samples, room)
+    return dataclasses.replace(documents, bounds=documents.bounds.cuda())
 
 
 def triangle(s):
@@ -104,14 +110,16 @@ def test_auto_on_hopper_is_cudnn_and_flash_for_documents():
     assert choose("auto", "cuda", torch.bfloat16, 128, documents=True) is FLASH_CUDA
     assert choose("auto", "cuda", torch.float32, 128) is REFERENCE
     assert choose("auto", "cuda", torch.float32, 128, dropout=0.1).name == "reference"
+    assert choose("auto", "cuda", torch.bfloat16, 128, dropout=0.1).name == "fused"
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("documents", [None, ((0, 100, 256, 512), (0, 300, 512))])
-def test_attention_of_a_fused_projection_without_a_host_sync(name, documents):
+@pytest.mark.parametrize("samples", [None, ((0, 100, 256, 512), (0, 300, 512))])
+def test_attention_of_a_fused_projection_without_a_host_sync(name, samples):
     """The layer's way in: q, k and v are views into one [s, b, (n + 2 g) d] tensor; nothing may wait for the GPU."""
     backend = backend_named(name, head_dim=128)
     s, b, n, g, d = 512, 2, 8, 2, 128
+    documents = samples and documents_on_gpu(samples)
     qkv = torch.randn(s, b, (n + 2 * g) * d, device="cuda", dtype=torch.bfloat16).requires_grad_()
     dout = torch.randn(s, b, n * d, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.unflatten(2, (-1, d)) for x in qkv.split([n * d, g * d, g * d], 2))
@@ -126,7 +134,7 @@ def test_attention_of_a_fused_projection_without_a_host_sync(name, documents):
         out, *grads = run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    allowed = np.stack([allowed_pairs(s, boundaries) for boundaries in documents or [None] * b])
+    allowed = np.stack([allowed_pairs(s, boundaries) for boundaries in samples or [None] * b])
     as_blocks = [x.permute(1, 2, 0, 3) for x in (dout.unflatten(2, (-1, d)), q, k, v)]
     expected = attend_with_grads(*as_blocks, torch.from_numpy(allowed).unsqueeze(1).cuda())
     actual = dict(zip(("out", "dq", "dk", "dv"), (out.unflatten(2, (-1, d)), *grads)))
@@ -139,7 +147,8 @@ def test_attention_of_a_fused_projection_without_a_host_sync(name, documents):
 def test_all_documents_in_one_call(samples, head_dim):
     """Against a call for each: the same kernel, so no more than rounding, and the same rounding for most."""
     rng, s = np.random.default_rng(0), 1024
-    documents = tuple((0, *sorted(rng.choice(np.arange(1, s), 9, replace=False).tolist()), s) for _ in range(samples))
+    cuts = [(0, *sorted(rng.choice(np.arange(1, s), 9, replace=False).tolist()), s) for _ in range(samples)]
+    documents = documents_on_gpu(cuts)
     qkv = torch.randn(s, samples, 12, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dout, results = torch.randn(s, samples, 8, head_dim, dtype=torch.bfloat16, device="cuda"), []
     for backend in FLASH_CUDA, dataclasses.replace(FLASH_CUDA, packed=None):
@@ -147,6 +156,41 @@ def test_all_documents_in_one_call(samples, head_dim):
         results.append([y, *torch.autograd.grad(y, [qkv], dout)])
     for packed, apart in zip(*results):
         assert_close_rel(packed, apart, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_empty_documents_change_nothing(samples):
+    """Nor does a longest one that is not there. Of the gradient of q, blocks add their parts in any order."""
+    documents = documents_on_gpu([(0, 1, 300, 1000, 1024)] * samples, room=16 * samples)
+    qkv = torch.randn(1024, samples, 12, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dout, results = torch.randn(1024, samples, 8, 128, dtype=torch.bfloat16, device="cuda"), []
+    for told in documents, documents.any():
+        inputs = qkv.split((8, 2, 2), 2)
+        y = attention(*inputs, axis=Axis.single(), style="ring", backend=FLASH_CUDA, documents=told)
+        results.append([y, *torch.autograd.grad(y, inputs, dout)])
+    (y, dq, dk, dv), (any_y, any_dq, any_dk, any_dv) = results
+    assert torch.equal(y, any_y) and torch.equal(dk, any_dk) and torch.equal(dv, any_dv)
+    assert_close_rel(dq, any_dq, TOLERANCE[torch.bfloat16])
+
+
+def test_a_replayed_graph_attends_to_the_documents_of_new_bounds():
+    first, second = (documents_on_gpu([cut], room=8) for cut in [(0, 200, 512), (0, 7, 100, 101, 512)])
+    q, dout = (torch.randn(512, 1, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=i == 0) for i in (0, 1))
+    options, static = dict(axis=Axis.single(), style="ring", backend=FLASH_CUDA), first.bounds.clone()
+
+    def run(documents):
+        y = attention(q, q, q, documents=documents, **options)
+        return y, *torch.autograd.grad(y, [q], dout)
+
+    recorded = dataclasses.replace(first, bounds=static).any()
+    run(recorded)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(recorded)
+    static.copy_(second.bounds)
+    graph.replay()
+    for replayed, value in zip(captured, run(second)):
+        assert_close_rel(replayed, value, TOLERANCE[torch.bfloat16])
 
 
 # ---- with dropout ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """A run whose steps are replayed goes through what runs go through: evaluations, saves, a signal, a death."""
 
-import json
 import os
 import re
 import signal
@@ -30,12 +29,18 @@ KEYS = (
 
 
 def steps_of(run) -> dict[int, dict]:
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows if row["kind"] == "step"}
+    return {row["step"]: row for row in run.rows("step")}
 
 
 @pytest.mark.parametrize(
-    "ranks, layout", [(1, ()), (2, ("parallel.tp=2",)), (2, ("parallel.pp=2", "parallel.vp=2")), (2, ())]
+    "ranks, layout",
+    [
+        (1, ()),
+        (1, ("data.separate_documents=true",)),
+        (2, ("parallel.tp=2",)),
+        (2, ("parallel.pp=2", "parallel.vp=2")),
+        (2, ()),
+    ],
 )
 def test_replayed_runs_that_are_interrupted_equal_an_eager_one(tmp_path, ranks, layout):
     """Stopped by SIGTERM, resumed, killed and resumed; losses bit by bit those of the run that nothing has stopped."""

@@ -43,36 +43,57 @@ def test_swiglu(dtype, f):
     expected = F.silu(gate) * up
     expected.backward(dy.float())
     assert_close_rel(fused.swiglu_forward(x).float(), expected, TOLERANCE[dtype], "y")
-    assert_close_rel(fused.swiglu_backward(dy, x).float(), plain.grad, TOLERANCE[dtype], "dx")
+    assert_close_rel(fused.swiglu_backward(dy, x)[0].float(), plain.grad, TOLERANCE[dtype], "dx")
 
 
-@pytest.mark.parametrize("m, f", [(16, 48), (200, 128), (384, 1040)])
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("name", ["cast", "gelu_cast", "gelu_backward_cast", "swiglu_cast", "swiglu_backward_cast"])
+@pytest.mark.parametrize("m, f", [(16, 48), (200, 128), (384, 1040), (2048, 12288)])
 @pytest.mark.parametrize("columns", [False, True])
-def test_swiglu_with_casts(m, f, columns):
+def test_casts_of_what_was_just_computed(m, f, columns, name, sums):
     from minitron.kernels import fused, plain
 
-    x, dy = randn(m, 2 * f, dtype=torch.bfloat16), randn(m, f, dtype=torch.bfloat16, seed=1)
-    for name, inputs, kind in (
-        ("swiglu_cast", (x,), torch.float8_e4m3fn),
-        ("swiglu_backward_cast", (dy, x), torch.float8_e5m2),
-    ):
-        size = {torch.float8_e4m3fn: 100.0, torch.float8_e5m2: 20000.0}[kind]  # large values saturate
-        scale, amax = torch.full((1,), size, device="cuda"), torch.full((1,), 0.5, device="cuda")
-        rows, inverse, transposed = getattr(fused, name)(*inputs, scale, amax, kind, columns)
-        other = torch.full((1,), 0.5, device="cuda")
-        values = getattr(plain, name.removesuffix("_cast") + ("_forward" if name == "swiglu_cast" else ""))
-        expected, expected_inverse, _ = plain.cast(
-            values(*(t.float() for t in inputs)).bfloat16(), scale, other, kind, columns
-        )
-        # exp and division differ in the last bits, so now and then bf16 rounds the other way, and FP8 after it
-        assert_close_rel(amax, other, 4e-3, "amax")
-        assert_close_rel(rows.float(), expected.float(), 4e-3, name)
-        assert rows.float().abs().max() == torch.finfo(kind).max
-        assert torch.equal(inverse, expected_inverse)
-        assert (transposed is not None) == columns
-        if columns:
-            assert torch.equal(transposed.float(), rows.float().t())
-        assert fused.swiglu_cast(x, scale, None, kind, columns)[0].shape == (m, f)
+    backward = "backward" in name
+    if sums and not backward and name != "cast":
+        pytest.skip("an activation has no bias behind it")
+    x = 3 * randn(m, 2 * f if "swiglu" in name else f)
+    inputs = [t.bfloat16() for t in ((3 * randn(m, f, seed=1), x) if backward else (x,))]
+    kind, size = (torch.float8_e5m2, 20000.0) if backward else (torch.float8_e4m3fn, 100.0)  # large values saturate
+    scale, (amax, other) = torch.full((1,), size, device="cuda"), (torch.full((1,), 0.5, device="cuda") for _ in "12")
+    more = (sums,) if backward or name == "cast" else ()
+    rows, inverse, transposed, total = getattr(fused, name)(*inputs, scale, amax, kind, columns, *more)
+    if name == "cast":
+        values = inputs[0]
+    else:
+        operation = getattr(plain, name.removesuffix("_cast") + ("" if backward else "_forward"))
+        values = operation(*(t.float() for t in inputs))
+        values = (values[0] if backward else values).bfloat16()
+    expected = plain.cast(values, scale, other, kind, columns, sums)
+    # exp and division differ in the last bits, so now and then bf16 rounds the other way, and FP8 after it
+    assert_close_rel(amax, other, 4e-3, "amax")
+    assert_close_rel(rows.float(), expected.rows.float(), 4e-3, name)
+    assert rows.float().abs().max() == torch.finfo(kind).max
+    assert torch.equal(inverse, expected.inverse)
+    assert (transposed is not None) == columns and (total is not None) == sums
+    if columns:
+        assert torch.equal(transposed.float(), rows.float().t())
+    if sums:
+        assert_close_rel(total, expected.sums, 1e-4, "sums")
+    assert torch.equal(getattr(fused, name)(*inputs, scale, None, kind, columns, *more)[0].float(), rows.float())
+
+
+@dtypes
+@pytest.mark.parametrize("f", [48, 2048, 3000])
+def test_gelu_backward(dtype, f):
+    from minitron.kernels import fused, plain
+
+    x, dy = 3 * randn(7, 31, f, dtype=dtype), randn(7, 31, f, dtype=dtype, seed=1)
+    expected, sums = plain.gelu_backward(dy.float(), x.float(), True)
+    dx, total = fused.gelu_backward(dy, x, True)
+    assert_close_rel(dx.float(), expected, TOLERANCE[dtype], "dx")
+    assert_close_rel(total, sums, TOLERANCE[dtype], "sums")
+    again, total = fused.gelu_backward(dy, x)
+    assert total is None and torch.equal(again, dx)
 
 
 @dtypes

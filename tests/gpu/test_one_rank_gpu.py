@@ -41,6 +41,7 @@ def test_a_rank_trains_alone(world, rank, communicates, keys, fp8, graph, capfd)
     assert row["replayed"] == (graph == "on") and 0 < row["grad_norm"] < 1000
     assert row["loss"] is None or 0 < row["loss"] < 12
     assert 0 < row["busy_seconds"] and 0 < row["device_gib"] and 0 < row["host_seconds"] <= row["step_seconds"]
+    assert 0 < row["update_host_seconds"] < row["step_seconds"]
     passes = row["microbatches"] * sum(row["forward_seconds"] + row["backward_seconds"])
     assert 0 < passes + row["ends_seconds"] + row["update_seconds"] < 1.05 * row["step_seconds"]
     if graph == "on":

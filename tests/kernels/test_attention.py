@@ -92,7 +92,7 @@ def test_auto_takes_the_fastest_that_fits():
     assert choose("auto", "cuda", torch.float32, 64) is REFERENCE
     for dtype in (torch.float32, torch.bfloat16):  # on meta as on a GPU
         assert choose("fused", "meta", dtype, 80, dropout=0.1).name == "fused"
-        assert choose("auto", "meta", dtype, 80, dropout=0.1) is REFERENCE
+        assert choose("auto", "meta", dtype, 80, dropout=0.1).name == ("reference", "fused")[dtype == torch.bfloat16]
         assert choose("reference", "meta", dtype, 80, dropout=0.1) is REFERENCE
     assert choose("auto", "cuda", torch.bfloat16, 100) is REFERENCE
     assert choose("flash", "cpu", torch.float32, 64) is FLASH_CPU
@@ -152,5 +152,5 @@ def test_a_gpu_with_little_shared_memory_has_dropout_in_plain_torch(monkeypatch)
 def test_missing_flash_attn_names_the_install_line(monkeypatch):
     for module in ("flash_attn", "flash_attn.flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)  # makes the import fail, installed or not
-    with pytest.raises(ValueError, match="pip install flash-attn --no-build-isolation"):
+    with pytest.raises(ValueError, match=r"-m pip install --no-build-isolation .*\[flash-attn\]'"):
         choose("flash-attn", "cuda", torch.bfloat16, 64)

@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from layouts import LLAMA, Pieces, config, dataset_of, mesh_of
+from layouts import GPT3, LLAMA, Pieces, config, dataset_of, mesh_of
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend
-from minitron.kernels.fp8_scales import HISTORY, DelayedScaling, limit
+from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend, end_step
+from minitron.kernels.fp8_scales import HISTORY, DelayedScaling, advance, limit
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("delayed", "current", "block")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
+families = pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 S, B, H, F = 128, 2, 128, 256
 
 
@@ -175,7 +176,7 @@ def histories(magnitudes, mesh_shape):
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
             gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
-        state.end_step()
+        end_step([state])
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 
@@ -195,7 +196,7 @@ def test_scales_follow_the_largest_of_the_last_steps_on_all_ranks(ranks):
 def test_a_tensor_of_zeros_has_scale_one():
     scaling = DelayedScaling(("x", "dy"), (), CPU)
     scaling.amax[1] = 2.0
-    scaling.advance()
+    advance([scaling])
     assert scaling.scale.tolist() == [1.0, 57344 / 2]
 
 
@@ -229,18 +230,20 @@ def run(cfg, steps=None, trainer=None, first=0, evaluate=False):
     return losses, trainer
 
 
-def toy(recipe, **sections):
+def toy(recipe, base=LLAMA, **sections):
     keys = {"dtype": "bf16"} | ({} if recipe == "none" else {"fp8": recipe, "fp8_backend": "torch"})
-    change = {"model": MODEL, "train": TRAIN, "precision": keys | sections.pop("precision", {})}
-    cfg = config(LLAMA, change, sections)
+    model = MODEL if base is LLAMA else MODEL | {"num_kv_heads": None}
+    change = {"model": model, "train": TRAIN, "precision": keys | sections.pop("precision", {})}
+    cfg = config(base, change, sections)
     rules.check(cfg, 1)
     return cfg
 
 
 @recipes
-def test_training_follows_bf16(recipe):
-    reference, _ = run(toy("none"))
-    losses, _ = run(toy(recipe))
+@families
+def test_training_follows_bf16(base, recipe):
+    reference, _ = run(toy("none", base))
+    losses, _ = run(toy(recipe, base))
     assert reference[-1] < 0.97 * reference[0]
     for mine, other in zip(losses, reference):  # rounding noise of 4 % in each product, averaged over 256 tokens
         assert abs(mine - other) < 0.01 * other
@@ -248,9 +251,14 @@ def test_training_follows_bf16(recipe):
 
 
 @recipes
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_changes_nothing(recipe, recompute):
-    cfg = toy(recipe)
+@pytest.mark.parametrize(
+    "base, recompute",
+    [(LLAMA, "selective"), (LLAMA, "full"), (GPT3, "selective")],
+    ids=["llama-selective", "llama-full", "gpt-selective"],
+)
+def test_recomputation_changes_nothing(base, recompute, recipe):
+    """GPT's full recomputation adds biases between blocks, not in a norm, which rounds their gradients otherwise."""
+    cfg = toy(recipe, base)
     losses, plain = run(cfg, 3)
     again, trainer = run(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, recompute=recompute)), 3)
     assert again == losses
@@ -281,6 +289,28 @@ def test_what_is_cast_how_often(monkeypatch):
     blocks = trainer.chunks[0].blocks
     assert [type(blocks[str(i)].mlp.down.linear.gemm) for i in range(4)] == [Gemm, Fp8Gemm, Fp8Gemm, Gemm]
     assert type(trainer.chunks[0].head.linear.gemm) is Gemm
+
+
+def test_the_scalings_of_chunks_move_on_together_as_each_would_alone():
+    def filled(seed):
+        draw, made = torch.Generator().manual_seed(seed), []
+        for roles in ("x", "weight", "dy"), ("dy",), ("x", "dy") * 2:
+            made.append(DelayedScaling(roles, (), CPU))
+            made[-1].history.copy_(torch.rand(made[-1].history.shape, generator=draw))
+            made[-1].amax.copy_(torch.rand(len(roles), generator=draw))
+        made[0].amax[1], made[2].amax[0], made[2].history[:, 3], made[2].amax[3] = torch.inf, torch.nan, 0.0, 0.0
+        return made
+
+    together, alone = filled(1), filled(1)
+    addresses = [[x.data_ptr() for x in (s.amax, s.scale, s.history)] for s in together]
+    advance(together)
+    for scaling in alone:
+        advance([scaling])
+    for mine, other in zip(together, alone, strict=True):
+        assert torch.equal(mine.history, other.history) and torch.equal(mine.scale, other.scale)
+        assert not mine.amax.any() and not mine.cold
+    assert together[2].scale[3] == 1.0 and together[0].history[0, 1] == filled(1)[0].history[0, 1]
+    assert [[x.data_ptr() for x in (s.amax, s.scale, s.history)] for s in together] == addresses
 
 
 def test_histories_are_all_that_a_run_needs_to_go_on():
@@ -322,6 +352,6 @@ def test_blocks_on_a_gpu_need_transformer_engine():
 def test_transformer_engine_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.delitem(sys.modules, "minitron.kernels.fp8_te", raising=False)
-    message = r"cannot load Transformer Engine \(.*\); pip install transformer-engine\[pytorch\], or use .*=torch"
+    message = r"cannot load Transformer Engine \(.*\); \S+ -m pip install .*\[fp8\]\'?, or use .*=torch"
     with pytest.raises(ValueError, match=message):
         choose_backend(PrecisionConfig(fp8="current"), torch.device("cuda"))

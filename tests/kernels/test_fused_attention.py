@@ -1,6 +1,6 @@
-"""The Triton kernels of attention with dropout, without a GPU: in Triton's interpreter, and compiled for one.
+"""The Triton kernels of dropout, alone and in attention, without a GPU: in Triton's interpreter, and compiled for one.
 
-tests/gpu/test_attention_gpu.py has the same checks on a GPU. In the interpreter there is no bf16.
+tests/gpu has the same checks on a GPU. In the interpreter there is no bf16.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from attention_twin import (
     random_dropout,
     run_backend,
 )
+from minitron.kernels import plain
 from minitron.kernels.attention import FUSED_SHARED_BYTES, Backend
 from minitron.testing import assert_close_rel
 
@@ -41,6 +42,7 @@ def test_in_tritons_interpreter():
 
 def interpreted():
     from minitron.kernels import fused_attention
+    from minitron.kernels.fused_activations import drop_elements
 
     backend = Backend("fused", fused_attention.forward, fused_attention.backward)
     for dtype, tolerance in TOLERANCE.items():
@@ -59,6 +61,14 @@ def interpreted():
                 actual = run_backend(backend, dout, q, k, v, causal, dropout)
                 for name, value in expected.items():
                     assert_close_rel(actual[name], value, tolerance, f"{name} of {sq} x {sk} in {dtype}")
+    keys = torch.randint(2**32, (7, 3))
+    for x, first in ((torch.randn(7, 3, 1100), 0), (torch.randn(7, 3, 48).half(), 48)):
+        for place in (5, 2**32 - 5):  # words of either sign
+            expected, actual = (
+                drop(x, keys, place, first, 2**30, 4 / 3) for drop in (plain.drop_elements, drop_elements)
+            )
+            assert torch.equal(actual == 0, expected == 0)
+            assert_close_rel(actual, expected, TOLERANCE[x.dtype])
     dropout = random_dropout(96, 96, 0.3)
     for name, kept in kept_in_each_product(backend, 96, 64, dropout).items():
         assert torch.equal(kept, dropout.mask(2) != 0), name

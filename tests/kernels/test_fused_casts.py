@@ -1,7 +1,7 @@
-"""The Triton kernel that casts masters to FP8 weights, without a GPU: in Triton's interpreter, and compiled for one.
+"""The Triton kernels with FP8 casts, without a GPU: in Triton's interpreter, and compiled for one.
 
-tests/gpu/test_fp8_gpu.py holds it against plain torch on a GPU, bit by bit. The interpreter truncates where a GPU
-rounds to bf16, and flushes the smallest FP8 numbers: here values are chosen that need neither.
+tests/gpu/test_kernels_gpu.py has the same checks on a GPU. The interpreter's conversion to FP8 does not saturate, it
+rounds ties up, where a value is rounded up to a power of two it forgets to raise the exponent, and its bf16 is cut off.
 """
 
 import importlib.util
@@ -14,57 +14,105 @@ import pytest
 import torch
 
 from minitron.kernels import plain
+from minitron.testing import assert_close_rel
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which a GPU's torch has"
 )
 ROOT = Path(__file__).parents[2]
+SCALES = {torch.float8_e4m3fn: 1.0, torch.float8_e5m2: 100.0}
+# by what the kernel does: the function of kernels/plain.py, its inputs (x has m x n numbers), and whether it can sum
+CASTS = {
+    "cast": ("cast", False, True),
+    "gelu": ("gelu_cast", False, False),
+    "gelu backward": ("gelu_backward_cast", True, True),
+    "swiglu": ("swiglu_cast", False, False),
+    "swiglu backward": ("swiglu_backward_cast", True, True),
+}
 
 
 def test_in_tritons_interpreter():
     """In a process of its own: kernels are interpreted if the variable is set when they are defined."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def randn(seed, *shape, dtype):
+    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def inputs_of(of, m, f, dtype):
+    """x, or dy and x."""
+    x = randn(0, m, 2 * f if of.startswith("swiglu") else f, dtype=dtype)
+    return (randn(1, m, f, dtype=dtype), x) if CASTS[of][1] else (x,)
+
+
 def interpreted():
-    from minitron.kernels import fused_adamw
+    from minitron.kernels import fused_casts
 
-    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    grid = grid[grid.isfinite() & (grid.abs() >= 2.0**-6)]
-    for n in (1, 100, 4096, 9000):
-        master = grid[torch.randint(len(grid), (n,), generator=torch.Generator().manual_seed(n))] / 4
-        scale = torch.tensor([0.0, 8.0])[1:]  # half of the largest ones saturate
-        for wants_out, wants_amax in ((True, True), (True, False), (False, True)):
-            results = []
-            for cast in (plain.cast_master, fused_adamw.cast_master):
-                data, amax = torch.full((n + 8,), 7, dtype=torch.uint8), torch.full((1,), 0.5)
-                out = data[:n].view(torch.float8_e4m3fn)
-                cast(master, scale, out if wants_out else None, amax if wants_amax else None)
-                results.append((data, amax))
-            assert all(map(torch.equal, *results)), (n, wants_out, wants_amax)
-            assert (results[0][0][n:] == 7).all()
+    for of, (name, _, can_sum) in CASTS.items():
+        for m, f, kind, dtype, columns, sums in [
+            (16, 48, torch.float8_e4m3fn, torch.float32, False, False),
+            (100, 80, torch.float8_e5m2, torch.float16, True, True),
+            (130, 200, torch.float8_e4m3fn, torch.float16, True, False),
+            (130, 64, torch.float8_e5m2, torch.float32, False, True),
+        ]:
+            inputs, scale = inputs_of(of, m, f, dtype), torch.tensor([SCALES[kind]])
+            what, more = f"{name} {m} x {f}", (sums,) if can_sum else ()
+            amax = [torch.full((1,), 0.5) for _ in range(2)]
+            mine, twin = (
+                getattr(ops, name)(*inputs, scale, top, kind, columns, *more)
+                for ops, top in zip((fused_casts, plain), amax)
+            )
+            # a last bit of exp, and after it now and then another float16 value
+            assert_close_rel(*amax, 4e-3, what)
+            assert torch.equal(mine.inverse, twin.inverse)
+            ours, theirs = mine.rows.float(), twin.rows.float()
+            # torch rounds between its steps, and below -5 its tanh is -1 and its GELU 0
+            away = (ours - theirs).abs() - (1e-5 if dtype == torch.float32 else 1e-2) * SCALES[kind]
+            assert ours.shape == theirs.shape and (away > 0).float().mean() < 0.1, what
+            assert (away <= 0.5 * theirs.abs() + torch.finfo(kind).smallest_normal).all(), what
+            exact = (getattr(ops, name)(*inputs, scale, None, torch.float32, False) for ops in (fused_casts, plain))
+            assert_close_rel(*(cast.rows for cast in exact), 1e-6 if dtype == torch.float32 else 1e-3, what)
+            assert (mine.columns is not None) == columns and (mine.sums is not None) == bool(can_sum and sums)
+            if columns:
+                assert torch.equal(mine.columns.view(torch.uint8), mine.rows.view(torch.uint8).t()), what
+            if mine.sums is not None:
+                assert_close_rel(mine.sums, twin.sums, 1e-6 if dtype == torch.float32 else 1e-3, what)
+    dy, x = (t.view(5, 20, 80) for t in inputs_of("gelu backward", 100, 80, torch.float32))
+    for sums in False, True:
+        (mine, total), (twin, wanted) = (ops.gelu_backward(dy, x, sums) for ops in (fused_casts, plain))
+        assert_close_rel(mine, twin, 1e-6, "gelu_backward")
+        assert (total is None) == (not sums) and (not sums or assert_close_rel(total, wanted, 1e-6, "sums") is None)
 
 
-@pytest.mark.parametrize("given", [("out", "amax"), ("out",), ("amax",)])
-def test_it_compiles_for_hopper_and_rounds_as_torch_does(given):
+@pytest.mark.parametrize("of", CASTS)
+def test_kernels_compile_for_hopper(of):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from minitron.kernels.fused_adamw import _cast_master
+    from minitron.kernels import fused_casts
 
-    values = dict(LIMIT=448.0, BLOCK=4096) | {name: None for name in ("out", "amax") if name not in given}
-    types = dict(master="*fp32", scale="*fp32", out="*fp8e4nv", amax="*fp32", n="i32")
-    signature = {name: "constexpr" if name in values else types[name] for name in _cast_master.arg_names}
-    code = triton.compile(
-        triton.compiler.ASTSource(_cast_master, signature, values),
+    tile, kernel = fused_casts.TILES[of], fused_casts._cast
+    values: dict[str, object] = dict(OF=of.removesuffix(" backward"), M=tile.rows, F=tile.columns)
+    types = dict(dy="*bf16", x="*bf16", rows="*fp8e5", columns="*fp8e5") | dict.fromkeys(
+        ("scale", "inverse", "amax", "sums"), "*fp32"
+    )
+    if "backward" not in of:
+        values |= dict(dy=None)
+    signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in kernel.arg_names}
+    even = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name] != "constexpr"
+    }
+    compiled = triton.compile(
+        triton.compiler.ASTSource(kernel, signature, values, even),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 8},
-    ).asm["ptx"]
-    assert ("cvt.rn.satfinite.e4m3x2.f32" in code) == ("out" in given)
-    assert "cvt.rn.bf16" in code and "cvt.rz" not in code
+        options={"num_warps": tile.warps},
+    )
+    for access in "ld.global.v4.b32", "st.global.v4.b32":  # 16 bytes a thread
+        assert access in compiled.asm["ptx"], access
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ def assert_layout(ranks, monkeypatch):
         (2, "tp=2", ALL),
         (4, "tp=4 sequence_parallel=off", ALL),
         (2, "pp=2 vp=2", ("qkv",)),
+        (4, "tp=2 pp=2 schedule=zb-h1", ALL),
         (2, "cp=2", ALL),
         (2, "", ("qkv", "o")),
         (4, "tp=2 overlap_tp=off overlap_grads=off", ("qkv", "down")),

@@ -15,7 +15,7 @@ from minitron.config import rules
 from minitron.data.loader import Loader
 from minitron.kernels import plain
 from minitron.kernels.fp8 import Fp8Gemm
-from minitron.kernels.fp8_scales import DelayedScaling, WeightScales
+from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, advance
 from minitron.optim.buckets import Gradients
 from minitron.planning import dryrun
 from minitron.train import build
@@ -242,11 +242,11 @@ def test_scales_are_those_of_the_recipe_and_stay_where_they_are():
     scales.end()
     assert second.scale == 64 and second.inverse == 1 / 64
     assert delayed.amax.tolist() == [0, 2, 0, 0, 7, 0]
-    delayed.advance()
+    advance([delayed])
     assert scales.begin() and scales.scale.tolist() == [224, 64] and scales.top.tolist() == [0, 0]
     second.top.fill_(14.0)
     scales.end()
-    delayed.advance()
+    advance([delayed])
     assert scales.scale.tolist() == [224, 64], "the bytes have not changed yet"
     assert scales.begin() and second.scale == 32 and second.inverse == 1 / 32
     assert places == [x.data_ptr() for x in (scales.scale, scales.inverse, scales.top)]

@@ -12,7 +12,8 @@ from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.context import as_documents, attention, gathered_tiles, local_positions, ring_tiles
+from minitron.parallel.context import attention, gathered_tiles, local_positions, ring_tiles
+from minitron.parallel.packed import as_documents
 from minitron.testing import assert_close_rel
 
 SEQ_LEN, BATCH, HEAD_DIM = 48, 2, 8
@@ -90,7 +91,8 @@ def assemble(parts, style):
 
 
 def allowed(documents):
-    return torch.from_numpy(np.stack([allowed_pairs(SEQ_LEN, b) for b in documents or [None] * BATCH])).unsqueeze(1)
+    boundaries = [None] * BATCH if documents is None else documents.boundaries
+    return torch.from_numpy(np.stack([allowed_pairs(SEQ_LEN, b) for b in boundaries])).unsqueeze(1)
 
 
 def expect(case):
@@ -193,13 +195,13 @@ def test_dropout_mask_on_one_rank():
     dout, q, k, v = Case("ring", 4, 2, True).inputs()
     counters = torch.randint(2**32, (SEQ_LEN, BATCH))
     dropout = AttentionDropout(0.4, counters, counters, 0, 0)
-    for boundaries in (None, DOCUMENTS):
+    for documents in (None, DOCUMENTS):
         expected = attend_with_grads(
-            *(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(boundaries), dropout.mask(4)
+            *(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(documents), dropout.mask(4)
         )
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attention(
-            *inputs, axis=Axis.single(), style="ring", backend=REFERENCE, documents=boundaries, dropout=dropout
+            *inputs, axis=Axis.single(), style="ring", backend=REFERENCE, documents=documents, dropout=dropout
         )
         actual = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, inputs, dout))))
         for name, value in actual.items():
@@ -234,7 +236,7 @@ def layouts(draw):
         return seq_len, size, None
     inner = st.sets(st.integers(1, seq_len - 1))
     boundaries = [np.array([0, *sorted(draw(inner)), seq_len]) for _ in range(draw(st.integers(1, 2)))]
-    return seq_len, size, as_documents(boundaries)
+    return seq_len, size, as_documents(boundaries).boundaries
 
 
 def count_pairs(counts, tiles, queries, keys):

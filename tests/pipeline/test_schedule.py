@@ -16,6 +16,8 @@ from minitron.pipeline.check import check
 from minitron.pipeline.schedule import (
     IN_FLIGHT,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Exchange,
     Forward,
     Schedule,
@@ -64,21 +66,24 @@ def theory(pp, vp, m):
     return vp * m + pp - 1 + (vp - 1) * max(0, pp - m)
 
 
-def dependencies_only(schedule, forward, backward):
+def dependencies_only(schedule, forward, backward, weight=0):
     """Plain twin of `simulate`: the step time if every value arrived as soon as it is made."""
     pp, end, now = schedule.pp, {}, [0] * schedule.pp
+    seconds = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
     todo = [operations(schedule, rank)[::-1] for rank in range(pp)]
     while any(todo):
         for rank in range(pp):
             while todo[rank]:
                 op = todo[rank][-1]
-                kind, stage = type(op), op.chunk * pp + rank
-                source = stage + (1 if kind is Backward else -1)
+                kind, stage = type(op).__name__[:8], op.chunk * pp + rank  # "Backward" of both halves
+                source = stage + (1 if kind == "Backward" else -1)
+                source = -1 if type(op) is BackwardWeight else source
                 inside = 0 <= source < pp * schedule.vp
                 if inside and (kind, op.mb, source) not in end:
                     break
                 start = max(now[rank], end[kind, op.mb, source] if inside else 0)
-                now[rank] = end[kind, op.mb, stage] = start + (forward if kind is Forward else backward)
+                now[rank] = start + seconds[type(op)]
+                end.setdefault((kind, op.mb, stage), now[rank])
                 todo[rank].pop()
     return max(now)
 
@@ -128,6 +133,46 @@ def test_any_ratio_of_forward_and_backward(layout, forward, backward):
     fastest = dependencies_only(schedule, forward, backward)
     assert fastest == theory(*layout) * (forward + backward)
     assert simulate(schedule, forward, backward).makespan >= fastest
+
+
+PIPELINES = st.tuples(st.integers(1, 8), st.integers(1, 20))  # pp, microbatches
+
+
+@settings(max_examples=500, deadline=None)
+@given(PIPELINES)
+def test_zb_h1_keeps_its_promises(layout):
+    """A third of 1F1B's bubble if the three parts of the work are equal, no more memory, gradients in 1F1B's order."""
+    pp, m = layout
+    schedule, whole = make(pp, 1, m, "zb-h1"), make(pp, 1, m)
+    check(schedule)
+    if m >= pp:
+        timeline = simulate(schedule, 1, 2)
+        assert timeline.makespan == 3 * m + pp - 1
+        assert timeline.bubble == pytest.approx(simulate(whole, 1, 2).bubble / 3, rel=1e-12)
+    assert max(peak_activations(schedule)) == max(peak_activations(whole))
+    assert max(peak_received(schedule)) <= 2
+    for rank, actions in enumerate(schedule.ranks):
+        weights = [op for op in actions if type(op) is (BackwardWeight if rank else Backward)]
+        assert [op.mb for op in weights] == list(range(m)) and [op.last for op in weights] == [False] * (m - 1) + [True]
+        without = [op for op in operations(schedule, rank) if type(op) is not BackwardWeight]
+        assert [(type(op) is Forward, op.mb) for op in without] == [
+            (type(op) is Forward, op.mb) for op in operations(whole, rank)
+        ]
+
+
+@settings(max_examples=500, deadline=None)
+@given(PIPELINES, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+def test_any_ratio_of_the_three_parts(layout, forward, inputs, weights):
+    """Never slower than 1F1B; where an input's gradient takes longer than a forward, messages cost nothing."""
+    pp, m = layout
+    schedule, backward = make(pp, 1, m, "zb-h1"), inputs + weights
+    fastest = dependencies_only(schedule, forward, backward, weights)
+    timeline = simulate(schedule, forward, backward, weight_seconds=weights)
+    assert fastest <= timeline.makespan
+    if forward <= inputs and m >= pp:
+        assert timeline.makespan == fastest
+    if inputs >= weights and forward >= weights and m >= pp:
+        assert fastest == m * (forward + backward) + (pp - 1) * (forward + inputs - weights)
 
 
 @settings(max_examples=300, deadline=None)
@@ -241,13 +286,13 @@ def backward_before_its_forward(actions):
     actions.insert(0, actions.pop(find(actions, Backward)))
 
 
-def mark_first(actions, nth, first):
-    i = find(actions, Backward, nth)
+def mark_first(actions, nth, first, kind=Backward):
+    i = find(actions, kind, nth)
     actions[i] = replace(actions[i], first=first)
 
 
-def mark_last(actions, nth, last):
-    i = find(actions, Backward, nth)
+def mark_last(actions, nth, last, kind=Backward):
+    i = find(actions, kind, nth)
     actions[i] = replace(actions[i], last=last)
 
 
@@ -354,6 +399,57 @@ def test_check_sees_that_fused_messages_deadlock(pp, vp, m):
     check(fused(make(pp, 1, m)))
 
 
+WEIGHTS_LAST = r"rank 2, action \d+ BackwardWeight.*`last` belongs on the chunk's last backward"
+SPLIT_DEFECTS = {
+    "weights dropped": (2, lambda a: a.pop(find(a, BackwardWeight)), "rank 2 runs 23 operations instead of 24"),
+    "weights twice": (
+        2,
+        lambda a: a.insert(find(a, BackwardWeight) + 1, a[find(a, BackwardWeight)]),
+        "runs a second time",
+    ),
+    "weights too early": (
+        2,
+        lambda a: a.insert(find(a, BackwardInput), a.pop(find(a, BackwardWeight))),
+        "no backward has put off what it computes",
+    ),
+    "weights of a whole backward": (0, lambda a: a.append(BackwardWeight(0, 0, last=True)), "no backward has put off"),
+    "last weights missing": (2, lambda a: mark_last(a, -1, False, BackwardWeight), WEIGHTS_LAST),
+    "last weights too early": (2, lambda a: mark_last(a, 0, True, BackwardWeight), WEIGHTS_LAST),
+    "last input missing": (
+        2,
+        lambda a: mark_last(a, -1, False, BackwardInput),
+        "BackwardInput.*`last` belongs on the chunk's last backward",
+    ),
+    "first input missing": (
+        2,
+        lambda a: mark_first(a, 0, False, BackwardInput),
+        "`first` belongs on the chunk's first",
+    ),
+    "whole and split": (2, lambda a: whole(a, 3), "a chunk's backwards are all whole or all split"),
+}
+
+
+def whole(actions, nth):
+    """Make one backward whole; its weight gradients stay where they are."""
+    i = find(actions, BackwardInput, nth)
+    fields = ("mb", "chunk", "last", "first", "input", "output", "after")
+    actions[i] = Backward(**{name: getattr(actions[i], name) for name in fields})
+
+
+@pytest.mark.parametrize("defect", SPLIT_DEFECTS)
+def test_check_sees_in_split_backwards(defect):
+    rank, change, message = SPLIT_DEFECTS[defect]
+    schedule = make(4, 1, 8, "zb-h1")
+    check(schedule)
+    with pytest.raises(ValueError, match=message):
+        check(edit(schedule, rank, change))
+
+
+def test_only_one_chunk_is_split():
+    with pytest.raises(ValueError, match="zb-h1 has one chunk a rank, but vp=2; use vp=1 or the schedule 1f1b"):
+        make(2, 2, 4, "zb-h1")
+
+
 # Time
 
 
@@ -382,6 +478,18 @@ def test_clock_with_short_backwards_costs_time(monkeypatch):
     assert 1.04 * ideal < simulate(make(8, 2, 16), 1, 2).makespan < 1.05 * ideal
 
 
+def test_a_clock_with_equal_halves_costs_time(monkeypatch):
+    """Exchanges that are shared by chance hold up what is ready; the bound is schedule.py's "4 %"."""
+
+    def seconds():
+        return simulate(make(8, 1, 28, "zb-h1"), 1, 2, weight_seconds=0.8).makespan
+
+    ideal = 28 * 3 + 7 * (1 + 1.2 - 0.8)
+    assert seconds() == pytest.approx(ideal, rel=1e-12)
+    monkeypatch.setattr(schedule_module, "TICKS", {Forward: 1, Backward: 2, BackwardInput: 1, BackwardWeight: 1})
+    assert 1.04 * ideal < seconds() < 1.05 * ideal
+
+
 @pytest.mark.parametrize(
     "seconds, message",
     [
@@ -390,6 +498,8 @@ def test_clock_with_short_backwards_costs_time(monkeypatch):
         (([1, 1, 1], 1), "forward_seconds has 3 values; give one for each of the 4 stages"),
         ((1, 1, -1), "transfer_seconds=-1 must not be negative"),
         ((1, 1, float("nan")), "transfer_seconds=nan must not be negative"),
+        ((1, 2, 0, 2), "backward_seconds less weight_seconds=0 must be positive"),
+        ((1, 2, 0, 0), "weight_seconds=0 must be positive"),
     ],
 )
 def test_impossible_seconds(seconds, message):
@@ -455,8 +565,9 @@ def test_svg_has_a_box_for_every_operation():
 
 
 def test_drawings_name_the_schedule():
-    titles = [describe(simulate(s, 1, 1)) for s in (make(2, 1, 2), make(2, 2, 2), forward_only(2, 2, 2))]
-    assert [title.split(":")[0] for title in titles] == ["1F1B", "Interleaved 1F1B", "Forward only"]
+    schedules = make(2, 1, 2), make(2, 2, 2), make(2, 1, 2, "zb-h1"), forward_only(2, 2, 2)
+    titles = [describe(simulate(s, 1, 1)) for s in schedules]
+    assert [title.split(":")[0] for title in titles] == ["1F1B", "Interleaved 1F1B", "ZB-H1", "Forward only"]
 
 
 @pytest.mark.parametrize(
@@ -482,6 +593,17 @@ def test_tool_draws(tmp_path):
     assert result.stdout.rstrip().endswith(", ".join(map(str, peak_activations(timeline.schedule))))
     assert max(map(len, result.stdout.splitlines())) <= 120
     assert svg.read_text(encoding="utf-8") == draw_svg(timeline)
+
+
+def test_tool_draws_split_backwards():
+    result = draw_pipeline("--pp", "4", "--microbatches", "8", "--schedule", "zb-h1", "--weight", "0.5")
+    timeline = simulate(make(4, 1, 8, "zb-h1"), 1, 2, weight_seconds=0.5)
+    rows = draw_text(timeline).splitlines()
+    assert result.stdout.splitlines()[1:5] == rows and "ZB-H1" in result.stdout
+    assert all(f"{mb}w" in rows[3] and f"{mb}A--" in rows[3] for mb in range(8)) and "w" not in rows[0]
+    assert "weight gradients" in draw_svg(timeline) and "weight gradients" not in draw_svg(
+        simulate(make(4, 1, 8), 1, 2)
+    )
 
 
 def test_tool_hints_at_the_svg_of_a_wide_drawing(tmp_path):

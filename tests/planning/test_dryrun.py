@@ -19,7 +19,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import FinetuneConfig
 from minitron.kernels import kernels, meta, plain
-from minitron.pipeline.schedule import Backward, Exchange, Forward, make
+from minitron.pipeline.schedule import Exchange, Forward, Operation, make
 from minitron.planning import dryrun
 from minitron.planning.dryrun import Recorder, choose_ranks, dry_run, fake_world, make_mesh, prepare, recorded, run_step
 from minitron.planning.memory_walk import MemoryWalk
@@ -76,6 +76,7 @@ LAYOUTS = [
     (4, settings(GPT3, parallel=dict(pp=2, vp=2, cp=2, cp_style="ulysses"), train=dict(recompute="full"))),
     (4, settings(GPT3, parallel=dict(pp=4, vp=2), model=dict(num_layers=8), train=dict(global_batch_size=6))),
     (8, settings(GPT3, parallel=dict(tp=2, pp=2, vp=2), train=dict(recompute="selective"))),
+    (4, settings(GPT3, parallel=dict(tp=2, pp=2, schedule="zb-h1"))),
 ]
 
 
@@ -125,15 +126,22 @@ def test_ranks_agree_on_what_they_do_together():
 # ---- schedule -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pp,vp,num_microbatches", [(1, 1, 3), (2, 1, 4), (2, 2, 3), (4, 2, 6), (4, 2, 2)])
-def test_the_schedule_run_is_the_schedule_simulated(pp, vp, num_microbatches):
+@pytest.mark.parametrize(
+    "pp,vp,num_microbatches,kind",
+    [(pp, vp, m, "1f1b") for pp, vp, m in ((1, 1, 3), (2, 1, 4), (2, 2, 3), (4, 2, 6), (4, 2, 2))]
+    + [(4, 1, 6, "zb-h1")],
+)
+def test_the_schedule_run_is_the_schedule_simulated(pp, vp, num_microbatches, kind):
     cfg = settings(
-        LLAMA, model=dict(num_layers=8), parallel=dict(pp=pp, vp=vp), train=dict(global_batch_size=num_microbatches)
+        LLAMA,
+        model=dict(num_layers=8),
+        parallel=dict(pp=pp, vp=vp, schedule=kind),
+        train=dict(global_batch_size=num_microbatches),
     )
-    simulated = simulate(make(pp, vp, num_microbatches), 1.0, 2.0, 0.1)
+    simulated = simulate(make(pp, vp, num_microbatches, kind), 1.0, 2.0, 0.1)
     for rank in range(pp):
         actions = [action for action, _ in dry_run(cfg, pp, rank).timeline]
-        run = [action for action in actions if isinstance(action, Forward | Backward | Exchange)]
+        run = [action for action in actions if isinstance(action, Operation | Exchange)]
         assert tuple(run) == simulated.schedule.ranks[rank]
         assert [action for action in run if type(action) is not Exchange] == [
             event.action for event in simulated.events if event.rank == rank
@@ -322,7 +330,7 @@ def test_every_kernel_has_a_twin():
         for name, f in vars(plain).items()
         if inspect.isfunction(f) and f.__module__.startswith("minitron.") and not name.startswith("_")
     }
-    assert kernels - {"rotate"} <= vars(meta).keys()  # which is a part of split_heads
+    assert kernels - {"rotate", "sum_rows"} <= vars(meta).keys()  # these are parts of others
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -387,6 +395,7 @@ def test_the_table(capsys):
         "peak memory",
         "parameters",
         "first reached in",
+        "CUDA graphs, about",
         "pp send",
         "of collectives: ",
         "replaced: Triton",

@@ -38,6 +38,7 @@ def test_json_and_table_say_the_same(capsys):
     job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
+    assert f"  and {record['graph_gib']:17.2f} GiB more if steps are recorded as CUDA graphs\n" in table
     assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
     assert record["step_seconds"] == pytest.approx(
         sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN)

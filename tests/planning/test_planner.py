@@ -17,7 +17,7 @@ from minitron.data.build import build_datasets
 from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import make_layout
-from minitron.pipeline.schedule import Exchange, make, operations
+from minitron.pipeline.schedule import BackwardWeight, Exchange, make, operations
 from minitron.planning.machine import Device, Fabric, Machine, read_machines
 from minitron.planning.memory import Memory
 from minitron.planning.plan import Step, plan, room_gib
@@ -225,6 +225,23 @@ def test_parameters_are_those_of_the_model(family, layout):
         ("llama3_8b_lora", 2, ["optimizer.grad_dtype=bf16"]),
         ("llama31_70b", 64, ["precision.fp8=delayed", "optimizer.grad_dtype=bf16", "precision.fp8_params=true"]),
         ("gpt3_13b", 4, ["model.num_layers=6", "parallel.pp=2", "precision.fp8=current", "precision.fp8_params=true"]),
+        ("llama3_8b", 4, ["parallel.pp=4", "parallel.schedule=zb-h1"]),
+        ("llama3_8b", 4, ["parallel.tp=2", "parallel.pp=2", "precision.fp8=delayed", "parallel.schedule=zb-h1"]),
+        ("llama3_8b", 4, ["parallel.pp=4", "train.recompute=selective", "parallel.schedule=zb-h1"]),
+        ("llama3_8b", 4, ["parallel.pp=4", "train.recompute=full", "parallel.schedule=zb-h1"]),
+        (
+            "gpt3_175b",
+            16,
+            [
+                "parallel.tp=4",
+                "parallel.pp=4",
+                "parallel.vp=1",
+                "parallel.cp=1",
+                "model.num_layers=8",
+                "parallel.schedule=zb-h1",
+            ],
+        ),
+        ("llama3_8b_lora", 4, ["parallel.pp=4", "parallel.schedule=zb-h1"]),
     ],
     ids=lambda layout: " ".join([layout[0], *layout[2]]),
 )
@@ -258,12 +275,32 @@ def test_a_node_shares_memory():
     assert (half["gradients"], half["messages"]) == (whole["gradients"] // 2, whole["messages"] * 4 // 6)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7)])
+def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
+    """Within what was measured (the docstring of planning/memory.py); with one stage three graphs do for all."""
+    measured = Memory(recipe("gpt3_175b", "precision.fp8=delayed", "train.global_batch_size=64"), 128, gpus_per_node=8)
+    assert measured.microbatches == 16 and 0.6 < measured.graph(4) / 2**30 < 1.5
+    pool = measured.of(4)["activations"] + measured.of(4)["working"]
+    assert measured.cfg.train.eval_every and measured.graph(4) == 8192 * 150 * 12 * 16 * 4 // 3 + pool // 16
+    keys = [*SMALL, "train.micro_batch_size=1"]
+    one, many, evaluated, off = (
+        Memory(cli.load([*keys, *more]), 1, gpus_per_node=8)
+        for more in (
+            ["train.global_batch_size=3"],
+            ["train.global_batch_size=32"],
+            ["train.global_batch_size=32", "train.eval_every=5"],
+            ["train.cuda_graph=off"],
+        )
+    )
+    layers = one.cfg.model.num_layers
+    assert one.graph(0) == many.graph(0) == evaluated.graph(0) - 8192 * 150 * layers and off.graph(0) == 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7), (4, 1, 6, "zb-h1")])
 def test_operations_are_the_actions_of_the_schedule_without_messages(sizes):
     for rank, actions in enumerate(make(*sizes).ranks):
         computed = [action for action in actions if type(action) is not Exchange]
         # repr leaves out what the schedule adds: an action's messages
-        assert list(map(repr, operations(*sizes, rank))) == list(map(repr, computed))
+        assert list(map(repr, operations(*sizes[:3], rank, *sizes[3:]))) == list(map(repr, computed))
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -290,6 +327,53 @@ def test_parts_add_up_to_the_step(overrides):
     operations = t.global_batch_size * flops.full(cfg.model, t.seq_len)
     assert job.mfu_percent == pytest.approx(100 * operations / job.step_seconds / 8 / (peak * 1e12))
     assert job.tokens_per_second == pytest.approx(t.global_batch_size * t.seq_len / job.step_seconds)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.tp=2", "precision.fp8=delayed"],
+        ["parallel.layers_per_stage=[1,2,3,2]", "train.recompute=full"],
+        ["finetune.kind=lora"],
+    ],
+)
+def test_a_split_backward_on_paper(overrides):
+    """The same work but for the gathers that come twice, a smaller bubble, and weight gradients of their own length."""
+    whole, split = (
+        cli.load([*SMALL, "parallel.pp=4", *overrides, f"parallel.schedule={kind}"]) for kind in ("1f1b", "zb-h1")
+    )
+    before, after = plan(whole, 8, H100), plan(split, 8, H100)
+    step = Step(split, 8, H100)
+    assert step.at_least() <= after.step_seconds and after.seconds["bubble"] < before.seconds["bubble"]
+    assert (after.step_seconds < before.step_seconds) or "finetune.kind=lora" in overrides
+    assert after.seconds["gemm"] == before.seconds["gemm"] and before.seconds["put_off"] == 0
+    put_off = {}
+    for event in after.timeline.events:
+        if type(event.action) is BackwardWeight:
+            put_off.setdefault(event.rank, event.end - event.start)
+    assert put_off == pytest.approx({rank: step.parts[rank][1]["put_off"] for rank in (1, 2, 3)})
+    if "finetune.kind=lora" not in overrides:
+        assert all(
+            0.15 * step.backward[rank] < seconds < 0.55 * step.backward[rank] for rank, seconds in put_off.items()
+        )
+
+
+@pytest.mark.parametrize("name, fp8", [("llama3_8b", "none"), ("llama3_8b", "delayed"), ("gpt3_13b", "none")])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_what_is_put_off_takes_no_more_than_what_the_forward_left(name, fp8, tp):
+    """So a rank holds pp microbatches at most, as the first does in 1F1B; but what was to be recomputed is there."""
+    keys = ["parallel.pp=4", f"parallel.tp={tp}", f"precision.fp8={fp8}", "parallel.schedule=zb-h1"]
+    memory, light = (
+        Memory(recipe(name, *keys, f"train.recompute={recompute}"), 16, gpus_per_node=8)
+        for recompute in ("none", "full")
+    )
+    for stage in range(4):
+        assert 0.4 * memory.saved(stage) < memory.put_off(stage) <= memory.saved(stage)
+        assert light.put_off(stage) == memory.put_off(stage)
+    whole = Memory(recipe(name, *keys[:-1], "train.recompute=none"), 16, gpus_per_node=8)
+    held, first = memory.of(1)["activations"], whole.of(0)["activations"]
+    assert whole.of(1)["activations"] < held <= first * 1.001
 
 
 def counted_by_hand(cfg, world) -> dict:
@@ -367,7 +451,7 @@ def counted_by_hand(cfg, world) -> dict:
         cast_weights = 2 * matrices * m.num_layers
     return {
         "gemm": microbatches * products / 1e12,
-        "attention": microbatches * m.num_layers * 3.5 * kernels * (FUSED_ATTENTION if m.attention == "fused" else 1),
+        "attention": microbatches * m.num_layers * 3.5 * kernels * (FUSED_ATTENTION if m.attention_dropout else 1),
         "pointwise": microbatches * (m.num_layers * blocks + head + table) / 1e12,
         "tp_exposed": microbatches * over_tp / 1e9,
         "tp_hidden": 0.0,
@@ -390,7 +474,7 @@ def counted_by_hand(cfg, world) -> dict:
         (4, ["parallel.tp=2", "parallel.cp=2"]),
         (1, GPT3),
         (2, [*GPT3, "model.hidden_dropout=0.1"]),
-        (1, [*GPT3, "model.attention_dropout=0.1", "model.attention=fused"]),
+        (1, [*GPT3, "model.attention_dropout=0.1"]),
         (4, [*GPT3, "parallel.tp=2", "precision.fp8=delayed"]),
         (2, ["precision.fp8=delayed"]),
         (2, ["parallel.tp=2", "precision.fp8=delayed"]),

@@ -16,8 +16,9 @@ import pytest
 
 from minitron.config import cli, flops
 from minitron.runtime import log_formats as forms
-from minitron.runtime.log import Log, _File
+from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
+from minitron.runtime.sinks import File
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (
@@ -357,6 +358,13 @@ def test_tensorboard(tmp_path, where, folder):
     assert [(e.step, e.value) for e in board.Scalars("eval/loss")] == [(4, 3.5)]
     assert {"step/tflops/causal", "step/tokens_per_second", "step/grad_norm"} <= set(board.Tags()["scalars"])
     assert cli.load([str(tmp_path / "run" / "config.yaml")]) == cfg
+    (event,) = (
+        board.Tensors("config/text_summary")
+        if "config/text_summary" in board.Tags()["tensors"]
+        else board.Tensors("config")
+    )
+    text = "".join(line.removeprefix("    ") + "\n" for line in event.tensor_proto.string_val[0].decode().splitlines())
+    assert text == cli.to_yaml(cfg)
 
 
 def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
@@ -367,7 +375,9 @@ def test_tensorboard_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     Log(cli.load([]), 0, 1)
     Log(cli.load(["log.tensorboard=x"]), 1, 2)  # rank 0 writes
-    with pytest.raises(ValueError, match="needs TensorBoard, which is not installed; pip install tensorboard"):
+    with pytest.raises(
+        ValueError, match=r"needs TensorBoard, which is not installed; \S+ -m pip install .*\[tensorboard\]"
+    ):
         Log(cli.load([f"log.tensorboard={tmp_path}"]), 0, 1)
 
 
@@ -444,14 +454,16 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
         (files["board"],) = (tmp_path / "tensorboard").iterdir()
         for step in range(1, 10):
             if step in (4, 5, 6):
-                for file in (log._metrics, log._dllogger, log._rank_log, log._board):
+                (sink,) = log._sinks
+                for file in (log._metrics, log._dllogger, log._rank_log, sink):
                     with files_of_at_most(file.path.stat().st_size + 20), monkeypatch.context() as patch:
                         if broken and step == 4:
-                            patch.setattr(_File, "_cut", lambda own, _: own._torn is None or os.ftruncate(-1, 0))
+                            patch.setattr(File, "_cut", lambda own, _: own._torn is None or os.ftruncate(-1, 0))
                         with monkeypatch.context() as others:
-                            for other in ("_metrics", "_dllogger", "_rank_log", "_board"):
+                            for other in ("_metrics", "_dllogger", "_rank_log"):
                                 if getattr(log, other) is not file:
                                     others.setattr(log, other, None)
+                            others.setattr(log, "_sinks", [sink] if file is sink else [])
                             log.iteration(replace(STEP, step=step, loss=float(step)))
             else:
                 log.iteration(replace(STEP, step=step, loss=float(step)))
@@ -491,7 +503,7 @@ def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys)
 
 def test_a_file_that_became_shorter_meanwhile_is_not_filled_up(tmp_path):
     """As by somebody who makes room."""
-    file = _File(tmp_path / "file")
+    file = File(tmp_path / "file")
     file.write("whole\n")
     file._torn = 1000
     file.write("next\n")

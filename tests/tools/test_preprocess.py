@@ -16,7 +16,7 @@ import zstandard
 
 from minitron.data.indexed import IndexedDataset, IndexedWriter, read_sidecar
 from minitron.data.tokenizers import ByteTokenizer, load_tokenizer
-from tools import check_data, preprocess_data
+from tools import check_data, preprocess_data, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}  # the tools find their own checkout
@@ -192,7 +192,7 @@ def test_bad_arguments_are_one_line(tmp_path, monkeypatch, changes, message):
 def test_check_tries_the_beginning_of_each_input_and_writes_nothing(tmp_path, monkeypatch):
     good, bad, prefix = tmp_path / "good.jsonl", tmp_path / "bad.jsonl", tmp_path / "d"
     good.write_bytes(lines_of(["text"] * 3) + b"no JSON, behind the first batch\n")
-    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 1)
+    monkeypatch.setattr(rows, "BATCH_BYTES", 1)
     preprocess_data.main(["--input", str(good), "--output-prefix", str(prefix), "--tokenizer", "bytes", "--check"])
     bad.write_text('{"other": 1}\n')
     with pytest.raises(ValueError, match="bad.jsonl: line 1 has no text under the key 'text'"):

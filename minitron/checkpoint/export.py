@@ -1,0 +1,85 @@
+"""Folders for others beside a run's saves: checkpoint.export=hf.
+
+Problem: people want to try a model while it is still trained, with programs that read Hugging Face's files. The idea: a
+checkpoint is whole and has no layout, so another process can turn it into such a folder, with a memory and a
+processor's share of its own: `tools/convert_hf.py export runs/a/step_00000100 runs/a/step_00000100-hf`.
+
+    save 100 | save 200 | save 300 ...          rank 0 starts it once a save is there, and does not wait for it
+             |- export 100 -----|               save 200 finds it at work: it has no export, and the log says so
+
+The run waits for it only at its end, unless a signal ended the run. A failed export costs a line in the log. A save
+that is deleted (checkpoint.keep) while it is exported is such a failure. Folders of exports are never deleted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import minitron
+from minitron.config.schema import Config
+from minitron.runtime.log import Log
+
+TOOL = Path(minitron.__file__).resolve().parents[1] / "tools" / "convert_hf.py"
+
+
+class Exporter:
+    """Starts the exports of a run, one at a time. On rank 0 alone."""
+
+    def __init__(self, cfg: Config, log: Log):
+        self.cfg, self.log = cfg, log
+        self.running: subprocess.Popen | None = None
+        self.target = Path()
+
+    def due(self, step: int) -> bool:
+        """Tell whether the save after this step is to have an export."""
+        every = (self.cfg.checkpoint.every or 0) * self.cfg.checkpoint.export_every
+        return step == self.cfg.train.steps or (every > 0 and step % every == 0)
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """Begin to export a checkpoint that has been saved, if it is due, and report the export before it."""
+        target = checkpoint.with_name(f"{checkpoint.name}-hf")
+        if not self.due(step) or target.exists():
+            return
+        if step == self.cfg.train.steps:
+            self.wait()
+        if self.running is not None and self.running.poll() is None:
+            fix = "raise checkpoint.export_every"
+            self.log.warn(f"no export of step {step}: {self.target} is still being written; {fix}")
+            return
+        self.wait()
+        self.target, words = target, [sys.executable, TOOL, "export", checkpoint, target]
+        try:
+            self.running = subprocess.Popen(
+                [*map(str, words)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C is for the run, which passes on what it decides
+                text=True,
+            )
+        except OSError as error:
+            self.log.warn(f"export of step {step} cannot be started, training goes on: {error}")
+
+    def wait(self) -> None:
+        """Wait for the export that is running, and report it."""
+        running, self.running = self.running, None
+        if running is None:
+            return
+        said = running.communicate()[1].replace("\r", "\n").strip().splitlines()
+        if running.returncode == 0:
+            self.log.info(f"exported to {self.target}")
+        else:
+            self.log.warn(f"export to {self.target} failed, training goes on: {said[-1] if said else 'it was killed'}")
+
+    def close(self, stopped: int) -> None:
+        """Wait for the last export; after a signal end it, which leaves nothing of it."""
+        if stopped and self.running is not None and self.running.poll() is None:
+            self.running.kill()  # gentler signals may be blocked here, which a child inherits
+            self.running.communicate()
+            shutil.rmtree(self.target.with_name(f"{self.target.name}.partial-{self.running.pid}"), ignore_errors=True)
+            self.log.info(f"no {self.target}: the run was stopped before it was written")
+            self.running = None
+        self.wait()

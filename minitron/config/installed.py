@@ -1,0 +1,68 @@
+"""What an installed minitron has without its checkout: recipes by name, tools as commands, and lines that install more.
+
+    minitron-pretrain llama3_8b train.steps=20      python -m minitron.pretrain configs/llama3_8b.yaml train.steps=20
+    minitron-plan llama3_8b --world 8 --device h100 python tools/plan.py configs/llama3_8b.yaml ...
+
+A wheel holds the checkout's configs/, tools/ and benchmarks/ under minitron/share: what is found beside minitron/ in a
+checkout is found there. Ranks are started with torchrun, as ever: torchrun ... -m minitron.pretrain llama3_8b.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+SHARE = Path(__file__).parents[1] / "share"
+ROOT = SHARE if SHARE.is_dir() else Path(__file__).parents[2]
+COMMANDS = {
+    "minitron-pretrain": "minitron.pretrain",
+    "minitron-finetune": "minitron.finetune",
+    "minitron-plan": "tools/plan.py",
+    "minitron-check-job": "tools/check_job.py",
+    "minitron-draw-pipeline": "tools/draw_pipeline.py",
+    "minitron-preprocess": "tools/preprocess_data.py",
+    "minitron-check-data": "tools/check_data.py",
+    "minitron-convert": "tools/convert_hf.py",
+    "minitron-inspect": "tools/inspect_checkpoint.py",
+    "minitron-generate": "tools/generate.py",
+    "minitron-metrics": "tools/training_metrics.py",
+    "minitron-plot": "tools/plot_run.py",
+}
+
+
+def main() -> None:
+    """Run the program that the command's name, which is sys.argv[0], stands for, as if it were started itself."""
+    program = COMMANDS[Path(sys.argv[0]).stem]
+    if program.endswith(".py"):
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def recipe(name: str) -> Path | None:
+    """Return the file of the recipe of that name, as in llama3_8b; None if there is none."""
+    path = ROOT / "configs" / f"{name}.yaml"
+    return path if re.fullmatch(r"\w+", name) and path.is_file() else None
+
+
+def similar_recipe(argument: str) -> str | None:
+    """Return the name of the recipe that an argument or a file's name may mean."""
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    return next(iter(get_close_matches(Path(argument).stem, names, 1, 0.7)), None)
+
+
+def pip_install(extra: str, *options: str) -> str:
+    """Return the command that adds an extra's packages to the Python that runs: `python` only if that is this one."""
+    here = shutil.which("python") == sys.executable
+    try:
+        distribution("minitron")
+        what = [f"minitron[{extra}]"]
+    except PackageNotFoundError:  # a checkout that is not installed: the registry's minitron may be another
+        what = ["-e", f"{ROOT}[{extra}]"]
+    return shlex.join(["python" if here else sys.executable, "-m", "pip", "install", *options, *what])

@@ -1,0 +1,115 @@
+"""The MLP of both families, down(activation(up(x))), as one operation.
+
+Problem: between its two linear layers an FP8 MLP casts the activation, and in the backward pass the gradient of the
+activation's input: the largest tensors of the model. If each is an operation of its own, the activation writes bf16
+that the cast reads back, and where `up` has a bias, its gradient is a sum that reads the same once more. The idea: one
+autograd function, in which one kernel computes, casts and sums (`Gemm.quantize_activation`, `_grad`):
+
+    forward    x cast -> up -> inner -> activation, cast -> down -> y
+    backward   dy cast -> down -> d activation -> gradient of inner, cast and summed for the bias, -> up -> dx
+
+In other formats it computes what linear, activation, linear compute. For the backward pass it keeps the casts of x and
+of the activation, and inner; with `recompute_input` (selective recomputation), or with frozen weights, inner alone.
+
+An adapter (model/lora.py) reads x or the activation in full precision, so a layer with one runs as linear, `activate`,
+linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitron.kernels.gemm import ABSENT, Activation, Payload
+from minitron.kernels.param import Param, accumulate
+from minitron.parallel.linear import Linear, RecomputeInput, column_backward, row_backward, rows, unrows
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_weight: Param,
+        up_bias: Param | None,
+        down_weight: Param,
+        up: Linear,
+        down: Linear,
+        activation: Activation,
+        recompute_input: RecomputeInput | None,
+        training: bool,
+    ) -> Tensor:
+        keep, (_, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
+        cast = up.gemm.quantize(rows(x), up.comm.gathered, columns=keep and need_up, record=training)
+        up.gemm.prepare(up_weight)
+        inner, _ = up.comm.gather_matmul(cast.for_product(), up.product, up_weight, up_weight.shape[0])
+        act = down.gemm.quantize_activation(inner, activation, columns=keep and need_down, record=training)
+        ctx.up, ctx.down, ctx.activation = up, down, activation
+        ctx.recompute_input, ctx.batch = recompute_input, x.shape[1:-1]
+        saved = (
+            [
+                payload.for_weight_grad() if needed else Payload(ABSENT)
+                for payload, needed in ((cast, need_up), (act, need_down))
+            ]
+            if keep
+            else []
+        )
+        ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
+        down.gemm.prepare(down_weight)
+        y = down.comm.matmul_scatter(act, down.gemm.forward, down_weight, down_weight.shape[0])
+        return unrows(y, ctx.batch)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        up, down, activation, (inner, *saved) = ctx.up, ctx.down, ctx.activation, ctx.saved_tensors
+        need_dx, need_up, need_bias, need_down = ctx.needs_input_grad[:4]
+        act = cast = None
+        if need_down:
+            act = (
+                Payload(*saved[4:])
+                if saved
+                else down.gemm.quantize_activation(inner, activation, columns=True, record=True)
+            )
+        payload, _ = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
+        d_act, dw_down = row_backward(down, payload, act, need_dx=True)
+        d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columns=need_up, sums=need_bias)
+        del d_act
+        db = None if sums is None else accumulate(up.bias, sums)
+        if need_up:
+            cast = (
+                Payload(*saved[:4])
+                if saved
+                else up.gemm.quantize(rows(ctx.recompute_input()), up.comm.gathered, columns=True, record=True)
+            )
+        dx, dw_up = column_backward(up, d_inner, cast, need_dx)
+        dx = None if dx is None else unrows(dx, ctx.batch)
+        return dx, dw_up, db, dw_down, None, None, None, None, None
+
+
+def mlp(x: Tensor, up: Linear, down: Linear, activation: Activation, recompute_input: RecomputeInput | None) -> Tensor:
+    """Run an MLP: x [s', b, h] -> the same, s' being s/tp or, without sequence parallelism, s.
+
+    up: column-parallel, for SwiGLU gate and up side by side; down: row-parallel, its bias is the caller's.
+    recompute_input: makes x anew in the backward pass, so that neither x nor the activation is kept.
+    """
+    training = torch.is_grad_enabled()
+    return _MLP.apply(x, up.weight, up.bias, down.weight, up, down, activation, recompute_input, training)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, activation: Activation) -> Any:
+        ctx.save_for_backward(inner)
+        ctx.activation = activation
+        return activation.forward(inner)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.activation.backward(dy, *ctx.saved_tensors)[0], None
+
+
+def activate(inner: Tensor, activation: Activation) -> Tensor:
+    """Apply the activation alone; for the backward pass it keeps `inner`. For a layer with an adapter."""
+    return _Activate.apply(inner, activation)

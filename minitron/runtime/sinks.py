@@ -1,0 +1,197 @@
+"""Where the figures of a run go beside its own files: TensorBoard, Weights & Biases, Prometheus.
+
+    log.tensorboard=true     event files in log.dir/tensorboard, or in a directory that is named
+    log.wandb=PROJECT        a run of W&B in that project; WANDB_MODE=offline writes it to log.dir/wandb alone
+    log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu
+
+Each takes the record that metrics.jsonl has, as `step/loss`, `step/tflops/full`, `eval/loss`, and the first two the
+configuration. Rank 0 alone has them. Their packages are extras, imported where they are asked for.
+
+A W&B run that goes on from a checkpoint goes on there, too: its id is in log.dir/wandb.id. Steps after going back are
+drawn over the old ones, since `step` is a figure like the others, not W&B's own count, which never falls.
+
+Left out: histograms and pictures; alerts, which Prometheus has; MLflow, which reads TensorBoard's files.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from minitron.config.installed import pip_install
+from minitron.config.schema import Config
+from minitron.config.text import to_yaml
+
+
+class File:
+    """A file to which any thread appends whole records. lost: how many have failed since the last that was written.
+
+    After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.lost, self._lock = path, 0, threading.Lock()
+        self._torn: int | None = None  # where a half-written record begins that could not be cut off yet
+        self._file: io.FileIO | None = open(path, "ab", buffering=0)
+
+    def write(self, record: str | bytes) -> None:
+        """Append a record, wholly or not at all. Raises OSError."""
+        record, written = record.encode() if isinstance(record, str) else record, 0
+        with self._lock:
+            try:
+                self._file = self._file or open(self.path, "ab", buffering=0)
+                self._cut(self._file)
+                while written < len(record):
+                    written += self._file.write(record[written:])
+                self.lost = 0
+            except OSError:
+                self.lost += 1
+                with suppress(OSError):
+                    if written and self._file is not None:
+                        self._torn = self._file.tell() - written
+                        self._cut(self._file)
+                self._close()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _cut(self, file: io.FileIO) -> None:
+        """Cut off a half-written record, if there is one."""
+        if self._torn is not None:
+            if self._torn < file.seek(0, os.SEEK_END):
+                file.truncate(self._torn)
+            self._torn = None
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+
+
+class Board(File):
+    """An event file for TensorBoard, whose own writer dies with a traceback in a thread when the disk is full."""
+
+    def __init__(self, cfg: Config):
+        wanted = cfg.log.tensorboard
+        folder = Path(f"{cfg.log.dir}/tensorboard" if wanted is True else str(wanted)).expanduser()
+        try:
+            self._open(folder, cfg)
+        except (ImportError, OSError) as error:
+            why = f"needs TensorBoard, which is not installed; {pip_install('tensorboard')}"
+            if isinstance(error, OSError):
+                why = f"cannot be written: {error.strerror}; name another directory"
+            raise ValueError(f"log.tensorboard={wanted} {why}, or set it to false") from None
+
+    def _open(self, folder: Path, cfg: Config) -> None:
+        """Begin the file with the configuration, as a text. Raises ImportError and OSError."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._frame = event_pb2.Event, summary_pb2.Summary, RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        now = datetime.now().timestamp()
+        File.__init__(self, folder / f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}")
+        self.write(self._framed(self._event(wall_time=now, file_version="brain.Event:2")))
+        text = self._summary.Value(tag="config")
+        text.tensor.dtype, text.metadata.plugin_data.plugin_name = 7, "text"  # DT_STRING
+        text.tensor.string_val.append("\n".join(f"    {line}" for line in to_yaml(cfg).splitlines()).encode())
+        self.write(self._framed(self._event(wall_time=now, summary=self._summary(value=[text]))))
+
+    def record(self, step: int, scalars: dict[str, float]) -> None:
+        """Write a step's scalars. Raises OSError."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        summary = self._summary(value=values)
+        self.write(self._framed(self._event(wall_time=datetime.now().timestamp(), step=step, summary=summary)))
+
+    def _framed(self, event) -> bytes:
+        self._frame(framed := io.BytesIO()).write(event.SerializeToString())
+        return framed.getvalue()
+
+
+class Wandb:
+    """A run of Weights & Biases, which a process of its own sends on. Raises ValueError if it cannot be begun."""
+
+    def __init__(self, cfg: Config):
+        where, self.path = f"log.wandb={cfg.log.wandb}", "Weights & Biases"
+        try:
+            import wandb
+        except ImportError:
+            fix = f"{pip_install('wandb')}, or set it to null"
+            raise ValueError(f"{where} needs the package wandb, which is not installed; {fix}") from None
+        folder = None if cfg.log.dir is None else Path(cfg.log.dir).expanduser()
+        options = {} if folder is None else {"dir": str(folder), "name": folder.name, "id": _run_id(folder)}
+        quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+        try:
+            self._run = wandb.init(project=cfg.log.wandb, config=asdict(cfg), resume="allow", settings=quiet, **options)
+        except (wandb.Error, OSError) as error:
+            why = " ".join(str(error).split())
+            fix = "run `wandb login`, set WANDB_MODE=offline, or log.wandb=null"
+            raise ValueError(f"{where} cannot be begun ({why}); {fix}") from None
+        self._run.define_metric("*", step_metric="step")
+
+    def record(self, step: int, scalars: dict[str, float]) -> None:
+        """Hand a step's scalars to the process that sends them."""
+        self._run.log(scalars | {"step": step})
+
+    def close(self) -> None:
+        """Wait until all is sent, or written. Inside of an exception the run is marked as failed."""
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+
+
+class Prometheus:
+    """Gauges of the last step and evaluation, which Prometheus asks for. Raises ValueError if the port is taken."""
+
+    def __init__(self, cfg: Config):
+        where, self.path = f"log.prometheus={cfg.log.prometheus}", "Prometheus"
+        try:
+            import prometheus_client
+        except ImportError:
+            fix = f"{pip_install('prometheus')}, or set it to null"
+            raise ValueError(f"{where} needs the package prometheus-client, which is not installed; {fix}") from None
+        self._client, self._registry = prometheus_client, prometheus_client.CollectorRegistry()
+        self._gauges: dict = {}
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(
+                cfg.log.prometheus, registry=self._registry
+            )
+        except OSError as error:
+            raise ValueError(f"{where} cannot be served: {error.strerror}; use another port, or null") from None
+
+    def record(self, step: int, scalars: dict[str, float]) -> None:
+        """Set the gauges to a step's scalars."""
+        for name, value in (scalars | {f"{next(iter(scalars)).split('/')[0]}/step": step}).items():
+            if name not in self._gauges:
+                self._gauges[name] = self._client.Gauge(
+                    f"minitron_{name.replace('/', '_')}", f"{name} of metrics.jsonl", registry=self._registry
+                )
+            self._gauges[name].set(value)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id of this folder's W&B run, a new one the first time. Raises OSError."""
+    path = folder / "wandb.id"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+Sink = Board | Wandb | Prometheus
+SINKS = {"tensorboard": Board, "wandb": Wandb, "prometheus": Prometheus}  # by the keys of `log`

@@ -1,0 +1,193 @@
+"""Tokenizers against transformers' on real text: each kind, and whatever a folder with tokenizer.json may hold."""
+
+import base64
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from minitron.data.corpus import read_sources
+from minitron.data.sft import encode_chat
+from minitron.data.tokenizers import LLAMA3_SPLIT, SPECIAL, _printable_bytes, load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+library = pytest.importorskip("tokenizers")
+ROOT = Path(__file__).resolve().parents[2]
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Sources of the standard library, this project's pages, and what neither has."""
+    sources = [content.decode(errors="ignore") for _, content in read_sources()[:12]]
+    pages = [path.read_text() for path in sorted(ROOT.glob("*/README.md"))]
+    return [*sources, *pages, "", "  \n\n x", "今日は 世界 😀 Olé! isn't\r\n\tx 12345"]
+
+
+@pytest.fixture(scope="module")
+def gpt2(texts, tmp_path_factory):
+    """vocab.json and merges.txt of a byte-level BPE, as `tokenizers` trains and writes them."""
+    folder, bpe = tmp_path_factory.mktemp("gpt2"), library.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=1500, special_tokens=[], show_progress=False)
+    bpe.save_model(str(folder))
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    (folder / "vocab.json").write_text(json.dumps(vocabulary | {END: len(vocabulary)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf(gpt2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    transformers.GPT2Tokenizer.from_pretrained(str(gpt2)).save_pretrained(folder)
+    return folder
+
+
+def check(tokenizer, theirs, texts):
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text), text[:80]
+        assert tokenizer.decode(ids) == text
+
+
+def test_gpt2(gpt2, texts):
+    theirs = transformers.GPT2Tokenizer.from_pretrained(str(gpt2))
+    check(load_tokenizer(f"gpt2:{gpt2}"), lambda text: theirs(text).input_ids, texts)
+
+
+def test_llama3(gpt2, texts, tmp_path):
+    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+    byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
+    ranks = json.loads((gpt2 / "vocab.json").read_text())
+    rows = [(bytes(byte_of[c] for c in token), i) for token, i in ranks.items() if token != END]
+    path = tmp_path / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for token, i in rows))
+    ours = load_tokenizer(f"llama3:{path}")
+    converter = convert.TikTokenConverter(str(path), pattern=LLAMA3_SPLIT, extra_special_tokens=list(ours.special))
+    theirs = converter.converted()
+    check(ours, lambda text: theirs.encode(text, add_special_tokens=False).ids, texts)
+    # the same as a tokenizer.json: special tokens and their ids, the begin of a text, chats
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>"}, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = load_tokenizer(f"hf:{tmp_path}")
+    assert (folder.vocab_size, folder.eod, folder.bos) == (ours.vocab_size, ours.eod, ours.bos)
+    assert folder.special == ours.special and len(SPECIAL.split()) < len(folder.special) == 256
+    check(folder, ours.encode, texts)
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    assert encode_chat(chat, folder) == encode_chat(chat, ours)
+
+
+def test_llama2(texts, tmp_path):
+    model, lines = io.BytesIO(), (line[:1000] for text in texts for line in text.splitlines() if line)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=1500,
+        model_type="bpe",
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    ours, theirs = (
+        load_tokenizer(f"llama2:{tmp_path}/tokenizer.model"),
+        transformers.LlamaTokenizer.from_pretrained(str(tmp_path)),
+    )
+    theirs.save_pretrained(tmp_path / "hf")
+    folder = load_tokenizer(f"hf:{tmp_path}/hf")
+    assert (folder.vocab_size, folder.eod, folder.bos) == (ours.vocab_size, ours.eod, None)
+    for text in texts:
+        ids = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert folder.encode(text) == ids, text[:80]
+        # SentencePiece, and so Meta's own code, puts a space also before a text that begins with one
+        assert ours.encode(text) == ids or text.startswith(" "), text[:80]
+
+
+def test_hf(hf, texts):
+    tokenizer, theirs = load_tokenizer(f"hf:{hf}"), transformers.AutoTokenizer.from_pretrained(str(hf))
+    check(tokenizer, lambda text: theirs(text).input_ids, texts)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (len(theirs), theirs.eos_token_id, None)
+    split = theirs(f"a {END} b", split_special_tokens=True).input_ids
+    assert tokenizer.encode(f"a {END} b") == split and tokenizer.eod not in split
+    assert tokenizer.decode([tokenizer.eod]) == END
+
+
+def test_a_unigram_model_with_a_template_in_front(texts, tmp_path):
+    """As T5's and Gemma's: pieces of Unigram, a begin token that the file's own template writes."""
+    model = library.Tokenizer(library.models.Unigram())
+    model.pre_tokenizer, model.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    trainer = library.trainers.UnigramTrainer(
+        vocab_size=600, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    model.train_from_iterator(texts[-8:], trainer)
+    model.post_processor = library.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    model.enable_truncation(16)  # of a model that was fine-tuned: no document is to be cut here
+    model.enable_padding(pad_id=0, pad_token="<pad>", length=16)
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.eod, tokenizer.bos) == (2, 1)
+    for text in texts[-8:]:
+        ids = theirs(text, add_special_tokens=False, split_special_tokens=True, truncation=False).input_ids
+        assert tokenizer.encode(text) == ids and 0 not in ids
+
+
+def test_the_fingerprint_is_that_of_the_tokens(hf, tmp_path):
+    content = json.loads((hf / "tokenizer.json").read_text())
+    end = (hf / "tokenizer_config.json").read_text()
+    prints = [load_tokenizer(f"hf:{hf}").fingerprint]
+    changes = (
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {"pre_tokenizer": None},
+    )
+    for i, change in enumerate(changes):
+        (tmp_path / f"{i}").mkdir()
+        (tmp_path / f"{i}/tokenizer.json").write_text(json.dumps(content | change))
+        (tmp_path / f"{i}/tokenizer_config.json").write_text(end)
+        prints.append(load_tokenizer(f"hf:{tmp_path}/{i}").fingerprint)
+    assert prints[0] == prints[1] != prints[2] and len(prints[0]) == 16
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, r"tokenizer\.json: no such tokenizer file; nothing is downloaded"),
+        ({"tokenizer.model": "x"}, r"no folder with a tokenizer\.json; for its tokenizer\.model write llama3:FILE or"),
+        ({"vocab.json": "{}"}, r"no folder with a tokenizer\.json; for its vocab\.json write gpt2:DIR"),
+        ({"tokenizer_config.json": None}, r"names an eos_token, which ends documents; write"),
+        ({"tokenizer_config.json": '{"eos_token": "</end>"}'}, r"'</end>', is none of its tokens; correct eos_token"),
+        ({"tokenizer_config.json": "[1]"}, r"tokenizer_config\.json is no JSON object"),
+        ({"tokenizer.json": "{"}, r"no tokenizer\.json that can be read .*; copy the file again"),
+        ({"tokenizer.json": '{"model": {"type": "None"}}'}, r"no tokenizer\.json that can be read .*; copy the file"),
+    ],
+)
+def test_a_folder_that_will_not_do_is_named(hf, tmp_path, files, message):
+    if any(name in files for name in ("tokenizer.json", "tokenizer_config.json")):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_text((hf / name).read_text())
+    for name, text in files.items():
+        (tmp_path / name).unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_tokenizer(f"hf:{tmp_path}")
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_the_folder_without_its_kind_is_answered_with_it(hf):
+    with pytest.raises(ValueError, match=rf"hf:DIR; for its tokenizer\.json write hf:{hf}"):
+        load_tokenizer(str(hf))
+    with pytest.raises(ValueError, match=rf"no folder with a tokenizer\.json; name its folder, hf:{hf}"):
+        load_tokenizer(f"hf:{hf}/tokenizer.json")
+
+
+def test_without_the_library_the_error_says_what_to_install(hf, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="needs the package tokenizers, .*; pip install tokenizers"):
+        load_tokenizer(f"hf:{hf}")

@@ -1,0 +1,176 @@
+"""Figures for Weights & Biases, offline and read back from its own file, and for Prometheus, asked as it asks."""
+
+import json
+import socket
+import struct
+import sys
+import urllib.request
+from contextlib import closing
+from dataclasses import asdict, replace
+
+import pytest
+
+from minitron import pretrain
+from minitron.config import cli
+from minitron.runtime.log import Log
+from minitron.runtime.log_formats import Iteration
+
+STEP = Iteration(
+    step=1, consumed_samples=16, loss=5.0, grad_norm=1.5, lr=1e-3, loss_scale=1.0, seconds=0.5, memory_gib=1.0
+)
+TINY = (
+    "model.num_layers=1 model.hidden_size=32 model.ffn_hidden_size=32 model.num_heads=2 model.num_kv_heads=2 "
+    "model.vocab_size=64 train.seq_len=16 data.source=mock precision.dtype=fp32 optimizer.warmup_steps=1 "
+    "train.eval_every=2 train.eval_steps=1"
+).split()
+
+
+def free_port():
+    with closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def ask(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+
+
+# ---- Weights & Biases -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    """The package, offline: it talks to nobody and keeps its files here."""
+    module = pytest.importorskip("wandb")
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / name))
+    return module
+
+
+def records(path):
+    """What W&B's file holds: blocks of 32 KiB of records, as LevelDB's log has them, behind seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or its last part
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+def read(folder):
+    """(id, project, configuration, rows of history, exit code) of each run in log.dir/wandb, oldest first."""
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        config, history, run, code = {}, [], None, None
+        for record in records(path):
+            match record.WhichOneof("record_type"):
+                case "run":
+                    run = run or record.run
+                    for item in record.run.config.update:
+                        config[item.key] = json.loads(item.value_json)
+                case "history":
+                    items = record.history.item
+                    history.append({item.key or item.nested_key[-1]: json.loads(item.value_json) for item in items})
+                case "exit":
+                    code = record.exit.exit_code
+        found.append((run.run_id, run.project, config, history, code))
+    return found
+
+
+def test_wandb_has_the_record_and_the_configuration(wandb, tmp_path):
+    cfg = cli.load([f"log.dir={tmp_path / 'run'}", "log.wandb=my-project"])
+    with Log(cfg, 0, 1) as log:
+        log.start(unigram_entropy=6.5)
+        log.iteration(replace(STEP, step=3, loss=4.0))
+        log.iteration(replace(STEP, step=4, loss=float("nan")))
+        log.evaluation(4, 3.5)
+    ((_, project, config, history, code),) = read(tmp_path / "run")
+    assert project == "my-project" and code == 0
+    assert {key: config[key] for key in asdict(cfg)} == json.loads(json.dumps(asdict(cfg)))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in history] == [3, 4, 4]
+    assert history[0]["step/loss"] == 4.0 and "step/loss" not in history[1] and history[2]["eval/loss"] == 3.5
+    assert history[0]["step/tflops/full"] == lines[1]["tflops"]["full"]
+    assert history[0]["step/tokens_per_second"] == lines[1]["tokens_per_second"]
+
+
+def test_a_run_that_goes_on_goes_on_in_wandb(wandb, tmp_path):
+    """By one id a log.dir, also where the command line says nothing else; a failed one is marked so."""
+    words = [*TINY, f"log.dir={tmp_path / 'run'}", "log.wandb=p", f"checkpoint.dir={tmp_path / 'saves'}"]
+    pretrain.main([*words, "train.steps=2"])
+    pretrain.main([*words, "train.steps=4"])
+    with pytest.raises(RuntimeError), Log(cli.load(words), 0, 1):
+        raise RuntimeError("a cable")
+    first, second, third = read(tmp_path / "run")
+    assert first[0] == second[0] == third[0] == (tmp_path / "run" / "wandb.id").read_text()
+    assert {row["step"] for row in first[3]} == {1, 2} and {row["step"] for row in second[3]} == {3, 4}
+    assert any("eval/loss" in row for row in second[3]) and (first[4], third[4]) == (0, 1)
+
+
+def test_wandb_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Log(cli.load(["log.wandb=p"]), 1, 2).close()  # rank 0 writes
+    with pytest.raises(
+        ValueError,
+        match="log.wandb=p needs the package wandb, .*; \\S+ -m pip install .*\\[wandb\\], or set it to null",
+    ):
+        Log(cli.load(["log.wandb=p"]), 0, 1)
+
+
+def test_wandb_without_a_key_is_one_line(wandb, tmp_path, monkeypatch):
+    """It would ask for one on a terminal that a job does not have."""
+
+    def refuse(**options):
+        raise wandb.errors.UsageError("api_key not configured (no-tty).\nCall wandb.login(key=[your_api_key])")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ValueError, match=r"log\.wandb=p cannot be begun \(api_key .*run `wandb login`, set WANDB_MODE"):
+        Log(cli.load(["log.wandb=p", f"log.dir={tmp_path / 'run'}"]), 0, 1)
+
+
+# ---- Prometheus -----------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_has_the_last_figures(tmp_path):
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    with Log(cli.load([f"log.prometheus={port}"]), 0, 1) as log:
+        assert ask(port) == {}
+        log.iteration(replace(STEP, step=3, loss=4.0))
+        log.iteration(replace(STEP, step=4, loss=float("nan"), lr=2e-3))
+        log.evaluation(4, 3.5)
+        found = ask(port)
+    assert found["minitron_step_step"] == found["minitron_eval_step"] == 4 and found["minitron_eval_loss"] == 3.5
+    assert found["minitron_step_learning_rate"] == 2e-3 and found["minitron_step_loss"] == 4.0
+    assert found["minitron_step_tflops_full"] > 0
+    with pytest.raises(OSError):
+        ask(port)
+
+
+def test_a_port_that_is_taken_is_said_at_the_start(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    with closing(socket.socket()) as sock:
+        sock.bind(("0.0.0.0", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"log\.prometheus={port} cannot be served: Address already in use; use an"
+        ):
+            Log(cli.load([f"log.prometheus={port}", f"log.dir={tmp_path}"]), 0, 1)
+    Log(cli.load([f"log.prometheus={port}"]), 1, 2).close()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ValueError, match=rf"log\.prometheus={port} needs the package prometheus-client"):
+        Log(cli.load([f"log.prometheus={port}"]), 0, 1)
+    with pytest.raises(ValueError, match=r"log\.prometheus=70000 lies outside \[1, 65535\]"):
+        pretrain.rules.check(cli.load(["log.prometheus=70000"]), 1)

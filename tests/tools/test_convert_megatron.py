@@ -1,0 +1,355 @@
+"""Megatron-core's checkpoints: its own logits where it is there, every tensor by hand, and pickles that are not run."""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+
+from minitron.checkpoint.reader import Reader
+from minitron.comm.mesh import Mesh
+from minitron.config import cli
+from minitron.data.batch import Batch
+from minitron.model.gpt import whole_model
+from minitron.testing import assert_close_rel
+from tools import convert_hf, convert_megatron, torch_dist
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48)
+LLAMA = SIZES | dict(
+    group_query_attention=True,
+    num_query_groups=2,
+    vocab_size=90,
+    max_position_embeddings=64,
+    position_embedding_type="rope",
+    rotary_base=500,
+    normalization="RMSNorm",
+    norm_epsilon=1e-5,
+    params_dtype=torch.bfloat16,
+)
+GPT = SIZES | dict(position_embedding_type="learned_absolute", normalization="LayerNorm", norm_epsilon=1e-5)
+
+
+def convert(source, target, *keys):
+    convert_megatron.main(["import", str(source), str(target), *map(str, keys)])
+
+
+def error_of(*arguments):
+    with pytest.raises(ValueError) as caught:
+        convert(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def weights_of(folder):
+    """Every tensor of a checkpoint, whole."""
+    reader = Reader(folder)
+    return {
+        name: reader.read(name, "param", (0,) * len(reader.shape(name)), reader.shape(name)) for name in reader.names()
+    }
+
+
+# ---- what megatron-core wrote ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed: pip install megatron-core")
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_logits_equal_megatron_s(tmp_path, kind):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "write_megatron.py"), str(tmp_path), kind],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(29700 + os.getpid() % 200)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    convert(tmp_path / "ckpt", tmp_path / "ours")
+    cfg = cli.load([str(tmp_path / "ours" / "model.yaml"), "precision.dtype=fp32", "train.seq_len=16"])
+    assert (cfg.model.vocab_size, cfg.model.rope_theta if kind == "llama" else 500) == (120, 500)
+    model, weights = whole_model(cfg, Mesh.offline(1)), weights_of(tmp_path / "ours")
+    twin = torch.load(tmp_path / "twin.pt", weights_only=True)
+    tokens, order = twin["tokens"].T, torch.arange(16)
+    batch = Batch(tokens, tokens, torch.ones(16, 2), order[:, None], order, torch.arange(2), count=32.0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(weights[p.spec.name])
+        logits = model.logits(batch)
+    assert_close_rel(logits.transpose(0, 1)[..., :120], twin["logits"][..., :120], 1e-5, "logits")
+
+
+# ---- every tensor, by hand ------------------------------------------------------------------------------------------
+
+
+def megatron_of(model, gpt, stacked=True, padded=96):
+    """A model of transformers under Megatron's names: the rows of q, k and v group by group, heads written out."""
+    source, L = model.state_dict(), SIZES["num_layers"]
+    groups, each, d = (4, 1, 8) if gpt else (2, 2, 8)
+
+    def interleaved(q, k, v):
+        rows = []
+        for g in range(groups):
+            rows += [q[(g * each + i) * d : (g * each + i + 1) * d] for i in range(each)]
+            rows += [k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]]
+        return torch.cat(rows)
+
+    layers = []
+    for i in range(L):
+        if gpt:
+            at = f"transformer.h.{i}."
+            weight, bias = source[at + "attn.c_attn.weight"].T, source[at + "attn.c_attn.bias"]
+            layers.append(
+                {
+                    "self_attention.linear_qkv.weight": interleaved(*weight.split(32)),
+                    "self_attention.linear_qkv.bias": interleaved(*bias.split(32)),
+                    "input_layernorm.weight": source[at + "ln_1.weight"],
+                    "input_layernorm.bias": source[at + "ln_1.bias"],
+                    "self_attention.linear_proj.weight": source[at + "attn.c_proj.weight"].T,
+                    "self_attention.linear_proj.bias": source[at + "attn.c_proj.bias"],
+                    "pre_mlp_layernorm.weight": source[at + "ln_2.weight"],
+                    "pre_mlp_layernorm.bias": source[at + "ln_2.bias"],
+                    "mlp.linear_fc1.weight": source[at + "mlp.c_fc.weight"].T,
+                    "mlp.linear_fc1.bias": source[at + "mlp.c_fc.bias"],
+                    "mlp.linear_fc2.weight": source[at + "mlp.c_proj.weight"].T,
+                    "mlp.linear_fc2.bias": source[at + "mlp.c_proj.bias"],
+                }
+            )
+        else:
+            at = f"model.layers.{i}."
+            gate, up = source[at + "mlp.gate_proj.weight"], source[at + "mlp.up_proj.weight"]
+            q, k, v = (source[f"{at}self_attn.{x}_proj.weight"] for x in "qkv")
+            layers.append(
+                {
+                    "self_attention.linear_qkv.weight": interleaved(q, k, v),
+                    "self_attention.linear_qkv.layer_norm_weight": source[at + "input_layernorm.weight"],
+                    "self_attention.linear_proj.weight": source[at + "self_attn.o_proj.weight"],
+                    "mlp.linear_fc1.layer_norm_weight": source[at + "post_attention_layernorm.weight"],
+                    "mlp.linear_fc1.weight": torch.cat([gate, up]),
+                    "mlp.linear_fc2.weight": source[at + "mlp.down_proj.weight"],
+                }
+            )
+    words = source["transformer.wte.weight" if gpt else "model.embed_tokens.weight"]
+    pad = torch.full((padded - len(words), 32), 7.0)  # Megatron's padding: never to be seen again
+    found = {"embedding.word_embeddings.weight": torch.cat([words, pad])}
+    if gpt:
+        found["embedding.position_embeddings.weight"] = source["transformer.wpe.weight"]
+        found["decoder.final_layernorm.bias"] = source["transformer.ln_f.bias"]
+    else:
+        found["output_layer.weight"] = torch.cat([source["lm_head.weight"], pad])
+    found["decoder.final_layernorm.weight"] = source["transformer.ln_f.weight" if gpt else "model.norm.weight"]
+    for name in layers[0]:
+        if stacked:
+            found[f"decoder.layers.{name}"] = torch.stack([layer[name] for layer in layers])
+        else:
+            found |= {f"decoder.layers.{i}.{name}": layer[name] for i, layer in enumerate(layers)}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def write(folder, tensors, args=None):
+    """As torch.distributed.checkpoint writes it, and Megatron's common.pt."""
+    dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
+    if args is not None:
+        torch.save({"args": argparse.Namespace(**args), "iteration": 5}, folder / "common.pt")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt"])
+def source(request, tmp_path_factory):
+    """(kind, model, what `convert_hf.py import` makes of it)."""
+    folder, gpt = tmp_path_factory.mktemp(request.param), request.param == "gpt"
+    if gpt:
+        cfg = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_inner=48, vocab_size=90, n_positions=64)
+    else:
+        cfg = transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=90,
+            max_position_embeddings=64,
+            rms_norm_eps=1e-5,
+            rope_theta=500.0,
+        )
+    model = transformers.AutoModelForCausalLM.from_config(cfg)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape) * 0.1)
+    model.save_pretrained(folder / "hf")
+    convert_hf.main(["import", str(folder / "hf"), str(folder / "expected")])
+    return gpt, model, folder / "expected"
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_every_tensor_is_that_of_the_same_model_from_hugging_face(source, tmp_path, stacked, capsys):
+    gpt, model, expected = source
+    tensors = megatron_of(model, gpt, stacked)
+    state = {"optimizer.state.exp_avg.decoder.x": torch.zeros(3), "decoder.layers.y._extra_state": io.BytesIO(b"x")}
+    args = (GPT | {"vocab_size": 90}) if gpt else LLAMA
+    folder = write(tmp_path / "iter_0000005", tensors | state, args)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5\n")
+    convert(tmp_path, tmp_path / "out")
+    assert "left out: 1 tensors of the optimizer, 1 objects" in capsys.readouterr().out
+    ours, wanted = weights_of(tmp_path / "out"), weights_of(expected)
+    assert ours.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(ours[name], tensor), name
+    yaml = [cli.load([str(path / "model.yaml")]).model for path in (tmp_path / "out", expected)]
+    assert yaml[0] == yaml[1]
+    assert folder.exists()
+
+
+def test_without_arguments_keys_say_it_and_win(source, tmp_path):
+    gpt, model, expected = source
+    folder = write(tmp_path / "ckpt", megatron_of(model, gpt))
+    assert "has no arguments of a run; say model.num_heads=N" in error_of(folder, tmp_path / "x")
+    keys = ["model.num_heads=4", "model.vocab_size=90", "model.norm_eps=1e-5"]
+    keys += (
+        ["model.num_kv_heads=null"]
+        if gpt
+        else ["model.num_kv_heads=2", "model.rope_theta=500", "model.max_positions=64"]
+    )
+    convert(folder, tmp_path / "out", *keys)
+    assert all(torch.equal(a, weights_of(expected)[name]) for name, a in weights_of(tmp_path / "out").items())
+    convert(folder, tmp_path / "yaml", expected / "model.yaml", "--dtype", "bf16")
+    assert weights_of(tmp_path / "yaml")["head.norm.weight"].dtype == torch.bfloat16
+
+
+def llama(tmp_path, change=None, args=LLAMA):
+    cfg = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=90,
+    )
+    tensors = megatron_of(transformers.LlamaForCausalLM(cfg), False)
+    if change is not None:
+        change(tensors)
+    return write(tmp_path / "ckpt", tensors, args)
+
+
+@pytest.mark.parametrize(
+    "change, args, keys, message",
+    [
+        (
+            lambda t: t.update({"decoder.layers.mlp.router.weight": torch.zeros(2, 4)}),
+            {},
+            [],
+            "holds decoder.layers.mlp.rou",
+        ),
+        (
+            lambda t: t.pop("decoder.layers.mlp.linear_fc1.weight"),
+            {},
+            [],
+            "has no decoder.layers.mlp.linear_fc1.weight",
+        ),
+        (lambda t: t.pop("embedding.word_embeddings.weight"), {}, [], "it is no dense GPT of Megatron's (it has"),
+        (None, {"rotary_interleaved": True}, [], "its argument rotary_interleaved=True is nothing that minitron"),
+        (None, {"num_experts": 8}, [], "its argument num_experts=8 is nothing that"),
+        (None, {"num_query_groups": 4}, [], "linear_qkv.weight has shape [64, 32], and [96, 32] in the model that"),
+        (None, {"num_attention_heads": 3}, [], "model.num_heads=3 does not divide model.hidden_size=32"),
+        (None, {}, ["model.num_head=4"], "model.num_head"),
+        (None, {}, ["model.num_layers=3"], "has no decoder.layers.self_attention.linear_qkv.layer_norm_weight"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(tmp_path, change, args, keys, message):
+    folder = llama(tmp_path, change, LLAMA | args)
+    assert message in error_of(folder, tmp_path / "out", *keys)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out.*"))
+
+
+def test_other_folders_and_formats_are_named(tmp_path):
+    assert "there is no such folder" in error_of(tmp_path / "no", tmp_path / "out")
+    (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    assert "a pickle a rank, and loading one can run any code; save it with --ckpt-format torch_dist" in error_of(
+        tmp_path / "old", tmp_path / "out"
+    )
+    folder = llama(tmp_path)
+    assert f"name one of its folders: {folder.name}" in error_of(tmp_path, tmp_path / "out")
+    assert "exists already" in error_of(folder, folder)
+
+
+# ---- pickles --------------------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """Pickled: a call of os.system."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {HARM}",)
+
+
+HARM = ""
+
+
+@pytest.mark.parametrize("place", ["metadata", "common", "chunk", "known module"])
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path, place, monkeypatch):
+    """The marker of its code must not appear, whichever file it lies in."""
+    monkeypatch.setattr(sys.modules[__name__], "HARM", str(tmp_path / "harm"))
+    folder = llama(tmp_path)
+    if place == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Harm()))
+        assert ".metadata is refused: it calls for posix.system, which no checkpoint needs" in error_of(
+            folder, tmp_path / "o"
+        )
+    elif place == "known module":
+        data = b"cmegatron.core.transformer.moe.router\nTopKRouter\n(tR."
+        (folder / ".metadata").write_bytes(data)
+        assert "it calls for megatron.core.transformer.moe.router.TopKRouter" in error_of(folder, tmp_path / "o")
+    elif place == "common":
+        torch.save({"args": Harm()}, folder / "common.pt")
+        message = error_of(folder, tmp_path / "o")
+        assert "common.pt is refused: it calls for posix.system" in message and "say model.num_heads=N" in message
+        convert(folder, tmp_path / "o", "model.num_heads=4", "model.num_kv_heads=2")  # keys do without it
+    else:
+        buffer = io.BytesIO()
+        torch.save(Harm(), buffer)
+        for path in folder.glob("*.distcp"):
+            path.write_bytes(buffer.getvalue() * 99)
+        assert "cannot be read" in error_of(folder, tmp_path / "o")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_plain_load_would_have_run_it(tmp_path, monkeypatch):
+    """So the tests above see something."""
+    monkeypatch.setattr(sys.modules[__name__], "HARM", str(tmp_path / "harm"))
+    pickle.loads(pickle.dumps(Harm()))
+    assert (tmp_path / "harm").exists()
+
+
+def test_enumerations_of_arguments_are_records_without_code(tmp_path):
+    data = b"(dX\x01\x00\x00\x00acmegatron.core.transformer.enums\nAttnBackend\n(I1\ntRs."
+    made = torch_dist.unpickle(data, "here")["a"]
+    assert isinstance(made, torch_dist.Record) and made.args == (1,)
+
+
+def test_damaged_files_are_named(tmp_path):
+    folder = llama(tmp_path)
+    whole = (folder / ".metadata").read_bytes()
+    (shard,) = folder.glob("*.distcp")
+    for data, message in (
+        (whole[: len(whole) // 2], ".metadata is refused"),
+        (pickle.dumps([1]), "is no index of a torch_dist checkpoint"),
+        (whole.replace(shard.name.encode(), b"../" + shard.name.encode()[3:]), "which is not beside it"),
+    ):
+        (folder / ".metadata").write_bytes(data)
+        assert message in error_of(folder, tmp_path / "o"), message
+    (folder / ".metadata").write_bytes(whole)
+    shard.write_bytes(shard.read_bytes()[:4000])
+    assert "cannot be read" in error_of(folder, tmp_path / "o")
+    (folder / "common.pt").write_bytes(b"no zip")
+    assert "common.pt cannot be read" in error_of(folder, tmp_path / "o")
+    with zipfile.ZipFile(folder / "common.pt", "w") as file:
+        file.writestr("x/data.pkl", pickle.dumps(json.loads("{}")))
+    assert "has no arguments of a run" in error_of(folder, tmp_path / "o")

@@ -1,0 +1,219 @@
+"""The tokenizer in an exported folder: what transformers, vLLM or lm-eval need to go from text to text.
+
+    tokenizer.json, tokenizer_config.json   or tokenizer.model of SentencePiece; chat_template.jinja
+    generation_config.json                  the ids that begin and end a text, and what the source's author added
+
+They come from the first of these that is there, and has the ids that the run was trained with:
+
+  1. the Hugging Face folder that the weights began with (finetune.base, checkpoint.load): its own files. An import
+     keeps them in CHECKPOINT_DIR/tokenizer, so that they outlive the folder
+  2. data.tokenizer of the run, or --tokenizer: hf:DIR as it is; gpt2:DIR and llama3:FILE as a tokenizer.json, whose
+     merges are found again from the ranks; llama2:FILE as tokenizer.model
+
+A text begins with bos only if the run saw it there: pretraining has none, fine-tuning has. A model that was fine-tuned
+on Llama 3's tokens gets the chat template that it was trained with (minitron/data/sft.py).
+
+Left out: `corpus` and `bytes`, for which transformers has no tokenizer.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from minitron.checkpoint.adapter import Weights
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.reader import Reader
+from minitron.config.files import read_json
+from minitron.data.sft import HEADER
+from minitron.data.tokenizers import (
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    _printable_bytes,
+    load_tokenizer,
+)
+
+KEPT = "tokenizer"  # folder beside an imported checkpoint
+GENERATION = "generation_config.json"
+FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION),
+)
+SAMPLE = "It isn't 1,234567 o'clock,\n\n  she says:\tdef f(x): return x\r\n Ol\u00e9, \u4eca\u65e5\u306f \U0001f600!  "
+CHAT_TEMPLATE = (
+    "{{ '<|begin_of_text|>' }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+
+
+def keep(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and its ids from a Hugging Face folder to folder/tokenizer, if there are any."""
+    (folder / KEPT).mkdir()
+    copy_files(source, folder / KEPT)
+    if not (folder / KEPT / GENERATION).exists():
+        settings = dict(read_json(source / "config.json"))
+        ids = {f"{name}_token_id": settings.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        if any(value is not None for value in ids.values()):
+            write_json(folder / KEPT / GENERATION, {key: value for key, value in ids.items() if value is not None})
+    if not any((folder / KEPT).iterdir()):
+        (folder / KEPT).rmdir()
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy those of FILES that there are."""
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_tokenizer(folder: Path, reader: Weights, vocab_size: int, spec: str | None) -> tuple[dict, str]:
+    """Write tokenizer files and generation_config.json; returns the latter and what to say of the former.
+
+    spec: --tokenizer, None for that of the run. Raises ValueError if the former cannot be had; the latter is left out.
+    """
+    data = reader.config.get("data", {})
+    finetuned = reader.config.get("finetune", {}).get("kind") is not None
+    named = spec or data.get("tokenizer", "corpus")
+    own, why = None, f"{named} is no tokenizer that transformers has"
+    if named != "corpus":
+        try:
+            own = load_tokenizer(named, "--tokenizer")
+            if own.vocab_size > vocab_size:
+                raise ValueError(f"--tokenizer={named} has {own.vocab_size} ids, the model {vocab_size}; name its own")
+        except ValueError as error:
+            if spec is not None:
+                raise
+            own, why = None, str(error)
+    kept = None if spec is not None else find_kept(reader)
+    if kept is not None and (own is None or same_ids(kept, own)):
+        copy_files(kept, folder)
+        ids = dict(read_json(folder / GENERATION)) if (folder / GENERATION).exists() else {}
+        if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            return ids, f"with the tokenizer of {kept.parent if kept.name == KEPT else kept}"
+        return ids, "without a tokenizer, of which the source had none; copy its files there"
+    if own is None:
+        return {}, f"without a tokenizer ({why}); copy its files there, or name it with --tokenizer"
+    chat = own.special.get(HEADER[2]) if finetuned else None
+    ids = {"bos_token_id": own.bos, "eos_token_id": own.eod if chat is None else [own.eod, chat]}
+    kind, _, path = named.partition(":")
+    path = Path(os.path.expanduser(path))
+    if kind == "hf":
+        copy_files(path, folder)
+        if (folder / GENERATION).exists():
+            ids = dict(read_json(folder / GENERATION))
+    elif isinstance(own, TiktokenTokenizer):
+        write_json(folder / "tokenizer.json", tokenizer_json(own, own.bos if finetuned else None))
+        write_settings(folder, own, "PreTrainedTokenizerFast", CHAT_TEMPLATE if chat is not None else None)
+    elif isinstance(own, SentencePieceTokenizer):
+        shutil.copyfile(path, folder / "tokenizer.model")
+        more = {"legacy": False, "add_bos_token": finetuned, "unk_token": "<unk>", "add_prefix_space": own.space_first}
+        write_settings(folder, own, "LlamaTokenizer", None, **more)
+    ids = {key: value for key, value in ids.items() if value is not None}
+    write_json(folder / GENERATION, ids)
+    return (
+        ids,
+        f"with the tokenizer {named}" if kind != "bytes" else "without a tokenizer: transformers has none of bytes",
+    )
+
+
+def find_kept(reader: Weights) -> Path | None:
+    """Return the folder with the source's tokenizer files; None if the weights came from none, or it is gone."""
+    config, path = reader.config, reader.path
+    for _ in range(8):  # runs upon runs
+        for folder in (path / KEPT, path.parent / KEPT):
+            if folder.is_dir():
+                return folder
+        base = config.get("finetune", {}).get("base") or config.get("checkpoint", {}).get("load")
+        if base is None:
+            return None
+        path = Path(os.path.expanduser(base))
+        if (path / "config.json").exists():
+            return path
+        try:
+            following = Reader(path)
+        except CheckpointError:
+            return None
+        config, path = following.config, following.path
+    return None
+
+
+def same_ids(folder: Path, own: Tokenizer) -> bool:
+    """Tell whether a folder's tokenizer encodes as the run's does; False also if it cannot be read."""
+    specs = [f"hf:{folder}", f"llama2:{folder / 'tokenizer.model'}", f"gpt2:{folder}"]
+    for spec in specs:
+        try:
+            kept = load_tokenizer(spec)
+        except ValueError:
+            continue
+        return kept.vocab_size == own.vocab_size and kept.encode(SAMPLE) == own.encode(SAMPLE)
+    return False
+
+
+def write_settings(folder: Path, tokenizer: Tokenizer, kind: str, template: str | None, **more: object) -> None:
+    """Write tokenizer_config.json, and the chat template as servers expect it."""
+    texts = {i: text for text, i in tokenizer.special.items()}
+    settings = {"tokenizer_class": kind, "clean_up_tokenization_spaces": False} | more
+    settings |= {"eos_token": texts.get(tokenizer.eod)}
+    settings |= {"bos_token": texts[tokenizer.bos]} if tokenizer.bos in texts else {}
+    settings |= {"chat_template": template} if template else {}
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def tokenizer_json(tokenizer: TiktokenTokenizer, bos: int | None) -> dict:
+    """Make the content of tokenizer.json; bos: put before every text, None: nothing."""
+    shown = _printable_bytes()
+    vocabulary = {"".join(shown[byte] for byte in token): i for token, i in tokenizer.ranks.items()}
+    merges = [["".join(shown[byte] for byte in part) for part in pair] for pair in merges_of(tokenizer.ranks)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    words = {"type": "Split", "pattern": {"Regex": tokenizer.split}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    template = None
+    if bos is not None:
+        text = next(text for text, i in tokenizer.special.items() if i == bos)
+        first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        second = {"Sequence": {"id": "B", "type_id": 1}}
+        template = {"type": "TemplateProcessing", "single": [first, rest], "pair": [first, rest, first, second]}
+        template["special_tokens"] = {text: {"id": text, "ids": [bos], "tokens": [text]}}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": text} | flags for text, i in tokenizer.special.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]},
+        "post_processor": template,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as tiktoken: a word that is a token is that token
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+
+
+def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Find the pair that each token is joined from: what byte-pair encoding by the lower ranks leaves of it."""
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            best, i = min((ranks.get(parts[i] + parts[i + 1], rank), i) for i in range(len(parts) - 1))
+            if best >= rank:
+                break
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,200 @@
+"""Read a checkpoint of torch.distributed.checkpoint (Megatron-core's `torch_dist`) without running its pickles.
+
+    .metadata         a pickle: every tensor's shape, and for each of its chunks the file, offset and length
+    __0_1.distcp      the chunks, each as torch.save writes a tensor
+    common.pt         Megatron's: a zip with a pickle of what is no tensor, the run's arguments above all
+
+A pickle is a program: it names functions and calls them. `Reader` follows one with an unpickler that knows the classes
+of this format, as records without code, and refuses every other name; chunks are read by torch's own of that kind
+(`weights_only`). So a checkpoint from anywhere can at worst be refused.
+
+Left out: what is no tensor but common.pt (FP8 states, random numbers), compressed files.
+"""
+
+import io
+import math
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+METADATA_BYTES = 1 << 30
+CHECKPOINT = {
+    f"torch.distributed.checkpoint.{room}" for room in ("metadata", "filesystem", "planner", "default_planner")
+}
+KNOWN = {
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+    "SavePlan",
+    "WriteItem",
+    "WriteItemType",
+    "TensorWriteData",
+    "BytesIOWriteData",
+}
+# What arguments hold beside numbers and texts: enumerations, paths, the signal that ends a run.
+OTHERS = {
+    ("argparse", "Namespace"),
+    ("types", "SimpleNamespace"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("signal", "Signals"),
+    ("torch.serialization", "_get_layout"),
+}
+ENUMS = {"megatron.core.transformer.enums", "megatron.core.enums"}
+DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class Record:
+    """Stands for an object of a known class: the arguments it was made with, and its fields. It has no code."""
+
+    def __new__(cls, *args: Any, **_: Any) -> "Record":
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *_: Any, **__: Any):
+        """Take any arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__[str(key)] = value
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return getattr(torch, name)
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module in CHECKPOINT and name in KNOWN) or module in ENUMS or (module, name) in OTHERS:
+            return type(name, (Record,), {})
+        raise pickle.UnpicklingError(f"it calls for {module}.{name}, which no checkpoint needs")
+
+    def persistent_load(self, pid: Any) -> Record:
+        return Record(pid)  # a tensor in common.pt
+
+
+def unpickle(data: bytes, origin: str) -> Any:
+    """Follow a pickle without running anything. Raises ValueError, also for whatever a damaged one raises."""
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{origin} is refused: {why or repr(error)}; give a checkpoint that Megatron wrote") from error
+
+
+class Reader:
+    """An open checkpoint: names, `shape` and `dtype` of its tensors, and any slice of them. Raises ValueError."""
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        origin = folder / ".metadata"
+        whole = unpickle(_read(origin), str(origin))
+        try:
+            self._tensors = {
+                name: entry
+                for name, entry in whole.state_dict_metadata.items()
+                if type(entry).__name__ == "TensorStorageMetadata"
+            }
+            self.others = sorted(whole.state_dict_metadata.keys() - self._tensors.keys())
+            self._places = {
+                (index.fqn, tuple(index.offset)): info
+                for index, info in whole.storage_data.items()
+                if getattr(index, "offset", None) is not None
+            }
+            for name in self._tensors:
+                self._check(name)
+        except (AttributeError, TypeError, KeyError) as error:
+            raise ValueError(f"{origin} is no index of a torch_dist checkpoint ({error!r}); copy it again") from error
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].properties.state[0]
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read a tensor, or one row of its first dimension. Raises ValueError for a damaged or compressed file."""
+        first, last = (0, self.shape(name)[0]) if row is None else (row, row + 1)
+        out = torch.empty((last - first, *self.shape(name)[1:]), dtype=self.dtype(name))
+        for chunk in self._tensors[name].chunks:
+            begin, size = tuple(chunk.offsets), tuple(chunk.sizes)
+            low, high = max(first, begin[0]), min(last, begin[0] + size[0])
+            if low < high:
+                tensor = self._chunk(name, begin, size)
+                where = (slice(low - first, high - first), *(slice(b, b + s) for b, s in zip(begin[1:], size[1:])))
+                out[where] = tensor[low - begin[0] : high - begin[0]]
+        return out if row is None else out[0]
+
+    def common(self) -> dict[str, Any]:
+        """Return the run's arguments in common.pt; {} without any. Raises ValueError for what is refused."""
+        path = self.path / "common.pt"
+        if not path.exists():
+            return {}
+        try:
+            with zipfile.ZipFile(path) as file:
+                (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
+                data = file.read(name)
+        except (zipfile.BadZipFile, ValueError, OSError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); copy it again") from error
+        content = unpickle(data, str(path))
+        args = content.get("args") if isinstance(content, dict) else None
+        return {} if args is None else {k: v for k, v in vars(args).items() if k not in ("args", "state")}
+
+    def _check(self, name: str) -> None:
+        """Raise ValueError unless the chunks of a tensor hold each element once."""
+        shape, chunks = self.shape(name), self._tensors[name].chunks
+        count = sum(math.prod(chunk.sizes) for chunk in chunks)
+        inside = all(
+            len(chunk.offsets) == len(shape) == len(chunk.sizes)
+            and all(o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape))
+            for chunk in chunks
+        )
+        distinct = len({tuple(chunk.offsets) for chunk in chunks}) == len(chunks)
+        known = all((name, tuple(chunk.offsets)) in self._places for chunk in chunks)
+        if not (shape and inside and distinct and known and count == math.prod(shape)):
+            raise ValueError(f"{self.path}/.metadata: the chunks of {name} do not make up {shape}; copy it again")
+
+    def _chunk(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        info = self._places[name, begin]
+        path = self.path / str(info.relative_path)
+        if path.parent != self.path:
+            raise ValueError(f"{self.path}/.metadata names {info.relative_path}, which is not beside it; copy it again")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{path} is compressed; save it without stream extensions")
+        try:
+            with open(path, "rb") as file:
+                file.seek(info.offset)
+                data = file.read(info.length)
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path}: {name} cannot be read ({why}); copy the file again") from error
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != size:
+            raise ValueError(f"{path}: {name} has another shape than .metadata says; copy the files of one checkpoint")
+        return tensor.to(self.dtype(name))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > METADATA_BYTES:
+            raise ValueError(f"{path} is larger than any index; name a checkpoint")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); name a folder of Megatron's, iter_...") from error
