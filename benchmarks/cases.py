@@ -70,6 +70,10 @@ CASES = {
     "2gpu-175b-2layers-tp2": _case(2, "gpt3_175b", 16, num_layers=2, tp=2),
     "2gpu-8b-16layers-pp2": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2),
     "2gpu-8b-16layers-pp2-uneven": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2, layers_per_stage=[4, 5, 5, 2]),
+    "2gpu-8b-16layers-pp2-1f1b": _case(2, "llama3_8b", 8, num_layers=16, pp=2, layers_per_stage=[9, 7]),
+    "2gpu-8b-16layers-pp2-zb-h1": _case(
+        2, "llama3_8b", 8, num_layers=16, pp=2, layers_per_stage=[9, 7], schedule="zb-h1"
+    ),
     "2gpu-8b-16layers-s16384-cp2": _case(2, "llama3_8b", 4, num_layers=16, cp=2, seq_len=16384, max_positions=16384),
     "2gpu-sft-8b": _case(2, "llama3_8b_sft", 4, dp=2),
 }

@@ -17,6 +17,7 @@ from minitron.kernels.param import Shard
 from minitron.model.lora import Adapter
 from minitron.optim.buckets import Gradients
 from minitron.parallel.overlap import ProcessGroupComm
+from minitron.pipeline.schedule import Schedule, operations
 from minitron.train import Trainer, build
 
 DATA_PARALLEL = [
@@ -155,6 +156,11 @@ def part_of(whole: torch.Tensor, how) -> torch.Tensor:
         return whole
     dim, slices, _ = how
     return torch.cat([whole.narrow(dim, start, length) for _, start, length in slices], dim)
+
+
+def split_backwards(trainer: Trainer) -> None:
+    """Let a trainer of one stage put off weight gradients of a microbatch, as the last of two does in ZB-H1."""
+    trainer.executor.make = lambda pp, vp, m: Schedule(1, 1, m, (tuple(operations(2, 1, m, 1, "zb-h1")),))
 
 
 class Pieces(ProcessGroupComm):

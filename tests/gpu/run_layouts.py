@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
-from layouts import GPT3, LLAMA, adapters_that_do_something, config, first_gradients, part_of
+from layouts import GPT3, LLAMA, adapters_that_do_something, config, first_gradients, part_of, split_backwards
 from minitron.comm.mesh import Mesh
 from minitron.config import rules
 from minitron.data.loader import Loader
@@ -46,6 +46,17 @@ LAYOUTS = [
     (2, dict(lora=("qkv", "down"), dropout=0.1)),
     (4, dict(lora=("qkv", "o", "up", "down"), tp=4)),
     (4, dict(lora=("v", "down"), tp=2, cp=2, recompute="full")),
+    (1, dict(split=True)),  # backwards, on one stage
+    (1, dict(split=True, recompute="selective")),
+    (2, dict(split=True, tp=2)),
+    (2, dict(split=True, tp=2, recompute="full")),
+    (2, dict(split=True, tp=2, lora=("qkv", "o", "up", "down"), dropout=0.1)),
+    (2, dict(split=True)),
+    (2, dict(pp=2, schedule="zb-h1")),
+    (2, dict(pp=2, schedule="zb-h1", recompute="selective", dropout=0.1)),
+    (2, dict(pp=2, schedule="zb-h1", lora=("qkv", "down"))),
+    (4, dict(tp=2, pp=2, schedule="zb-h1")),
+    (4, dict(pp=4, schedule="zb-h1")),
     (1, dict(dropout=0.1)),
     (2, dict(dropout=0.1, tp=2)),
     (2, dict(dropout=0.1, cp=2, recompute="full")),
@@ -98,7 +109,8 @@ if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
 
 def formats_of(layout: dict) -> list[str]:
     """The formats that a layout is tried in: FP8 weights wherever ranks gather, other FP8 where they multiply."""
-    if set(layout) <= {"tp", "sequence_parallel", "lora"}:
+    few = {"tp", "sequence_parallel", "lora", "split"} | ({"pp", "schedule"} if "schedule" in layout else set())
+    if set(layout) <= few:
         return [name for name in FORMATS if "params" not in name or "lora" not in layout]
     kept = set(layout) <= {"tp", "pp", "vp", "cp", "cp_style", "overlap_grads"}
     return [name for name in FORMATS if ("params" in name and kept) or "fp8" not in name]
@@ -112,7 +124,7 @@ def mesh_of(tp: int, pp: int, cp: int, device: torch.device) -> Mesh:
 
 def make(base: dict, name: str, layout: dict, device: torch.device, world: int, **train_keys):
     """A configuration in this layout and format, and its mesh."""
-    layout = dict(layout)
+    layout = {key: value for key, value in layout.items() if key != "split"}
     train_keys = dict(recompute=layout.pop("recompute", "none"), seq_len=512, steps=2) | train_keys
     data = dict(separate_documents=layout.pop("separate", False))
     dropout, targets = layout.pop("dropout", 0.0), layout.pop("lora", None)
@@ -132,6 +144,8 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int)
     cfg, mesh = make(base, name, layout, device, world)
     with adapters_that_do_something():
         trainer = build(cfg, mesh)
+    if layout.get("split"):
+        split_backwards(trainer)
     data = MockDataset(1000, 512, 24, 1, document_length=120.0)
     gradients, losses, loader = first_gradients(trainer), [], Loader(data, cfg, mesh)
     for step in range(2):

@@ -7,7 +7,7 @@ import random
 import weakref
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +23,7 @@ from minitron.kernels import gemm
 from minitron.kernels.gemm import Payload
 from minitron.optim import slices
 from minitron.parallel import overlap
+from minitron.pipeline import deferred
 
 CPU = torch.device("cpu")
 JOIN, CUT = gemm._join, Payload.cut
@@ -181,13 +182,16 @@ def replay(launches):
 def products(rank, draw):
     """What layers do, in any order, with operands that grow."""
     comm = overlap.SymmetricMemoryComm(rank.axis, CPU, rank.touch)
-    kinds = ["start_gather", "gather_matmul", "matmul_scatter", "backward"]
+    kinds = ["start_gather", "gather_matmul", "matmul_scatter", "backward", "later"]
     for _ in range(8):
         call(rank, comm, draw.choice(kinds), draw.choice([1, 1, 2]), keep=draw.random() < 0.5)
 
 
 def call(rank, comm, kind, m, keep):
-    """backward: as a column-parallel layer does, which gathers its input again while it scatters its gradient."""
+    """backward: as a column-parallel layer does, which gathers its input again while it scatters its gradient.
+
+    later: gathers for weight gradients that were put off.
+    """
     weight = torch.zeros(0)
 
     def payload(rows):  # rows, and two scales for each
@@ -205,6 +209,12 @@ def call(rank, comm, kind, m, keep):
         rank.touch(y, *whole.parts() if keep else ())
     elif kind == "matmul_scatter":
         comm.matmul_scatter(payload(rank.axis.size * m), product, weight, 64)
+    elif kind == "later":
+        put_off = deferred.Deferred()
+        with put_off.collect() as handed_in:
+            for _ in range(3):
+                put_off.put(partial(comm.start_gather, payload(m)), lambda whole: rank.touch(*whole.parts()))
+        deferred.run(handed_in)
     else:
         gathering = comm.start_gather(payload(m))
         scattering = None

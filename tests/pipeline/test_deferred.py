@@ -5,9 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layouts import GPT3, LLAMA, adapters_that_do_something, config, train_steps
+from layouts import (
+    GPT3,
+    LLAMA,
+    adapters_that_do_something,
+    config,
+    dataset_of,
+    first_gradients,
+    mesh_of,
+    split_backwards,
+    train_steps,
+)
 from minitron.config import rules
+from minitron.data.loader import Loader
 from minitron.pipeline.deferred import Deferred, run
+from minitron.testing import assert_close_rel
+from minitron.train import build
 from test_invariance import axes
 
 SIZES = dict(hidden_size=128, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, num_layers=4, init_std=0.05)
@@ -67,6 +80,33 @@ def test_the_same_bits_as_1f1b(ranks, world, base, layout, change):
         if "lora" not in change and rank >= world - world // pp:
             layers, microbatches = SIZES["num_layers"] // pp, 16 // 4 // split.dp(world)
             assert actual[2] == split.train.steps * microbatches * (4 * layers + 1), "all products and the head's"
+
+
+def train_one_stage(cfg, split: bool) -> tuple[list, dict]:
+    """Figures of two steps and the first one's gradients, of one stage, with the last stage's operations or not."""
+    torch.set_num_threads(1)
+    with adapters_that_do_something():
+        trainer, figures = build(cfg, mesh_of(cfg)), []
+    if split:
+        split_backwards(trainer)
+    gradients, loader = first_gradients(trainer), Loader(dataset_of(cfg), cfg, trainer.mesh)
+    for step in range(2):
+        figures.append(trainer.step(loader.step(step * cfg.train.global_batch_size, step), 1e-3).read())
+    loader.close()
+    return figures, gradients
+
+
+@pytest.mark.parametrize("world, layout", [(1, ""), (2, "tp=2"), (2, "")])
+def test_one_stage_that_splits_its_backwards(ranks, world, layout):
+    """As tests/gpu/run_layouts.py has it, to meet copies between GPUs on two of them; also with tied embeddings."""
+    cfg = config(GPT3, SMALL, axes(layout))
+    for whole, split in zip(ranks(world, train_one_stage, cfg, False), ranks(world, train_one_stage, cfg, True)):
+        assert [pytest.approx(figures, rel=1e-5) for figures in whole[0]] == split[0]
+        assert whole[1].keys() == split[1].keys()
+        for name, (grad, _) in whole[1].items():
+            assert_close_rel(
+                split[1][name][0], grad, 1e-5, name
+            )  # a tied weight has its two gradients in another order
 
 
 class Trace:
