@@ -272,8 +272,7 @@ def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
 
     In an ordinary step the host waits there, too, whenever the device's queue is full.
     """
-    owner, name = (trainer, "forward_backward") if trainer.graph is None else (trainer.graph, "step")
-    work, ended = getattr(owner, name), []
+    work, ended = trainer.forward_backward, []
 
     def wait_after(batches: list) -> torch.Tensor:
         loss = work(batches)
@@ -281,7 +280,7 @@ def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
         ended.append(time.perf_counter())
         return loss
 
-    with mock.patch.object(owner, name, wait_after):
+    with mock.patch.object(trainer, "forward_backward", wait_after):
         step()
     return time.perf_counter() - ended[0]
 
