@@ -39,8 +39,9 @@ from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_torch import KINDS, Operand, limit, payload_of
-from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
 from minitron.kernels.param import Param
+from minitron.kernels.plain import CastInto
 
 HISTORY = 16  # steps whose magnitudes a scale is made from
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
