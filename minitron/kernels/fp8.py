@@ -42,8 +42,9 @@ from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
 from minitron.kernels.fp8_torch import Operand, payload_of
-from minitron.kernels.gemm import ALONE, DTYPES, Activation, CastInto, Gemm, Payload
+from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
 from minitron.kernels.param import Param
+from minitron.kernels.plain import CastInto
 
 GEMMS_PER_LAYER = 4  # of a transformer block: qkv, out, up, down
 

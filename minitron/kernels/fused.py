@@ -40,7 +40,6 @@ from minitron.kernels.fused_loss import softmax_gradient_ as softmax_gradient_
 from minitron.kernels.fused_loss import softmax_sums as softmax_sums
 from minitron.kernels.fused_norm import add_norm as add_norm
 from minitron.kernels.fused_norm import add_norm_backward as add_norm_backward
-from minitron.kernels.fused_norm import add_norm_cast as add_norm_cast
 from minitron.kernels.fused_sums import add_product as add_product
 from minitron.kernels.fused_sums import add_rows_ as add_rows_
 from minitron.kernels.fused_sums import merge_ as merge_

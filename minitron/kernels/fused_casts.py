@@ -7,6 +7,7 @@ made. So what is cast is neither written in bf16 nor read again.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,37 +147,11 @@ def _run(
 
 # ---- its uses: see kernels/plain.py ----------------------------------------------------------------------------------
 
-
-def cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False) -> Cast:
-    """Cast x [m, k]."""
-    return _run("cast", None, x, scale, amax, kind, columns, sums)
+cast, gelu_cast, swiglu_cast = (partial(_run, of, None) for of in ("cast", "gelu", "swiglu"))
+gelu_backward_cast, swiglu_backward_cast = (partial(_run, of) for of in ("gelu", "swiglu"))
 
 
 def gelu_backward(dy: Tensor, x: Tensor, sums: bool = False) -> tuple[Tensor, Tensor | None]:
     """Compute dx from dy and the input x, all [..., f], and with `sums` its sum."""
     dx = _run("gelu", dy.flatten(0, -2), x.flatten(0, -2), None, None, x.dtype, sums=sums)
     return dx.rows.view_as(x), dx.sums
-
-
-def gelu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """Compute GELU and its FP8 cast."""
-    return _run("gelu", None, x, scale, amax, kind, columns)
-
-
-def gelu_backward_cast(
-    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False
-) -> Cast:
-    """Compute the gradient of GELU's input and its FP8 cast."""
-    return _run("gelu", dy, x, scale, amax, kind, columns, sums)
-
-
-def swiglu_cast(x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool) -> Cast:
-    """Compute silu(gate) * up and its FP8 cast."""
-    return _run("swiglu", None, x, scale, amax, kind, columns)
-
-
-def swiglu_backward_cast(
-    dy: Tensor, x: Tensor, scale: Tensor, amax: Tensor | None, kind: torch.dtype, columns: bool, sums: bool = False
-) -> Cast:
-    """Compute the gradient of SwiGLU's input and its FP8 cast."""
-    return _run("swiglu", dy, x, scale, amax, kind, columns, sums)

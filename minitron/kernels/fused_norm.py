@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minitron.kernels.plain import Cast
+from minitron.kernels.plain import Cast, CastInto
 
 
 @triton.jit
@@ -107,52 +107,29 @@ def _row_in_registers(h: int) -> dict[str, int]:
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    delta: Tensor | None,
+    delta_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    into: CastInto | None = None,
+) -> tuple[Tensor, Tensor | Cast, Tensor]:
     """Compute total = x + delta + delta_bias, its norm and the statistics of each row; see kernels/plain.py."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total, statistics = _norm_into(y, x, delta, delta_bias, weight, bias, eps)
-    return total, y, statistics
-
-
-def add_norm_cast(
-    x: Tensor,
-    delta: Tensor | None,
-    delta_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    scale: Tensor,
-    amax: Tensor | None,
-    kind: torch.dtype,
-) -> tuple[Tensor, Cast, Tensor]:
-    """Do as `add_norm` does, with the FP8 cast of the norm in its place; see kernels/plain.py."""
-    y, inverse = x.new_empty(x.numel() // x.shape[-1], x.shape[-1], dtype=kind), torch.empty_like(scale)
-    total, statistics = _norm_into(y, x, delta, delta_bias, weight, bias, eps, scale, inverse, amax)
-    return total, Cast(y, inverse, None), statistics
-
-
-def _norm_into(
-    y: Tensor,
-    x: Tensor,
-    delta: Tensor | None,
-    delta_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    scale: Tensor | None = None,
-    inverse: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Write the norm to y; return total and the statistics."""
     assert delta is not None or delta_bias is None
     x, h = x.contiguous(), x.shape[-1]
     total = x if delta is None else torch.empty_like(x)
-    statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
     rows, delta = x.numel() // h, None if delta is None else delta.contiguous()
-    tensors = x, delta, delta_bias, weight, bias, total, y, statistics, scale, inverse, amax
-    _add_norm[(rows,)](*tensors, rows, h, eps, **_row_in_registers(h))
-    return total, statistics
+    statistics = x.new_empty(1 if bias is None else 2, *x.shape[:-1], dtype=torch.float32)
+    tensors = x, delta, delta_bias, weight, bias, total
+    if into is None:
+        y = torch.empty_like(x)
+        _add_norm[(rows,)](*tensors, y, statistics, None, None, None, rows, h, eps, **_row_in_registers(h))
+        return total, y, statistics
+    cast = Cast(x.new_empty(rows, h, dtype=into.kind), torch.empty_like(into.scale), None)
+    scales = into.scale, cast.inverse, into.amax
+    _add_norm[(rows,)](*tensors, cast.rows, statistics, *scales, rows, h, eps, **_row_in_registers(h))
+    return total, cast, statistics
 
 
 def add_norm_backward(

@@ -88,14 +88,6 @@ class Quantized(NamedTuple):
     payload: Payload
 
 
-class CastInto(NamedTuple):
-    """What a kernel needs to cast its result, as `cast` in kernels/plain.py does: scale [1], amax [1] or None."""
-
-    scale: Tensor
-    amax: Tensor | None
-    kind: torch.dtype
-
-
 class Activation(NamedTuple):
     """The activation of an MLP: functions of a module of kernels, by the contracts of kernels/plain.py."""
 
@@ -131,7 +123,7 @@ class Gemm:
         """
         return Payload(x)
 
-    def cast_before(self, record: bool) -> CastInto | None:
+    def cast_before(self, record: bool) -> plain.CastInto | None:
         """Tell the kernel that makes x how to cast it; None if x is not cast, or its scale not known beforehand."""
         return None
 

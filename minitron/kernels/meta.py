@@ -93,7 +93,7 @@ def _signature(x: Any) -> object:
 
 
 HIDDEN = (
-    "cast cast_master largest transpose add_norm add_norm_cast add_norm_backward "
+    "cast cast_master largest transpose add_norm add_norm_backward "
     "swiglu_forward swiglu_backward swiglu_cast swiglu_backward_cast "
     "gelu_forward gelu_backward gelu_cast gelu_backward_cast "
     "split_heads_backward merge_ sum_parts add_product add_rows_ softmax_sums softmax_gradient_ drop_elements"

@@ -4,7 +4,7 @@ Each function is a whole forward or a whole backward, without autograd: the laye
 function, and so decide what is kept. kernels/kernels.py chooses once, for a run, between this module, fused.py (Triton)
 and meta.py (dry runs), which have the same functions.
 
-    add_norm, _cast              the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
+    add_norm                     the sum of the residual stream and its norm   Zhang & Sennrich 2019, Ba et al. 2016
     swiglu, gelu, _cast          activations; and with their FP8 casts         Shazeer 2020, Hendrycks & Gimpel 2016
     split_heads                  rotary positions, and the cut in q, k, v      Su et al. 2021
     merge_                       attention over two sets of keys               Milakov & Gimelshein 2018
@@ -47,17 +47,31 @@ class Cast(NamedTuple):
     sums: Tensor | None = None
 
 
+class CastInto(NamedTuple):
+    """What a kernel needs to cast its result as `cast` does: scale [1], amax [1] or None, and the format."""
+
+    scale: Tensor
+    amax: Tensor | None
+    kind: torch.dtype
+
+
 # ---- residual and norm -----------------------------------------------------------------------------------------------
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    delta: Tensor | None,
+    delta_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    into: CastInto | None = None,
+) -> tuple[Tensor, Tensor | Cast, Tensor]:
     """Compute total = x + delta + delta_bias and its RMSNorm, or with `bias` its LayerNorm. Without delta total is x.
 
     x, delta [..., h]; the others [h]. Returns total and y [..., h] in x's dtype, y being the norm of the rounded total,
     and the statistics that the backward needs, float32: [1, ...] 1 / (root mean square), or [2, ...] 1 / (standard
-    deviation) and mean.
+    deviation) and mean. into: return cast(y), rows alone, in the place of y.
     """
     assert delta is not None or delta_bias is None
     total = x
@@ -71,23 +85,8 @@ def add_norm(
     rstd = (centred.square().mean(-1) + eps).rsqrt()
     y = centred * rstd.unsqueeze(-1) * weight.float()
     y = y if bias is None else y + bias.float()
-    return total, y.to(x.dtype), torch.stack([rstd, *means])
-
-
-def add_norm_cast(
-    x: Tensor,
-    delta: Tensor | None,
-    delta_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    scale: Tensor,
-    amax: Tensor | None,
-    kind: torch.dtype,
-) -> tuple[Tensor, Cast, Tensor]:
-    """Do as `add_norm` does, with cast(y) in the place of y: rows [m, h]."""
-    total, y, statistics = add_norm(x, delta, delta_bias, weight, bias, eps)
-    return total, cast(y.flatten(0, -2), scale, amax, kind, False), statistics
+    y, statistics = y.to(x.dtype), torch.stack([rstd, *means])
+    return total, y if into is None else cast(y.flatten(0, -2), *into, False), statistics
 
 
 def add_norm_backward(

@@ -87,6 +87,11 @@ class Attention(nn.Module):
         )
         return self.out(y.flatten(2), keys=mb.keys)
 
+    @property
+    def reader(self) -> Gemm | None:
+        """The number format in which x is read, so that x may be its cast alone; None: x is wanted as it is."""
+        return self.qkv.format
+
 
 class MLP(nn.Module):
     """Two linear layers around an activation: x [s/cp/tp, b, h] -> the same; f/tp inner channels on this rank."""
@@ -107,6 +112,11 @@ class MLP(nn.Module):
         inner = self.up(x, recompute_input, mb.local_keys)
         recompute = None if recompute_input is None else partial(self.activation.forward, inner.detach())
         return self.down(activate(inner, self.activation), recompute, mb.keys)
+
+    @property
+    def reader(self) -> Gemm | None:
+        """The number format in which x is read, as for attention."""
+        return self.up.format
 
 
 class Block(nn.Module):
@@ -132,7 +142,7 @@ class Block(nn.Module):
         return self._forward(stream, mb)
 
     def _forward(self, stream: Residual, mb: Microbatch) -> Residual:
-        readers = self.attention.qkv.format, self.mlp.up.format
+        readers = self.attention.reader, self.mlp.reader
         x, y = self.norm1.quantized(stream, readers[0])
         y = self.attention(y, mb, self._recompute(self.norm1, x, readers[0]))
         x, y = self.norm2.quantized(self._add(x, y, self.attention.out.bias, mb, site=1), readers[1])

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from layouts import LLAMA, config, dataset_of
+from layouts import GPT3, LLAMA, config, dataset_of
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
@@ -185,9 +185,10 @@ MODEL = dict(
 TRAIN = dict(seq_len=256, micro_batch_size=2, global_batch_size=8, steps=20)
 
 
-def losses_of(recompute="none", **precision):
+def losses_of(recompute="none", base=LLAMA, **precision):
+    model = MODEL if base is LLAMA else MODEL | dict(num_kv_heads=None)
     cfg = config(
-        LLAMA, dict(model=MODEL, train=TRAIN | dict(recompute=recompute), precision=dict(dtype="bf16") | precision)
+        base, dict(model=model, train=TRAIN | dict(recompute=recompute), precision=dict(dtype="bf16") | precision)
     )
     rules.check(cfg, 1, torch.cuda.get_device_capability())
     trainer = build(cfg, Mesh.offline(device=GPU))
@@ -200,15 +201,16 @@ def losses_of(recompute="none", **precision):
 
 @te
 @recipes
-def test_training_follows_bf16_and_the_torch_backend(recipe):
-    reference, mine = losses_of(), losses_of(fp8=recipe)
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_training_follows_bf16_and_the_torch_backend(base, recipe):
+    reference, mine = losses_of(base=base), losses_of(base=base, fp8=recipe)
     assert reference[-1] < 0.97 * reference[0]
     # rounding noise of 4 % in each product, averaged over 2048 tokens
     assert ((mine - reference).abs() < 0.01 * reference).all()
     if recipe != "block":
-        assert ((losses_of(fp8=recipe, fp8_backend="torch") - reference).abs() < 0.01 * reference).all()
+        assert ((losses_of(base=base, fp8=recipe, fp8_backend="torch") - reference).abs() < 0.01 * reference).all()
     for recompute in "selective", "full":  # the same casts; some kernels add in another order from run to run
-        assert_close_rel(losses_of(recompute, fp8=recipe), mine, 2e-3, recompute)
+        assert_close_rel(losses_of(recompute, base, fp8=recipe), mine, 2e-3, recompute)
 
 
 @te

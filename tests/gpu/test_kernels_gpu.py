@@ -346,7 +346,7 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
 
     scale, amax = torch.full((1,), 100.0, device="cuda"), [torch.zeros(1, device="cuda") for _ in range(2)]
     inputs, kind = (x, delta, delta_bias, weight, bias, 1e-5), torch.float8_e4m3fn
-    again, cast, _ = fused.add_norm_cast(*inputs, scale, amax[0], kind)
+    again, cast, _ = fused.add_norm(*inputs, plain.CastInto(scale, amax[0], kind))
     expected = plain.cast(y.flatten(0, -2), scale, amax[1], kind, False)  # the kernel's own norm: the same bytes
     assert torch.equal(again, total) and torch.equal(cast.rows.float(), expected.rows.float())
     assert torch.equal(cast.inverse, expected.inverse) and torch.equal(*amax)

@@ -104,12 +104,12 @@ def norms(layer_norm, delta, kind):
     amax = [torch.full((1,), 0.5) for _ in range(3)]
     total, y, statistics = fused_norm.add_norm(*inputs)
     expected = fused_casts.cast(y.flatten(0, -2), scale, amax[0], kind, False)
-    mine, cast, found = fused_norm.add_norm_cast(*inputs, scale, amax[1], kind)
+    mine, cast, found = fused_norm.add_norm(*inputs, plain.CastInto(scale, amax[1], kind))
     assert torch.equal(mine, total) and torch.equal(found, statistics) and cast.columns is None
     assert torch.equal(cast.rows.view(torch.uint8), expected.rows.view(torch.uint8))
     assert torch.equal(cast.inverse, expected.inverse) and torch.equal(amax[0], amax[1])
-    twin = plain.add_norm_cast(*inputs, scale, amax[2], torch.float32)
-    exact = fused_norm.add_norm_cast(*inputs, scale, None, torch.float32)[1]
+    twin = plain.add_norm(*inputs, plain.CastInto(scale, amax[2], torch.float32))
+    exact = fused_norm.add_norm(*inputs, plain.CastInto(scale, None, torch.float32))[1]
     assert_close_rel(exact.rows, twin[1].rows, 1e-3, "norm and cast")
     assert_close_rel(amax[1], amax[2], 1e-3, "amax")
 
