@@ -1,15 +1,18 @@
 """minitron and a peer in turn, on the same GPUs in the same run: `python benchmarks/compare.py [CASE ...]`.
 
 Machines of one kind differ by some percent and a GPU by its temperature, so only the ratio of two measurements of one
-run counts. Each side runs in processes of its own, from the same configuration, timed by the same code (measure.py).
+run counts; and what drifts while it lasts must not favour whoever comes first. So each side runs twice: ours, peer,
+peer, ours. The first two give a ratio, the last two another one; their mean counts, and half of their difference is
+its spread. A program runs in processes of its own, from the same configuration, timed by the same code (measure.py).
 Per case and precision it prints, and appends to the results,
 
-    case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. ours_gib=.. peer_gib=..
+    case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. spread=.. ours_gib=.. peer_gib=..
 
 The peer is Megatron-core, or `--peer torchtitan` or `huggingface`.
-MFU by the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against
-a peer in bf16 where it has nothing else; memory of the highest rank, as torch's allocator counts it. A case that cannot
-run here is skipped with a reason. Exits with status 1 if one failed.
+Figures are means of a side's runs, memory the larger one, of the highest rank, as torch's allocator counts it. MFU by
+the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against a peer
+in bf16 where it has nothing else. A case that cannot run here is skipped with a reason. Exits with status 1 if one
+failed.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
@@ -33,6 +37,7 @@ from benchmarks.cases import CASES, FP8_RECIPES, Case
 from minitron.runtime.environment import DEFAULTS
 
 OURS = "benchmarks/step.py"
+TURNS = "ours", "peer", "peer", "ours"
 # What each needs in its environment. Megatron-core relies on one work queue, which keeps kernels in the order of their
 # launch; minitron's pipelined products, and the others' FSDP, need several.
 PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "torchtitan": {}, "huggingface": {}}
@@ -56,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--fp8", choices=FP8_RECIPES, default="delayed", help="scaling on both sides (default delayed)")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for each side of a case (default 300)")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds for each of the four runs of a case (default 300)"
+    )
     record.add_options(parser)
     args = parser.parse_intermixed_args(argv)
     if unknown := [name for name in args.cases if name not in CASES]:
@@ -82,10 +89,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
-    """Both sides' figures and their ratio. Raises Skipped or Failed."""
-    both = {}
-    peer = f"benchmarks/peers/{args.peer}.py"
-    for side, program, environment in (("peer", peer, PEERS[args.peer]), ("ours", OURS, {})):
+    """Both sides' figures, their ratio and its spread. Raises Skipped or Failed."""
+    programs = {"ours": (OURS, {}), "peer": (f"benchmarks/peers/{args.peer}.py", PEERS[args.peer])}
+    runs: dict[str, list[dict]] = {side: [] for side in programs}
+    for side in TURNS:
+        program, environment = programs[side]
         has = "none" if side == "peer" and args.peer in BF16_TUNERS and case.tunes else fp8
         command = [
             sys.executable,
@@ -99,20 +107,31 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
             "--steps",
             str(args.steps),
         ]
-        both[side] = launch(command, args.timeout, ENVIRONMENT | environment)
+        runs[side].append(launch(command, args.timeout, ENVIRONMENT | environment))
+    ratios = [ours["tflops"] / peer["tflops"] for ours, peer in zip(runs["ours"], runs["peer"])]
+    both = {side: mean_of(figures) for side, figures in runs.items()}
     ours, peer = both["ours"], both["peer"]
     weights = {f"{side}_mfu_weights": figures["mfu_weights"] for side, figures in both.items()} if case.tunes else {}
     return {
         **weights,
         "ours_mfu": ours["mfu_full"],
         "peer_mfu": peer["mfu_full"],
-        "ratio": ours["tflops"] / peer["tflops"],
+        "ratio": mean(ratios),
+        "spread": (max(ratios) - min(ratios)) / 2,
         "ours_gib": ours["peak_gib"],
         "peer_gib": peer["peak_gib"],
         "fp8": fp8,
         "ours": ours,
         "peer_figures": peer,
+        "step_seconds": {side: [run["step_seconds"] for run in figures] for side, figures in runs.items()},
     }
+
+
+def mean_of(runs: list[dict]) -> dict:
+    """Average the numbers of a side's runs; memory is that of the run that took most."""
+    numbers = {key: [run[key] for run in runs] for key, value in runs[0].items() if isinstance(value, float)}
+    peaks = {key: max(values) for key, values in numbers.items() if key == "peak_gib"}
+    return runs[0] | {key: mean(values) for key, values in numbers.items()} | peaks
 
 
 def line(result: dict) -> str:
@@ -124,7 +143,8 @@ def line(result: dict) -> str:
     return "".join(
         [
             f"case={result['case']} ours_mfu={mfu['ours_mfu']:.2f} peer_mfu={mfu['peer_mfu']:.2f} "
-            f"ratio={result['ratio']:.3f} ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
+            f"ratio={result['ratio']:.3f} spread={result['spread']:.3f} "
+            f"ours_gib={result['ours_gib']:.2f} peer_gib={result['peer_gib']:.2f}",
             *more,
         ]
     )

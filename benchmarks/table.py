@@ -34,9 +34,10 @@ def markdown(entries: list[dict]) -> str:
     ]
     for e in entries:
         ours, peer = (_percent(e[f"{who}_mfu"], e.get(f"{who}_mfu_weights")) for who in ("ours", "peer"))
+        ratio = f"{e['ratio']:.3f}" + (f" ± {e['spread']:.3f}" if "spread" in e else "")
         name = e["peer"] if e["fp8"] == "none" or e["peer"] == "megatron" else f"{e['peer']}, in bf16"
         lines.append(
-            f"| {e['case']} | {ours} | {peer} | {e['ratio']:.3f} | {e['ours_gib']:.1f} | {e['peer_gib']:.1f} | {name} |"
+            f"| {e['case']} | {ours} | {peer} | {ratio} | {e['ours_gib']:.1f} | {e['peer_gib']:.1f} | {name} |"
         )
     if any("ours_mfu_weights" in e for e in entries):
         lines += ["", "In parentheses: without attention scores, as the documents of fine-tuning count."]

@@ -224,8 +224,10 @@ def test_a_program_reports_skips_or_fails():
 
 @pytest.mark.parametrize("option, name", [([], "megatron"), *((["--peer", peer], peer) for peer in compare.PEERS)])
 def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_path, capsys):
-    ours = {"mfu_full": 66.0, "tflops": 660.0, "peak_gib": 100.0}
-    peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0}
+    ours = {"mfu_full": 66.0, "tflops": 660.0, "peak_gib": 100.0, "step_seconds": 1.0, "world": 1}
+    peer = {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 110.0, "step_seconds": 1.1, "world": 1}
+    slower = {"mfu_full": 63.0, "tflops": 630.0, "peak_gib": 101.0, "step_seconds": 1.05, "world": 1}  # as it gets warm
+    turns = [("ours", ours), ("peer", peer), ("peer", peer), ("ours", slower)]
     launched = []
 
     def launch(command, timeout, environment):
@@ -234,21 +236,31 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
             raise compare.Failed("it broke")
         is_peer = f"benchmarks/peers/{name}.py" in command
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (is_peer and name == "megatron")
-        return peer if is_peer else ours
+        side, figures = turns[len(launched) - 1]
+        assert is_peer == (side == "peer")
+        return figures
 
     monkeypatch.setattr(compare, "launch", launch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     path = tmp_path / "results.jsonl"
     argv = ["8b-1gpu", "70b-tp4", *option, "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
-    assert compare.main(argv) == 1 and len(launched) == 3
+    assert compare.main(argv) == 1 and len(launched) == 5
     assert capsys.readouterr().out.splitlines() == [
-        "case=8b-1gpu-bf16 ours_mfu=66.00 peer_mfu=60.00 ratio=1.100 ours_gib=100.00 peer_gib=110.00",
+        "case=8b-1gpu-bf16 ours_mfu=64.50 peer_mfu=60.00 ratio=1.075 spread=0.025 ours_gib=101.00 peer_gib=110.00",
         "case=8b-1gpu-fp8 failed: it broke",
         "case=70b-tp4-bf16 skipped: needs 4 GPUs, there are 1",
         "case=70b-tp4-fp8 skipped: needs 4 GPUs, there are 1",
     ]
     (entry,) = map(json.loads, path.read_text().splitlines())
-    figures = {"ours_mfu": 66.0, "peer_mfu": 60.0, "ratio": 1.1, "ours_gib": 100.0, "peer_gib": 110.0}
+    figures = {
+        "ours_mfu": 64.5,
+        "peer_mfu": 60.0,
+        "ratio": 1.075,
+        "ours_gib": 101.0,
+        "peer_gib": 110.0,
+        "spread": 0.025,
+    }
+    assert entry["step_seconds"] == {"ours": [1.0, 1.05], "peer": [1.1, 1.1]} and entry["ours"]["world"] == 1
     assert entry["case"] == "8b-1gpu-bf16" and {k: entry[k] for k in figures} == pytest.approx(figures)
     assert entry["kind"] == "compare" and entry["commit"] == "abc" and entry["peer"] == name
     assert {"gpu", "power_limit_watts", "command"} <= entry.keys()
@@ -283,6 +295,7 @@ def test_two_ranks_of_our_side_really_run():
         "ours": figures,
         "peer_figures": figures,
         "ratio": 1.0,
+        "spread": 0.0,
         "ours_mfu": float("nan"),
         "peer_mfu": float("nan"),
         "ours_gib": 0.0,
@@ -307,12 +320,17 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     }
     record.append(args, "host", {"what": "x"})
     for case, ours in (("a", 61.0), ("b", None), ("a", 66.0)):
-        record.append(args, "compare", figures | {"case": case, "ours_mfu": ours})
+        record.append(
+            args, "compare", figures | {"case": case, "ours_mfu": ours} | ({"spread": 0.004} if ours == 66.0 else {})
+        )
     tuned = {"case": "c", "peer": "huggingface", "fp8": "delayed", "ours_mfu_weights": 65.0, "peer_mfu_weights": 59.0}
     record.append(args, "compare", figures | tuned)
     assert table.main(["--results", str(args.results)]) == 0
     text = (tmp_path / "compare.md").read_text()
-    assert "| a | 66.0 % | 60.0 % | 1.100 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text and "61.0" not in text
+    assert (
+        "| a | 66.0 % | 60.0 % | 1.100 ± 0.004 | 100.0 | 110.0 | megatron |\n| b | unknown |" in text
+        and "61.0" not in text
+    )
     assert "| c | 66.0 % (65.0) | 60.0 % (59.0) | 1.100 | 100.0 | 110.0 | huggingface, in bf16 |" in text
     assert f"torch {metadata.version('torch')}" in text
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

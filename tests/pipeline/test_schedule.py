@@ -445,6 +445,13 @@ def test_check_sees_in_split_backwards(defect):
         check(edit(schedule, rank, change))
 
 
+def test_actions_say_what_they_are():
+    """As reports of runs that hang, dry runs and profiles print them."""
+    names = [str(op) for op in operations(make(2, 1, 2, "zb-h1"), 1)]
+    assert names[1] == "BackwardInput(mb=0, chunk=0, last=False)"
+    assert names[-2:] == [f"BackwardWeight(mb={mb}, chunk=0, last={mb == 1})" for mb in (0, 1)]
+
+
 def test_only_one_chunk_is_split():
     with pytest.raises(ValueError, match="zb-h1 has one chunk a rank, but vp=2; use vp=1 or the schedule 1f1b"):
         make(2, 2, 4, "zb-h1")
