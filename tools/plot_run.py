@@ -1,11 +1,11 @@
-"""Draw the loss, throughput and memory of one or more runs: in the terminal (the loss), and as a PNG.
+"""Draw the loss, gradients, rate, throughput and memory of runs: in the terminal (the loss), and as a PNG.
 
 A run that logs to a directory leaves `metrics.jsonl` there, one JSON object a line: a record of kind `run` at each
 start (with the unigram entropy of the corpus where it is known), then `step` and `eval` records. The unigram entropy is
 what a model reaches that knows how often each token occurs and nothing else: a curve below it has learned from context.
 
     python tools/plot_run.py runs/quickstart            # terminal, and runs/quickstart/loss.png
-    python tools/plot_run.py runs/a runs/b --png ab.png
+    python tools/plot_run.py runs/a runs/b --png ab.png --smooth 50
 
 The terminal has no pixels, but braille characters have eight dots in a 2 x 4 grid, one bit each: a plot of 60 x 16
 characters is a bitmap of 120 x 64. Where the terminal cannot show them, every cell with a dot becomes a `*`.
@@ -28,6 +28,8 @@ from tools import command
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis
+COLUMNS = ("tokens_per_second", "memory_gib", "grad_norm", "learning_rate")  # of metrics.jsonl, beside the loss
+SMOOTH = 100  # points that a smoothed curve has, about
 FINAL_STEPS = 10  # the loss of single steps is noisy: the final loss is the mean of this many
 WELL_BELOW = 0.5  # nats; the perplexity is then less than exp(-0.5) = 61 % of the unigram model's
 
@@ -48,12 +50,14 @@ class Run:
     tokens_per_second: list[float] = field(default_factory=list)
     evals: list[tuple[int, float]] = field(default_factory=list)
     memory_gib: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    learning_rate: list[float] = field(default_factory=list)
 
     def rewind(self, step: int) -> None:
         """Forget `step` and what came after it."""
         kept = sum(at < step for at in self.steps)
-        for column in (self.steps, self.loss, self.tokens_per_second, self.memory_gib):
-            del column[kept:]
+        for column in ("steps", "loss", *COLUMNS):
+            del getattr(self, column)[kept:]
         self.evals = [(at, loss) for at, loss in self.evals if at < step]
 
     @property
@@ -64,6 +68,26 @@ class Run:
 
 def finite(values: list[float]) -> list[float]:
     return [x for x in values if math.isfinite(x)]
+
+
+def smoothed(values: list[float], window: int) -> list[float]:
+    """The mean of each value and the `window` - 1 before it; what is not finite does not count."""
+    means, total, count = [], 0.0, 0
+    for i, value in enumerate(values):
+        for x, sign in ((value, 1), (values[i - window] if i >= window else math.nan, -1)):
+            if math.isfinite(x):
+                total, count = total + sign * x, count + sign
+        means.append(total / count if count else math.nan)
+    return means
+
+
+def short_names(names: list[str]) -> list[str]:
+    """Names without the folders that all of them are in: runs/a, runs/b -> a, b."""
+    parts = [Path(name).parts for name in names]
+    shared = 0
+    while len(names) > 1 and all(len(part) > shared + 1 for part in parts) and len({p[shared] for p in parts}) == 1:
+        shared += 1
+    return [str(Path(*part[shared:])) for part in parts]
 
 
 def read_run(directory: Path) -> Run:
@@ -102,8 +126,8 @@ def add_record(run: Run, record: dict) -> None:
     elif kind == "step":
         run.steps.append(int(record["step"]))
         run.loss.append(number("loss"))
-        run.tokens_per_second.append(number("tokens_per_second"))
-        run.memory_gib.append(number("memory_gib"))
+        for column in COLUMNS:
+            getattr(run, column).append(number(column))
     elif kind == "eval":
         run.evals.append((int(record["step"]), number("loss")))
 
@@ -224,7 +248,8 @@ def legend(runs: list[Run], entropy: bool, signs: dict[str, str]) -> list[str]:
         parts.append(" ".join([signs["entropy"]] * 3) + " unigram entropy")
     lines = [" " * MARGIN + "   ".join(parts)]
     if len(runs) > 1:
-        lines += [f"{' ' * MARGIN}{i}: {run.name}" for i, run in enumerate(runs, start=1)]
+        names = short_names([run.name for run in runs])
+        lines += [f"{' ' * MARGIN}{i}: {name}" for i, name in enumerate(names, start=1)]
     return lines
 
 
@@ -258,13 +283,17 @@ def verdict(run: Run) -> str:
 # --------------------------------------------------------------------------------------------------------- the PNG
 
 
-def save_png(runs: list[Run], path: Path) -> None:
-    """Loss (with validation points and the unigram entropy) above tokens per second, above memory if that is known."""
+def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:
+    """Loss (with validation points and the unigram entropy) above gradient norm, rate, tokens/s and memory, if known.
+
+    window: steps of the mean that is drawn over the loss and its gradient's norm; None: about SMOOTH means a curve.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError(f"{path} was not drawn: matplotlib is not installed; {pip_install('plot')}") from None
-    panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "memory_gib"}
+    panels = {"gradient norm": "grad_norm", "learning rate": "learning_rate"}
+    panels |= {"tokens/s": "tokens_per_second", "GPU memory, GiB": "memory_gib"}
     panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
     figure = Figure(figsize=(8, 4.5 + 1.5 * len(panels)), layout="constrained")
     above, *below = figure.subplots(
@@ -275,23 +304,39 @@ def save_png(runs: list[Run], path: Path) -> None:
         above.axhline(entropy, color="0.45", linestyle="--", linewidth=1)
         above.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), xycoords=("axes fraction", "data"),
                        textcoords="offset points", ha="right", color="0.35", fontsize=9)  # fmt: skip
+    names = short_names([run.name for run in runs])
+
+    def curve(axes, run: Run, values: list[float], color: str, label: str | None) -> None:
+        """Draw the values, pale where their mean is drawn over them."""
+        width = window or max(1, len(values) // SMOOTH)
+        point = "." if len(run.steps) == 1 else ""  # a line of one point would be invisible
+        if width > 1:
+            axes.plot(run.steps, values, color=color, linewidth=0.8, alpha=0.25)
+            values = smoothed(values, width)
+            label = label and f"{label}, mean of {width} steps"
+        axes.plot(run.steps, values, color=color, marker=point, linewidth=1.2, label=label)
+
     for i, run in enumerate(runs):
         color = f"C{i}"
-        name = "" if len(runs) == 1 else f"{run.name} "
-        point = "." if len(run.steps) == 1 else ""  # a line of one point would be invisible
-        above.plot(run.steps, run.loss, color=color, marker=point, linewidth=1.2, label=f"{name}training")
+        name = "" if len(runs) == 1 else f"{names[i]} "
+        point = "." if len(run.steps) == 1 else ""
+        curve(above, run, run.loss, color, f"{name}training")
         if run.evals:
             above.plot(*zip(*run.evals), "o", color=color, markersize=6, markerfacecolor="white", markeredgewidth=1.5,
                        label=f"{name}validation")  # fmt: skip
         for axes, name in zip(below, panels.values()):
-            axes.plot(run.steps, getattr(run, name), color=color, marker=point, linewidth=1)
+            if name == "grad_norm":
+                curve(axes, run, run.grad_norm, color, None)
+            else:
+                axes.plot(run.steps, getattr(run, name), color=color, marker=point, linewidth=1)
     above.set_ylabel("loss (nats per token)")
     above.legend(frameon=False)
     above.set_title(runs[0].name if len(runs) == 1 else "loss", loc="left", fontsize=11)
     for axes, label in zip(below, panels):
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        large = panels[label] in ("tokens_per_second", "memory_gib")
+        axes.yaxis.set_major_formatter(lambda value, _, large=large: f"{value:,.0f}" if large else f"{value:.3g}")
     (above, *below)[-1].set_xlabel("step")
     for axes in (above, *below):
         axes.grid(color="0.92")
@@ -308,12 +353,15 @@ def main(argv: list[str]) -> None:
     parser = command.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="log.dir of a run")
     parser.add_argument("--png", type=Path, help="the picture's file (default: loss.png in the first RUN_DIR)")
+    parser.add_argument("--smooth", type=int, metavar="STEPS", help=f"mean over so many (a {SMOOTH}th of the run)")
     arguments = parser.parse_args(argv)
+    if arguments.smooth is not None and arguments.smooth < 1:
+        raise ValueError(f"--smooth={arguments.smooth} is no number of steps; use 1 for none")
     path = arguments.png or arguments.run_dirs[0] / "loss.png"
     runs = [read_run(directory) for directory in arguments.run_dirs]
     print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
     print("\n".join(verdict(run) for run in runs))
-    save_png(runs, path)
+    save_png(runs, path, arguments.smooth)
     print(f"Picture: {path}")
 
 

@@ -336,6 +336,23 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("8b-s8192-dp4-fp8", "Llama 3 8B, sequence 8192, dp 4"),
+        ("8b-tp2cp2-bf16", "Llama 3 8B, tp 2 cp 2"),
+        ("lora-8b-1gpu-full-bf16", "Llama 3 8B, LoRA, 1 GPU, one document a sample"),
+        ("2gpu-8b-16layers-pp2-uneven-bf16", "Llama 3 8B, 2 GPUs, 16 layers, pp 2, uneven stages"),
+        ("tiny", "tiny"),
+    ],
+)
+def test_cases_are_drawn_in_words(case, words):
+    assert table.in_words(case) == words
+    entry = {"fp8": "delayed", "peer": "huggingface"}
+    assert (table.precision_of(entry, "ours"), table.precision_of(entry, "peer")) == ("FP8", "bf16")
+    assert table.precision_of(entry | {"peer": "megatron"}, "peer") == "FP8"
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

@@ -146,7 +146,7 @@ def test_dataset_from_the_layout_of_the_pile(stage, tmp_path):
         (
             ["gpt3", "x.jsonl"],
             {"TOKENIZER": "bert:x"},
-            "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE and llama",
+            "TOKENIZER=bert:x is none of bytes, gpt2:DIR, llama3:FILE, llama2:FILE and hf:DIR",
         ),
         (["gpt3", "x.jsonl"], {"WORKERS": "0"}, "WORKERS=0 is no number of processes; use 1 or more"),
     ],

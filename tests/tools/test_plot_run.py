@@ -182,6 +182,38 @@ def test_the_command_draws_both_pictures(tmp_path):
     assert matplotlib.image.imread(tmp_path / "b.png").shape[0] < height
 
 
+def test_names_leave_out_the_folders_that_all_are_in():
+    assert plot_run.short_names(["runs/x/a", "runs/x/b", "runs/x/b/c"]) == ["a", "b", "b/c"]
+    assert plot_run.short_names(["/r/a", "/s/a"]) == ["r/a", "s/a"] and plot_run.short_names(["runs/a"]) == ["runs/a"]
+    assert plot_run.short_names(["a", "a"]) == ["a", "a"] and plot_run.short_names(["."]) == ["."]
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.one_of(st.floats(-100, 100), st.just(math.nan)), min_size=1, max_size=30),
+    window=st.integers(1, 9),
+)
+def test_a_smoothed_curve_is_the_mean_of_the_last_values(values, window):
+    for i, found in enumerate(plot_run.smoothed(values, window)):
+        last = plot_run.finite(values[max(0, i - window + 1) : i + 1])
+        assert math.isnan(found) if not last else found == pytest.approx(sum(last) / len(last), abs=1e-9)
+
+
+def test_gradients_and_rate_have_panels_and_smoothing_its_option(tmp_path):
+    run = write(tmp_path / "a", records([8.0, 7.0, 5.0, 5.0]))
+    plain = plot_run.read_run(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    more = [line | ({"grad_norm": 1.0, "learning_rate": 1e-3} if line["kind"] == "step" else {}) for line in lines]
+    full = plot_run.read_run(write(tmp_path / "b", more))
+    assert full.grad_norm == [1.0] * 4 and full.learning_rate == [1e-3] * 4
+    heights = []
+    for one in (plain, full):
+        plot_run.save_png([one], tmp_path / "x.png", 2)
+        heights.append(matplotlib.image.imread(tmp_path / "x.png").shape[0])
+    assert heights[1] > heights[0]
+    assert "--smooth=0 is no number of steps; use 1 for none" in error_of(run, "--smooth", 0)
+
+
 def error_of(*arguments):
     with pytest.raises(ValueError) as error:
         plot_run.main([str(argument) for argument in arguments])
