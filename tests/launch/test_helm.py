@@ -213,6 +213,7 @@ def test_a_bucket_is_mounted_beside_host_networking():
     assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true"}
     assert documents["Job"]["spec"]["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
     assert "serviceAccountName" not in pod
+    assert pod["securityContext"] == {"runAsUser": 0}  # to whom gcsfuse gives the files; the image's user is another
 
     provider = "https://container.googleapis.com/v1/projects/p/locations/l/clusters/c"
     pod = pod_of(
