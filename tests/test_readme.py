@@ -90,6 +90,24 @@ def test_the_keys_are_there_and_take_the_values(readme):
             cli.load([word])
 
 
+def test_planned_jobs_have_the_batch_of_their_size():
+    """2,048 GPUs with a batch for 128 would be another job: two samples a GPU, as launch/ starts them."""
+    texts = [text for readme in READMES for text in typed(readme)]
+    texts += [
+        line
+        for path in (ROOT / "tools/plan.py", ROOT / "minitron/planning/dryrun.py")
+        for line in path.read_text().splitlines()
+    ]
+    found = 0
+    for text in texts:
+        if (named := re.search(r"(configs/[a-z0-9_]+\.yaml)(.*) --world (\d+)", text)) and "one_rank" not in text:
+            keys = re.findall(r"[a-z]+\.\w+=\S+", named[2])
+            cfg = cli.load([str(ROOT / named[1]), *keys])
+            assert cfg.train.global_batch_size >= 2 * int(named[3]), text
+            found += 1
+    assert found >= 8
+
+
 def test_there_is_much_to_check():
     """The patterns above find what they look for."""
     texts = " ".join(everywhere())

@@ -220,7 +220,13 @@ def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cach
     else:
         tokenizer = load_tokenizer(chosen, "--tokenizer")
     trained = data.get("tokenizer")
-    if tokenizer.vocab_size > cfg.model.vocab_size or trained not in (None, tokenizer.fingerprint):
+    if trained in (None, tokenizer.fingerprint) and tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer {chosen} has {tokenizer.vocab_size} ids, more than the vocabulary of {folder}, "
+            f"model.vocab_size={cfg.model.vocab_size}: only the sizes are compared, since the weights do not say which "
+            "tokenizer made their data; give the one that came with them with --tokenizer"
+        )
+    if trained not in (None, tokenizer.fingerprint):
         raise ValueError(
             f"{folder} was not trained with the tokenizer {chosen}, which has {tokenizer.vocab_size} ids "
             f"and the fingerprint {tokenizer.fingerprint}, not {cfg.model.vocab_size} and {trained}; give "

@@ -195,6 +195,11 @@ def main(argv: list[str]) -> None:
         )
 
     rate, fraction = utilization(o.model_flops)
+    if fraction > 1:  # no device does that: an option is another job's
+        given = (
+            f"--batch_size={o.batch_size}, --num_accelerators={o.num_accelerators}, --accelerator_type and --precision"
+        )
+        print(f"warning: an MFU of {fraction:.2f} is above 1; check {given}, and --model_type", file=sys.stderr)
     print(f"Average step time: {seconds:.8f}\nTFLOPS/Accelerator: {rate:.8f}\nMFU: {fraction:.8f}")
     for name, count in o.countings.items():
         rate, fraction = utilization(count)

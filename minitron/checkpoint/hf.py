@@ -42,6 +42,11 @@ from minitron.config.schema import ModelConfig
 
 STORED_DTYPES = {code: dtype for dtype, code in STORED.items()}
 BLOCK_ROWS = 1024  # of a vocabulary, read at a time
+HEADS = {  # what else transformers puts on these models, by the tensor that shows it
+    "score.weight": "sequence classification",
+    "classifier.weight": "token classification",
+    "qa_outputs.weight": "question answering",
+}
 
 
 class Format(NamedTuple):
@@ -298,6 +303,10 @@ class FolderReader:
     def _check(self, fmt: Format) -> None:
         """Raise CheckpointError unless the tensors are the model's, no fewer, no more, and of its shapes."""
         parts = {part.name: part for stack in self._map.values() for part in stack}
+        bare = {name.removeprefix(fmt.prefix): name for name in self._places}
+        for name in HEADS.keys() & bare.keys():
+            why = f"{name} makes it a model for {HEADS[name]}, which predicts labels and no next token"
+            raise CheckpointError(f"{self._places[bare[name]].path}: {why}; convert a {fmt.architecture}")
         for name, part in parts.items():
             place = self._places.get(name)
             if place is None:

@@ -9,7 +9,7 @@ Problem: one waits in a queue to learn whether a layout fits, and whether this c
   3. `MemoryWalk` follows every allocation, `Recorder` writes down every collective. The recorder is the rank's
      `Activity`, so a real run on gloo is recorded in the same way, and the two lists are equal.
 
-    python -m minitron.pretrain configs/gpt3_175b.yaml --dry-run --world 2048 --ranks first,middle,last
+    python -m minitron.pretrain configs/gpt3_175b.yaml train.global_batch_size=4096 --dry-run --world 2048
 
 The step is like one in the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out:
 what libraries allocate for themselves, time (see planning/plan.py), and errors that only arise between ranks.

@@ -427,6 +427,25 @@ def test_a_damaged_folder_is_refused_and_nothing_is_left(damage, message, folder
     assert os.listdir(tmp_path) == ["hf"]
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_a_model_of_another_task_is_named_as_such(family, task, tmp_path):
+    """As transformers writes it: its configuration is that of a language model."""
+    sizes = {"vocab_size": 90, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if family == "Llama":
+        sizes |= dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    else:
+        sizes |= dict(n_embd=32, n_layer=1, n_head=4, n_positions=32)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    getattr(transformers, f"{family}For{task}")(config).save_pretrained(tmp_path / "hf")
+    words = re.sub("([A-Z])", r" \1", task).lower()
+    if (family, task) == ("Llama", "TokenClassification"):  # its head has the name of the other's
+        words = " sequence classification"
+    message = rf"makes it a model for{words}, which predicts labels and no next token; convert a {family}"
+    assert re.search(message, error_of(convert, "import", tmp_path / "hf", tmp_path / "there"))
+    assert os.listdir(tmp_path) == ["hf"]
+
+
 def checkpoint(folder, model, kind="param", names=None):
     cfg = Config(model=model)
     with Writer(folder, 5, dataclasses.asdict(cfg)) as writer:

@@ -19,6 +19,7 @@ import yaml
 
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
+from minitron.config.schema import Config
 from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.optim.lr import learning_rate
@@ -29,6 +30,7 @@ from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import plan, room_gib
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
+from tools.plan_search import changes, search, written
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -358,3 +360,57 @@ def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
     for job, report in zip((own, default), seconds):
         for figure in (f" {report:.0f} s", f" {job.step_seconds:.2f} s", f" {job.memory_gib:.1f} GiB"):
             assert figure in text
+
+
+# ---- faster layouts -------------------------------------------------------------------------------------------------
+
+WORTH_SAYING = 2.0  # percent
+
+
+def cases(name: str) -> tuple[Machine, int, dict[str, Config]]:
+    """The GPUs of JOBS, and the recipe in its own precision and, from bf16, in FP8."""
+    machine = A100_40GB if "jube" in name else H100
+    given = cli.load([recipe(name)])
+    own = "FP8" if given.precision.fp8 != "none" else given.precision.dtype
+    found = {own: given}
+    if own == "bf16":
+        found["FP8"] = replace(given, precision=replace(given.precision, fp8="delayed"))
+    return machine, JOBS[name][0], found
+
+
+def said(name: str) -> list[tuple[str, str, str]]:
+    """(percent, precision, keys) of the rows in which the recipe names a faster variant."""
+    text = Path(recipe(name)).read_text()
+    rows = re.findall(r"^# +([\d.]+) % +(bf16|fp16|FP8) +(\S.*)$", text, re.M)
+    gpu = "A100 of 40 GB" if "jube" in name else "H100"
+    assert (f"# Faster by the planner's search, on {JOBS[name][0]} {gpu}:\n" in text) == bool(rows)
+    return rows
+
+
+def share(cfg: Config, other: Config, world: int, machine: Machine) -> float:
+    """By how many percent the other one is faster, as planned."""
+    before, after = (plan(c, world, machine) for c in (cfg, other))
+    assert after.fits
+    return 100 * (before.step_seconds / after.step_seconds - 1)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_variant_that_a_recipe_calls_faster_is_planned_so(name):
+    machine, world, found = cases(name)
+    for percent, precision, keys in said(name):
+        fp8 = ["precision.fp8=delayed"] * (precision == "FP8")
+        now = share(found[precision], cli.load([recipe(name), *fp8, *keys.split()]), world, machine)
+        assert abs(now - float(percent)) < 0.5, f"{name}.yaml is to say: #   {now:.1f} %  {precision:4}  {keys}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_a_recipe_says_which_variant_the_search_finds_faster(name):
+    """And by how much: who takes the recipe as it is knows what he leaves. Minutes for the large ones."""
+    machine, world, found = cases(name)
+    due = []
+    for precision, cfg in found.items():
+        best = search(cfg, world, machine, 1).best[0].cfg
+        if (percent := share(cfg, best, world, machine)) >= WORTH_SAYING:
+            due.append((f"{percent:.1f}", precision, " ".join(written(changes(cfg, best)))))
+    assert said(name) == due

@@ -45,6 +45,44 @@ def test_apex_is_nvidias_at_a_commit_and_never_pypis():
 
 
 def test_everything_that_is_copied_is_there():
-    sources = [word for line in INSTRUCTIONS.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]]
+    sources = [
+        word
+        for line in INSTRUCTIONS.splitlines()
+        if line.startswith("COPY") and "--from" not in line
+        for word in line.split()[1:-1]
+    ]
     assert {"minitron", "configs", "launch", "tools"} <= set(sources)
     assert all((ROOT / source).exists() for source in sources)
+
+
+BUILD, LAST = (stage for stage in re.split(r"^FROM ", INSTRUCTIONS, flags=re.M)[1:])
+
+
+def test_no_compilers_in_the_last_stage():
+    """What is compiled comes from the first stage; only Triton's launchers need a compiler, one of C."""
+    assert "-devel-" in BUILD.splitlines()[0] and "-runtime-" in LAST.splitlines()[0]
+    assert "COPY --from=build /opt/venv /opt/venv" in LAST and "pip install" not in LAST
+    assert not re.search(r"build-essential|cmake|ninja|g\+\+|cuda-toolkit|nvcc", LAST)
+    for name in ("rdma-core", "libibverbs1", "gcc"):
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", LAST)
+
+
+def test_it_runs_as_an_ordinary_user():
+    user = int(re.search(r"useradd .*--uid (\d+) minitron", LAST)[1])
+    assert LAST.rstrip().splitlines()[-1] == f"USER {user}" and user > 1000
+
+
+def test_jobs_fit_the_machine_that_the_page_names():
+    """Of e2-highcpu-32 (a GiB a core), at 4 GiB for a compiler."""
+    assert "e2-highcpu-32" in TEXT and "e2-highcpu-32" in (ROOT / "launch" / "README.md").read_text()
+    assert int(ARGUMENTS["MAX_JOBS"]) * 4 <= 32
+
+
+def test_the_context_holds_what_is_copied_and_no_more():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines  # all is left out but what is named
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    copied = [line for line in INSTRUCTIONS.splitlines() if line.startswith("COPY") and "--from" not in line]
+    sources = {word for line in copied for word in line.split()[1:-1]}
+    assert {source.split("/")[0] for source in sources} == kept
+    assert "benchmarks/results" in lines

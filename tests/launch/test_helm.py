@@ -5,6 +5,7 @@ It is run here as two nodes would run it.
 The templates go through helm itself (`tests/run.sh` fetches it), so no test stands in for its template language.
 """
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import kubernetes_validate
@@ -20,6 +22,7 @@ import pytest
 import yaml
 
 from minitron.config import cli, rules
+from minitron.config.schema import Config, keys, kinds
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "launch" / "helm"
@@ -70,6 +73,14 @@ def environment(container: dict) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container["env"]}
 
 
+VOLUMES = [
+    {"name": "data", "mountPath": "/data", "readOnly": True, "persistentVolumeClaim": {"claimName": "pile"}},
+    {"name": "ssd", "mountPath": "/ssd", "hostPath": {"path": "/mnt/disks/ssd0"}},
+]
+ENV = [
+    {"name": "NCCL_NVLS_ENABLE", "value": 1},
+    {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}},
+]
 A3MEGA = ("-f", str(CHART / "a3mega.yaml"))
 CASES = {
     "a3mega": (A3MEGA, {}),
@@ -81,6 +92,19 @@ CASES = {
             "queue": "research",
             "nodeSelector.pool": "h200",
             "workload__volume.persistentVolumeClaim.claimName": "runs",
+        },
+    ),
+    "a cluster of its own": (
+        ("--set-json", f"workload.volumes={json.dumps(VOLUMES)}", "--set-json", f"workload.env={json.dumps(ENV)}"),
+        {
+            "workload__resources.rdma/hca": 8,
+            "imagePullSecrets": "{registry,mirror}",
+            "priorityClass": "research",
+            "tolerations[0].operator": "Exists",
+            "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0]"
+            ".matchExpressions[0].key": "h200",
+            "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0]"
+            ".matchExpressions[0].operator": "Exists",
         },
     ),
 }
@@ -116,6 +140,52 @@ def test_manifests_follow_the_schemas_of_kubernetes(name):
     )
 
 
+def test_what_a_cluster_adds_reaches_the_pod():
+    """PVC and local SSD, environment that wins over the chart's, rdma, pull secrets, priority, affinity."""
+    args, settings = CASES["a cluster of its own"]
+    pod = pod_of(rendered(*args, **settings))
+    (container,) = pod["containers"]
+    sources = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert sources[mounts["/data"]["name"]]["persistentVolumeClaim"] == {"claimName": "pile"}
+    assert mounts["/data"]["readOnly"] and not mounts["/ssd"]["readOnly"]
+    assert sources[mounts["/ssd"]["name"]]["hostPath"] == {"path": "/mnt/disks/ssd0"}
+    entries = {entry["name"]: entry for entry in container["env"]}
+    assert len(entries) == len(container["env"]) and entries["NCCL_NVLS_ENABLE"]["value"] == "1"
+    assert entries["HF_TOKEN"] == ENV[1]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "rdma/hca": 8}
+    assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+    assert pod["priorityClassName"] == "research" and pod["affinity"]["nodeAffinity"]
+    assert {"operator": "Exists"} in pod["tolerations"] and len(pod["tolerations"]) == 3
+
+
+@pytest.mark.parametrize(
+    "config, arguments, module",
+    [
+        ("gpt3_175b", "{train.steps=1}", "minitron.pretrain"),
+        ("llama3_8b_lora", "{train.steps=1}", "minitron.finetune"),
+        ("llama3_8b", "{finetune.kind=sft,finetune.base=/data/llama}", "minitron.finetune"),
+        ("llama3_8b_lora", "{finetune.kind=null}", "minitron.pretrain"),
+    ],
+)
+def test_fine_tuning_jobs_start_the_other_command(config, arguments, module):
+    pod = pod_of(rendered(config=config, workload__arguments=arguments))
+    assert environment(pod["containers"][0])["MODULE"] == module
+    assert '-m "$MODULE"' in (CHART / "files" / "pod.sh").read_text()
+
+
+def test_the_chart_knows_every_key_and_no_other():
+    """After a new key: the list of launch/helm/files/keys.txt is this one."""
+    names = {key for f in fields(Config) for key, _, _ in keys(kinds(Config)[f.name][0], f"{f.name}.")}
+    names |= {name.rpartition(".")[0] for name in names if name.count(".") > 1}
+    assert (CHART / "files" / "keys.txt").read_text() == "\n".join(sorted(names)) + "\n"
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_recipe_is_taken(recipe):
+    assert helm(config=recipe).returncode == 0
+
+
 def test_one_pod_a_node_found_by_name():
     documents = rendered(*A3MEGA, workload__gpus=64, network__ncclSettings="null", release="run7")
     job, service, pod = documents["Job"]["spec"], documents["Service"]["spec"], pod_of(documents)
@@ -143,6 +213,7 @@ def test_a_bucket_is_mounted_beside_host_networking():
     assert volume["volumeAttributes"] == {"bucketName": "bucket", "hostNetworkPodKSA": "true"}
     assert documents["Job"]["spec"]["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
     assert "serviceAccountName" not in pod
+    assert pod["securityContext"] == {"runAsUser": 0}  # to whom gcsfuse gives the files; the image's user is another
 
     provider = "https://container.googleapis.com/v1/projects/p/locations/l/clusters/c"
     pod = pod_of(
@@ -222,6 +293,11 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ),
         ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
         ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
+        ({"workload__arguments": "{train.stepz=5}"}, "unknown key train.stepz in config or workload.arguments; python"),
+        ({"workload__arguments": "{trainer.max_steps=5}"}, "unknown key trainer.max_steps in config or workload.arg"),
+        ({"workload__volumes[0].name": "a"}, "/workload/volumes/0"),
+        ({"workload__env[0].name": "A"}, "/workload/env/0"),
+        ({"workload__resources.nvidia\\.com/gpu": 4}, "invalid propertyName 'nvidia.com/gpu'"),
         ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
         ({"network__stack": "tcpx"}, "/network/stack"),
         ({"config": None}, "config is empty; give the run's YAML: --set-file config="),
@@ -372,6 +448,8 @@ def test_the_error_of_a_rank_is_a_pod_s_last_line(tmp_path, programs):
     ],
 )
 def test_a_wrong_configuration_ends_a_pod_with_one_line(tmp_path, argument, message):
-    pod = start_pod(rendered(workload__gpus=8, workload__arguments=f"{{{argument}}}"), 0, tmp_path)
+    documents = rendered(workload__gpus=8)  # helm itself refuses a key that it does not know
+    pod_of(documents)["containers"][0]["args"] = [argument]
+    pod = start_pod(documents, 0, tmp_path)
     *_, last = pod.communicate(timeout=120)[0].splitlines()
     assert pod.returncode == 1 and last.startswith(f"error: {message}"), last

@@ -208,6 +208,10 @@ def test_mistakes_are_one_line(tuned, hugging_face, llama3_file, tmp_path):  # n
             [tuned / "run", "--prompt", "a", "--tokenizer", f"llama3:{llama3_file}"],
             f"was not trained with the tokenizer llama3:{llama3_file}, which has ",
         ),
+        (
+            [folder, "--prompt", "a", "--tokenizer", f"llama3:{llama3_file}"],  # imported weights: only sizes are known
+            f"more than the vocabulary of {folder}, model.vocab_size=300: only the sizes are compared",
+        ),
         ([folder, *good, "--top-p", 0], "--top-p=0.0 is out of range"),
         ([folder, *good, "--temperature", -1], "--temperature=-1.0 is out of range"),
         ([folder, *good, "--max-tokens", 0], "--max-tokens=0 is out of range"),

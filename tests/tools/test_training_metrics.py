@@ -152,6 +152,14 @@ def test_precision_window_and_overrides(tmp_path, capsys):
     assert own["MFU"] == pytest.approx(2048 * 1e15 * 2 / 3 / seconds / 256 / 500e12)
 
 
+def test_an_impossible_mfu_is_warned_of(tmp_path, capsys):
+    """The document's command for a job of 256 GPUs, typed with 8: the figures are printed, and the cause is named."""
+    path = dllogger_file(tmp_path / "log", [20.0] * 40)
+    figures, said = printed(capsys, "--file", path, *GKE, "--num_accelerators", 8)
+    assert figures["MFU"] > 1 and "above 1; check --batch_size=2048, --num_accelerators=8" in said
+    assert "warning" not in printed(capsys, "--file", path, *GKE)[1]
+
+
 def test_every_counting_tokens_and_times_with_a_configuration(tmp_path, capsys):
     """JUWELS' 175B: the hardware count is the line's own TFLOPs."""
     log, config = tmp_path / "job.out", tmp_path / "config.yaml"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What every pod of the Indexed Job runs: bash pod.sh [section.key=value ...]
 #
-#   CONFIG ARTIFACTS MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE   from the chart
+#   MODULE CONFIG ARTIFACTS MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE   from the chart
 #   JOB_COMPLETION_INDEX                                            from Kubernetes: which node of the job this is
 #
 # The static rendezvous, because it takes the node's rank from us: with c10d the order of arrival decides, and rank 0,
@@ -38,7 +38,7 @@ fi
 logs=$(mktemp -d)
 PET_LOG_DIR=$logs "${profiler[@]}" torchrun --tee 3 --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --rdzv-conf timeout=1800 --max-restarts 0 \
-    -m minitron.pretrain "$CONFIG" "$@" log.dir="$ARTIFACTS" &
+    -m "$MODULE" "$CONFIG" "$@" log.dir="$ARTIFACTS" &
 trainer=$!
 trap 'kill -TERM "$trainer"' TERM
 status=0

@@ -23,7 +23,48 @@
 {{- $_ := set $env .name (toString .value) }}
 {{- end }}
 {{- end }}
+{{- range .Values.workload.env }}
+{{- $_ := unset $env .name }}
+{{- end }}
 {{- toYaml $env }}
+{{- end }}
+
+{{/* Refuses a key that minitron does not have, of config and of arguments: the pods would, one after another. */}}
+{{- define "minitron.check" -}}
+{{- $keys := .Files.Get "files/keys.txt" | splitList "\n" }}
+{{- $typed := list }}
+{{- $config := fromYaml .Values.config }}
+{{- if not (hasKey $config "Error") }}
+{{- range $section, $values := $config }}
+{{- if kindIs "map" $values }}
+{{- range $key, $value := $values }}
+{{- $typed = append $typed (printf "%s.%s" $section $key) }}
+{{- end }}
+{{- else }}
+{{- $typed = append $typed $section }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range .Values.workload.arguments }}
+{{- $typed = append $typed (splitList "=" . | first) }}
+{{- end }}
+{{- range $typed }}
+{{- if not (has . $keys) }}
+{{- fail (printf "unknown key %s in config or workload.arguments; python -m minitron.pretrain --help lists the keys" .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What the ranks run: fine-tuning if finetune.kind is set, in config or by the last argument that says so. */}}
+{{- define "minitron.module" -}}
+{{- $finetune := get (fromYaml .Values.config) "finetune" | default dict }}
+{{- $kind := get $finetune "kind" | default "null" }}
+{{- range .Values.workload.arguments }}
+{{- if hasPrefix "finetune.kind=" . }}
+{{- $kind = trimPrefix "finetune.kind=" . }}
+{{- end }}
+{{- end }}
+{{- if eq $kind "null" }}minitron.pretrain{{ else }}minitron.finetune{{ end }}
 {{- end }}
 
 {{/* The volume that keeps the artifacts. */}}
