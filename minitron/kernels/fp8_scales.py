@@ -99,7 +99,8 @@ class WeightScales:
     """
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):
-        self.scale, self.inverse = torch.ones(2, num_weights, device=device)
+        self.scale = torch.ones(num_weights, device=device)
+        self.inverse = torch.ones(num_weights, 4, device=device)[:, 0]  # cuBLAS reads factors at multiples of 16 bytes
         self.top, self.delayed = torch.zeros_like(self.scale), delayed
 
     def begin(self) -> bool:

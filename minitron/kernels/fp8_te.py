@@ -27,9 +27,9 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import FP8_WORKSPACE_BYTES
-from minitron.kernels import fp8_torch, fused_casts
+from minitron.kernels import fp8_torch
 from minitron.kernels.fp8_scales import KINDS, limit
-from minitron.kernels.fp8_torch import Operand, payload_of
+from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import ABSENT, Payload
 
 gemm = partial(tex.generic_gemm, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0)
@@ -66,15 +66,6 @@ class TensorScaling(fp8_torch.TensorScaling):
         if transposed is None:  # not wanted, or a GPU whose FP8 GEMM reads both layouts
             return Payload(parts["data"].view(kind), inverse)
         return Payload(parts["data"].view(kind), inverse, transposed.view(kind), inverse)
-
-    def cast_and_sum(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
-    ) -> tuple[Payload, Tensor]:
-        if scale is None:
-            return super().cast_and_sum(x, role, shared, scale, amax, columns)
-        cast = fused_casts.cast(x, scale, amax, KINDS[role], columns and shared.size == 1, sums=True)
-        assert cast.sums is not None
-        return payload_of(cast), cast.sums
 
     def transpose(self, values: Tensor) -> Tensor:
         return tex.fp8_transpose(values.view(torch.uint8), CODES[values.dtype], out=None).view(values.dtype)

@@ -43,7 +43,7 @@ from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
 # Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
 # at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
-FUSED_ATTENTION = 2.1
+FUSED_ATTENTION = 2.45
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "put_off")  # beside or within other parts: no time of their own
 
 
