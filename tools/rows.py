@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import zstandard
 
 from minitron.config.files import read_json
+from minitron.config.installed import pip_install
 
 BATCH_BYTES = 1 << 20
 READ_BYTES = 1 << 17
@@ -123,7 +124,7 @@ def _table_batches(path: str, kind: str, keys: tuple[str, ...]) -> Iterator[Batc
         from pyarrow import ipc, parquet
     except ImportError as error:
         why = "needs the package pyarrow, which is not installed"
-        raise ValueError(f"{path} {why}; pip install pyarrow") from error
+        raise ValueError(f"{path} {why}; {pip_install('data')}") from error
     first, rows, size, total = 1, [], 0, os.path.getsize(path)
     try:
         if kind == "parquet":

@@ -24,6 +24,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.config.installed import pip_install
 from minitron.data.corpus import PIECES, UNCHANGED
 from minitron.data.tokenizers import LLAMA3_SPLIT, load_tokenizer
 from tools.command import Parser, new_folder, run
@@ -84,7 +85,7 @@ def train_bpe(folder: Path, texts: list[str], vocab_size: int) -> str:
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
-        fix = "pip install tokenizers, or use --kind sentencepiece"
+        fix = f"{pip_install('data')}, or use --kind sentencepiece"
         raise ValueError(f"--kind bpe needs the package tokenizers, which is not installed; {fix}") from error
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")

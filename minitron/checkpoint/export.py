@@ -18,11 +18,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import minitron
+from minitron.config.installed import ROOT
 from minitron.config.schema import Config
 from minitron.runtime.log import Log
 
-TOOL = Path(minitron.__file__).resolve().parents[1] / "tools" / "convert_hf.py"
+TOOL = ROOT / "tools" / "convert_hf.py"
 
 
 class Exporter:

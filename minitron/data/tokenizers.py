@@ -36,6 +36,7 @@ import sentencepiece
 import tiktoken
 
 from minitron.config.files import errors_as, parse_json, read_bytes
+from minitron.config.installed import pip_install
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -134,7 +135,7 @@ class HfTokenizer:
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as error:
-            fix = "pip install tokenizers"
+            fix = pip_install("data")
             raise ValueError(f"{name} needs the package tokenizers, which is not installed; {fix}") from error
         fix = "copy the file again, or upgrade the package tokenizers"
         with errors_as(ValueError, lambda e: f"{name}: no tokenizer.json that can be read ({e}); {fix}", Exception):

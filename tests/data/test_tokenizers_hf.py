@@ -189,5 +189,5 @@ def test_the_folder_without_its_kind_is_answered_with_it(hf):
 
 def test_without_the_library_the_error_says_what_to_install(hf, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="needs the package tokenizers, .*; pip install tokenizers"):
+    with pytest.raises(ValueError, match="needs the package tokenizers, .*; .*-m pip install .*data"):
         load_tokenizer(f"hf:{hf}")
