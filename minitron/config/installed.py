@@ -50,7 +50,7 @@ def main() -> None:
 def recipe(name: str) -> Path | None:
     """Return the file of the recipe of that name, as in llama3_8b; None if there is none."""
     path = ROOT / "configs" / f"{name}.yaml"
-    return path if re.fullmatch(r"\w+", name) and path.is_file() else None
+    return path if re.fullmatch(r"\w{1,100}", name) and path.is_file() else None  # no file has a longer name
 
 
 def similar_recipe(argument: str) -> str | None:

@@ -238,7 +238,7 @@ class SymmetricMemoryComm:
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
         """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
         main, m = self._main(), x.rows.shape[0] // self.axis.size
-        partial, received, memory = self._begin_scatter(x.rows.shape[0], n)
+        partial, received, memory = self._begin_scatter(x.rows, n)
         self._after(self.side, main)
         for i, group in enumerate(reversed(self._groups)):  # the own piece is last: no rank waits for it
             stream, own = (main, self.side)[i % 2], i + 1 == len(self._groups)
@@ -265,7 +265,7 @@ class SymmetricMemoryComm:
 
     def start_matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Arriving[Tensor]:
         """Launch the whole product; its parts travel beside what the current stream does next."""
-        partial, received, memory = self._begin_scatter(x.rows.shape[0], n)
+        partial, received, memory = self._begin_scatter(x.rows, n)
         main = self._main()
         product(x, weight, partial)
         self._after(self.copies, main)
@@ -306,10 +306,11 @@ class SymmetricMemoryComm:
                 piece.copy_(theirs)
         return [out[group.rows(m)] for out, m in zip(whole, rows)]
 
-    def _begin_scatter(self, m: int, n: int) -> tuple[Tensor, Tensor, SharedBuffer]:
+    def _begin_scatter(self, x: Tensor, n: int) -> tuple[Tensor, Tensor, SharedBuffer]:
         """Return space [m, n] that all see, space [tp, m/tp, n] for what they have for this rank, and the memory."""
+        m = x.shape[0]
         memory = self._memory("scatter", m * n * self.dtype.itemsize)
-        received = torch.empty(self.axis.size, m // self.axis.size, n, dtype=self.dtype, device=self.device)
+        received = x.new_empty(self.axis.size, m // self.axis.size, n, dtype=self.dtype)
         return memory.view(self.axis.rank, torch.Size((m, n)), self.dtype, 0), received, memory
 
     def _receive(self, memory: SharedBuffer, group: _Group, received: Tensor) -> None:

@@ -166,7 +166,7 @@ def test_products_in_pieces_add_up_what_was_made_for_each_rank(size, rank):
     weight, x = torch.randn(3, 6), torch.randn(2 * size, 3)
     barrier = mock.patch.object(torch.distributed, "barrier")
     with partners.partners(8), barrier, mock.patch.object(torch, "cuda", cuda):
-        comm = SymmetricMemoryComm(axis(size, rank), CPU, plain.sum_parts)
+        comm = SymmetricMemoryComm(axis(size, rank), CPU, torch.float32, plain.sum_parts)
         for _ in range(3):
             payload = Payload(x, None)
             expected = (x @ weight).unflatten(0, (size, 2)).sum(0)
@@ -277,7 +277,11 @@ def test_every_recipe_can_be_measured():
         pp, stages = cfg.parallel.pp, {run.rank * cfg.parallel.pp // run.world for run in (*job.support, job.main)}
         assert stages == {0, pp // 2, pp - 1} and job.main.rank * pp // job.main.world == pp // 2
     named = {job.main.recipe for job in recipes.jobs()}
-    assert named == {path.stem for path in (record.ROOT / "configs").glob("*.yaml") if "quick" not in path.stem}
+    assert named == {
+        path.stem
+        for path in (record.ROOT / "configs").glob("*.yaml")
+        if "quick" not in path.stem and path.stem != "gpt2_124m"  # small models on one GPU
+    }
 
 
 def fake_measurements(monkeypatch, tmp_path, **times):
@@ -362,7 +366,7 @@ def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkey
     call = ["--missing", "--results", str(tmp_path / "results.jsonl"), "--workers", "2", "--seconds", "1000"]
     assert recipes.main(call) == 1 and len(begun()) == 5
     assert "rank 0 of 128" in (output := capsys.readouterr().out) and "took longer than 3 s" in output
-    assert multiprocessing.active_children() == []
+    assert not [child for child in multiprocessing.active_children() if isinstance(child, workers.FORK.Process)]
 
 
 def test_rows_of_several_processes_are_whole_lines(tmp_path):

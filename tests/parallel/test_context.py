@@ -53,7 +53,8 @@ class Case:
 def lonely_document():
     """1 at document 1 of sample 0, 0 elsewhere: [s, b, 1, 1]"""
     mask = torch.zeros(SEQ_LEN, BATCH, 1, 1)
-    mask[DOCUMENTS[0][1] : DOCUMENTS[0][2], 0] = 1
+    _, begin, end, *_ = DOCUMENTS.boundaries[0]
+    mask[begin:end, 0] = 1
     return mask
 
 

@@ -104,14 +104,15 @@ def methods(folder, size):
         )
 
     with on_files(folder, axis):
-        comms = SymmetricMemoryComm(axis, CPU, plain.sum_parts), ProcessGroupComm(axis)
+        by_copies = [SymmetricMemoryComm(axis, CPU, of, plain.sum_parts) for of in (torch.float32, torch.bfloat16)]
+        comms = by_copies, [ProcessGroupComm(axis)] * 2
         for scale in (1, 1, 2, 1, 3):
             x, whole = payload(M * scale), payload(size * M * scale)
             columns = Payload(None, None, torch.randn(K, M * scale, generator=draw), torch.randn(2, K, generator=draw))
             weight = torch.randint(-8, 9, (K, N), generator=draw).float()
             partial = torch.randn(K, N, generator=draw).bfloat16()
             results = []
-            for comm in comms:
+            for comm, rounding in comms:  # a run's products are of one dtype
                 y, kept = comm.gather_matmul(x, product, weight, N, keep=True)
                 results.append(
                     [
@@ -119,8 +120,8 @@ def methods(folder, size):
                         *comm.start_gather(columns).wait()[2:],
                         *kept[:2],
                         y,
-                        comm.matmul_scatter(whole, product, partial, N),
-                        comm.start_matmul_scatter(whole, product, partial, N).wait(),
+                        rounding.matmul_scatter(whole, product, partial, N),
+                        rounding.start_matmul_scatter(whole, product, partial, N).wait(),
                     ]
                 )
                 assert comm.gather_matmul(x, product, weight, N)[1] is None
@@ -153,7 +154,12 @@ def layers(folder, tp, recompute):
     axis = Mesh.create(tp=tp).tp
     with on_files(folder, axis):
         return two_layers_in_order(
-            tp, True, lambda axis: SymmetricMemoryComm(axis, CPU, plain.sum_parts), "fp32", True, recompute
+            tp,
+            True,
+            lambda axis: SymmetricMemoryComm(axis, CPU, torch.float32, plain.sum_parts),
+            "fp32",
+            True,
+            recompute,
         )
 
 
@@ -193,7 +199,7 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
         Stream=Stream, Event=Event, current_stream=lambda device: Stream.current, set_stream=Stream.set
     )
     with mock.patch.object(torch, "cuda", fake):
-        comm = SymmetricMemoryComm(Axis("tp", 0, 4, (0, 1, 2, 3)), CPU, plain.sum_parts)
+        comm = SymmetricMemoryComm(Axis("tp", 0, 4, (0, 1, 2, 3)), CPU, torch.float32, plain.sum_parts)
         memory = SimpleNamespace(
             barrier=lambda: Stream.current.run(0.1),
             view=lambda rank, shape, dtype, start: torch.zeros(shape, dtype=dtype),
@@ -213,7 +219,12 @@ def test_both_collectives_of_a_column_parallel_backward_hide_behind_its_products
 def chosen(size, device="cpu", sequence_parallel=True, overlap_tp=True):
     axis = Axis("tp", 0, size, tuple(range(size))) if size > 1 else Axis.single()
     return overlap.choose(
-        axis, torch.device(device), sequence_parallel=sequence_parallel, overlap=overlap_tp, sum_parts=plain.sum_parts
+        axis,
+        torch.device(device),
+        torch.float32,
+        sequence_parallel=sequence_parallel,
+        overlap=overlap_tp,
+        sum_parts=plain.sum_parts,
     )
 
 
@@ -227,7 +238,7 @@ def test_one_rank_and_cpus_have_no_shared_memory():
 def test_only_a_power_of_two_of_ranks_takes_shared_memory():
     with (
         mock.patch.object(overlap, "see_each_other", lambda axis, device: True),
-        mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, sum_parts: "shared"),
+        mock.patch.object(overlap, "SymmetricMemoryComm", lambda axis, device, dtype, sum_parts: "shared"),
     ):
         assert chosen(2, "cuda:0") == chosen(4, "cuda:0") == "shared"
         assert type(chosen(3, "cuda:0")) is type(chosen(4, "cuda:0", overlap_tp=False)) is ProcessGroupComm

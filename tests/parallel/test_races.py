@@ -91,12 +91,13 @@ class Rank:
             self.kept.append(new)
         return new
 
-    def new_empty(self, like, *shape):
-        memory, stream = numpy.zeros(int(numpy.prod(shape)) * like.itemsize, numpy.uint8), self.current
+    def new_empty(self, like, *shape, dtype=None):
+        dtype = dtype or like.dtype
+        memory, stream = numpy.zeros(int(numpy.prod(shape)) * dtype.itemsize, numpy.uint8), self.current
         lent, place = memory.view(Lent), (memory.ctypes.data, memory.ctypes.data + memory.nbytes, True)
         self.kept.append(memory)  # no other tensor gets its address
         weakref.finalize(lent, self.note, "access", stream, place)  # what its stream launches next may write there
-        return torch.from_numpy(lent).view(like.dtype).view(shape)
+        return torch.from_numpy(lent).view(dtype).view(shape)
 
     def empty(self, numel, dtype, device):
         self.made += 1
@@ -140,7 +141,7 @@ def noted(rank, program, seed):
         mock.patch.multiple(
             torch.Tensor,
             copy_=lambda there, here: rank.copy_(there, here),
-            new_empty=lambda like, *shape: rank.new_empty(like, *shape),
+            new_empty=lambda like, *shape, dtype=None: rank.new_empty(like, *shape, dtype=dtype),
         ),
     ):
         program(rank, random.Random(seed))
@@ -181,7 +182,7 @@ def replay(launches):
 
 def products(rank, draw):
     """What layers do, in any order, with operands that grow."""
-    comm = overlap.SymmetricMemoryComm(rank.axis, CPU, rank.touch)
+    comm = overlap.SymmetricMemoryComm(rank.axis, CPU, torch.float32, rank.touch)
     kinds = ["start_gather", "gather_matmul", "matmul_scatter", "backward", "later"]
     for _ in range(8):
         call(rank, comm, draw.choice(kinds), draw.choice([1, 1, 2]), keep=draw.random() < 0.5)

@@ -123,7 +123,7 @@ def test_wandb_that_is_not_there(tmp_path, monkeypatch):
     Log(cli.load(["log.wandb=p"]), 1, 2).close()  # rank 0 writes
     with pytest.raises(
         ValueError,
-        match="log.wandb=p needs the package wandb, .*; \\S+ -m pip install .*\\[wandb\\], or set it to null",
+        match="log.wandb=p needs the package wandb, .*; \\S+ -m pip install .*\\[wandb\\]'?, or set it to null",
     ):
         Log(cli.load(["log.wandb=p"]), 0, 1)
 
