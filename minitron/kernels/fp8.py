@@ -8,8 +8,7 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
     weights are cast once per optimizer step, not per microbatch   `end_step` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
     norms and activations cast what they compute, activations'     one pass less each, where the scale is known before
-    gradients too
-    the cast of a gradient also sums its rows, for a bias          a pass less
+    gradients too, which are summed for the bias there
 
 and three ways to a scale, the number that brings a tensor's largest magnitude to the limit of its format:
 
@@ -120,11 +119,8 @@ class Fp8Gemm(Gemm):
         assert scale is not None
         return CastInto(scale, amax, KINDS["x"])
 
-    def quantize_grad(
-        self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool, sums: bool = False
-    ) -> tuple[Payload, Tensor | None]:
-        arguments = (dy, "dy", gathered, *self._scale("dy", True), columns)
-        return self.backend.cast_and_sum(*arguments) if sums else (self.backend.cast(*arguments), None)
+    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
+        return self.backend.cast(dy, "dy", gathered, *self._scale("dy", True), columns)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)  # fast: less than float32 in the tensor cores' sums, in this product alone

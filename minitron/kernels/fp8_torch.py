@@ -68,12 +68,6 @@ class TensorScaling:
             scale, amax = scale_of(top, kind), None
         return payload_of(self.ops.cast(x, scale, amax, kind, both))
 
-    def cast_and_sum(
-        self, x: Tensor, role: str, shared: Axis, scale: Tensor | None, amax: Tensor | None, columns: bool
-    ) -> tuple[Payload, Tensor]:
-        """Cast as `cast` does, and sum x over its rows: [k] float32."""
-        return self.cast(x, role, shared, scale, amax, columns), plain.sum_rows(x)
-
     def transpose(self, values: Tensor) -> Tensor:
         """Transpose cast values, contiguously."""
         return self.ops.transpose(values)

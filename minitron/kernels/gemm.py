@@ -127,14 +127,9 @@ class Gemm:
         """Tell the kernel that makes x how to cast it; None if x is not cast, or its scale not known beforehand."""
         return None
 
-    def quantize_grad(
-        self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool, sums: bool = False
-    ) -> tuple[Payload, Tensor | None]:
-        """Return the gradient dy [m, n] of a layer's output as its products read it.
-
-        sums: also return dy summed over its rows, [n] float32, the gradient of the bias; else None.
-        """
-        return Payload(dy), plain.sum_rows(dy) if sums else None
+    def quantize_grad(self, dy: Tensor, gathered: Axis = ALONE, *, columns: bool) -> Payload:
+        """Return the gradient dy [m, n] of a layer's output as its products read it."""
+        return Payload(dy)
 
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return y [m, n] = x [m, k] W^T + bias, weight [n, k]; in `out` if it is given."""
@@ -169,6 +164,9 @@ class Gemm:
     def quantize_activation_grad(
         self, dy: Tensor, inner: Tensor, act: Activation, *, columns: bool, sums: bool
     ) -> tuple[Payload, Tensor | None]:
-        """Return the gradient of `inner`, for dy [m, f] of its activation, as `quantize_grad` does."""
+        """Return the gradient of `inner` as its products read it, for dy [m, f] of its activation.
+
+        sums: also return it summed over its rows, float32, the gradient of the bias; else None.
+        """
         dx, total = act.backward(dy, inner, sums)
         return Payload(dx), total

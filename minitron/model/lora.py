@@ -111,10 +111,10 @@ class Adapter(nn.Module):
         """Multiply dy [m', n] with the frozen weight's transpose: [m, k], communication included."""
         gemm, comm = self.linear.gemm, self.linear.comm
         if self.by_columns:
-            payload, _ = gemm.quantize_grad(dy, columns=False)
+            payload = gemm.quantize_grad(dy, columns=False)
             dx, _ = column_backward(self.linear, payload, None, need_dx=True)
         else:
-            payload, _ = gemm.quantize_grad(dy, comm.gathered, columns=False)
+            payload = gemm.quantize_grad(dy, comm.gathered, columns=False)
             dx, _ = row_backward(self.linear, payload, None, need_dx=True)
         assert dx is not None
         return dx

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from minitron.comm.mesh import Axis
 from minitron.kernels.gemm import ALONE, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, Shard, accumulate
+from minitron.kernels.plain import sum_rows
 from minitron.parallel.layout import Layout
 from minitron.parallel.overlap import LinearComm, Product
 from minitron.pipeline.deferred import Deferred
@@ -100,9 +101,9 @@ class _ColumnLinear(torch.autograd.Function):
         linear, dy = ctx.linear, rows(dy)
         need_dx, _, need_dw, need_db = ctx.needs_input_grad[:4]
         x = saved_or_recomputed(ctx, ctx.saved_tensors, linear.gemm, linear.comm.gathered) if need_dw else None
-        payload, sums = linear.gemm.quantize_grad(dy, columns=need_dw, sums=need_db)
+        db = accumulate(linear.bias, sum_rows(dy)) if need_db else None
+        payload = linear.gemm.quantize_grad(dy, columns=need_dw)
         del dy  # which is a copy if the gradient was not contiguous
-        db = None if sums is None else accumulate(linear.bias, sums)
         if not (need_dx or need_dw):
             return None, None, None, db, None, None, None
         dx, dw = column_backward(linear, payload, x, need_dx)
@@ -155,7 +156,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, (need_dx, need_dw) = ctx.linear, ctx.needs_input_grad[:2]
         x = saved_or_recomputed(ctx, ctx.saved_tensors, linear.gemm) if need_dw else None
-        payload, _ = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
+        payload = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
         dx, dw = row_backward(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
 

@@ -83,7 +83,7 @@ class _MLP(torch.autograd.Function):
                 if saved
                 else down.gemm.quantize_activation(inner, activation, columns=True, record=True)
             )
-        payload, _ = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
+        payload = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
         d_act, dw_down = row_backward(down, payload, act, need_dx=True)
         d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columns=need_up, sums=need_bias)
         del d_act
