@@ -196,7 +196,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     t, device = cfg.train, mesh.device
     data = build_datasets(
         replace(cfg.data, source="mock", paths=()),
-        vocab_size=cfg.model.vocab_size,
+        vocab_size=cfg.model.vocab_size // cfg.parallel.tp,  # see partners.look_up
         seq_len=t.seq_len,
         seed=t.seed,
         train_samples=t.steps * t.global_batch_size,

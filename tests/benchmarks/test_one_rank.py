@@ -17,12 +17,13 @@ from benchmarks import compare, one_rank, partners, recipes, record, workers
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
-from minitron.comm.mesh import Axis
+from minitron.comm.mesh import Axis, Mesh
 from minitron.config import cli, rules
 from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
 from minitron.parallel.overlap import SymmetricMemoryComm
 from minitron.pipeline.schedule import Backward, Exchange, Forward, Transfer
+from minitron.planning.dryrun import fake_world
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Step
 from replay import replayed
@@ -136,6 +137,20 @@ def test_what_collectives_leave_open_is_this_ranks_part():
         collectives.all_reduce_(whole, axis(3, 1))
         assert torch.equal(whole, x)
         assert collectives._trade(torch.ones(4, 6), axis(2, 0), 1, 0).isfinite().all()
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_every_token_has_a_row_in_the_embedding_of_each_rank(rank):
+    """Seven eighths were zeros; behind them, norms made gradients of 1e13."""
+    cfg = cli.load(
+        ["configs/gpt3_175b_jube.yaml", "model.num_layers=8", "model.hidden_size=64", "model.num_heads=8"]
+        + ["model.vocab_size=1000", "model.vocab_multiple=128", "model.max_positions=16", "train.seq_len=16"]
+    )
+    ids = torch.arange(1000 // 8).reshape(-1, 1)[:112]
+    with fake_world(64, rank, "cpu"), partners.partners(8):
+        trainer = train.build(cfg, Mesh.create(tp=8, pp=8, device=torch.device("cpu")))
+        rows = trainer.chunks[0].embedding.words(ids)
+    assert len(rows) == len(ids) // 8 and rows.any(-1).all()
 
 
 def test_messages_between_stages_have_magnitudes_and_those_of_a_ring_are_the_own():

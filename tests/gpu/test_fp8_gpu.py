@@ -212,7 +212,7 @@ def test_weights_kept_in_fp8_train_as_casts_of_bf16_weights(recipe):
 @te
 def test_weights_kept_in_fp8_take_half_of_the_memory():
     held = []
-    for kept in (False, True):
+    for kept in (False, False, True):  # the first one takes what libraries keep for themselves, too
         gc.collect()
         before = torch.cuda.memory_allocated()
         cfg = config(
@@ -224,4 +224,4 @@ def test_weights_kept_in_fp8_take_half_of_the_memory():
         assert kinds == ({torch.bfloat16, torch.float8_e4m3fn} if kept else {torch.bfloat16})
         del trainer
     matrices = 4 * (256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 512)
-    assert abs((held[0] - held[1]) / matrices - 1) < 0.02
+    assert abs((held[1] - held[2]) / matrices - 1) < 0.02

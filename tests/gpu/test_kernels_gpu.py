@@ -347,9 +347,14 @@ def test_add_norm(dtype, h, layer_norm, delta, delta_bias, dtotal):
     scale, amax = torch.full((1,), 100.0, device="cuda"), [torch.zeros(1, device="cuda") for _ in range(2)]
     inputs, kind = (x, delta, delta_bias, weight, bias, 1e-5), torch.float8_e4m3fn
     again, cast, _ = fused.add_norm(*inputs, plain.CastInto(scale, amax[0], kind))
-    expected = plain.cast(y.flatten(0, -2), scale, amax[1], kind, False)  # the kernel's own norm: the same bytes
-    assert torch.equal(again, total) and torch.equal(cast.rows.float(), expected.rows.float())
-    assert torch.equal(cast.inverse, expected.inverse) and torch.equal(*amax)
+    expected = plain.cast(y.flatten(0, -2), scale, amax[1], kind, False)
+    # A kernel that stores bytes may add a row up in another order: the last bit of its statistics, and so the cast of
+    # a number in a million, is another. One in sixty would be if the norm were not rounded before its cast.
+    near, differ = 1 / 8, cast.rows.float() != expected.rows.float()
+    assert torch.equal(again, total) and differ.float().mean() < 1e-4
+    torch.testing.assert_close(cast.rows.float(), expected.rows.float(), rtol=near, atol=2**-9)
+    assert torch.equal(cast.inverse, expected.inverse)
+    assert_close_rel(amax[0], amax[1], 2**-7 if dtype == torch.bfloat16 else 2**-9)
 
     dy = randn(5, 211, h, dtype=dtype, seed=5).transpose(0, 1)
     dtotal = randn(211, 5, h, dtype=dtype, seed=6) if dtotal else None
