@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # in its own folder, this file would hide the package
@@ -22,8 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import measure
+from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
+from minitron.data.loader import Loader
+from minitron.optim.lr import learning_rate
+from minitron.pretrain import build_data
+from minitron.train import build
 
 try:
     import transformer_engine.pytorch  # noqa: F401  Megatron-core imports without it, and then fails later
@@ -32,7 +39,7 @@ try:
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.tensor_parallel import layers as tensor_parallel_layers
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -60,15 +67,60 @@ def main(argv: list[str] | None = None) -> None:
         rules.check(cfg, world, capability)
         measure.check_translated(cfg, "Megatron-core")
     dist.init_process_group("nccl", device_id=device)
+    step = make_step(cfg, start(cfg), world)
+    measure.report(measure.figures(cfg, measure.median_seconds(step, args.steps, device), world, device))
+    dist.destroy_process_group()
+
+
+def losses(cfg: Config, device: torch.device) -> list[float]:
+    """The training loss of every step of a run on this GPU, with minitron's weights, batches and learning rates."""
+    from benchmarks.peers.same_weights import copy_weights
+
+    o, t, mesh = cfg.optimizer, cfg.train, Mesh.offline(device=device)
+    data = build_data(cfg)
+    weights = {p.spec.name: p for p in build(cfg, mesh).chunks[0].parameters()}
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    config = start(cfg)
+    chunks = make_chunks(cfg, config, lambda chunk: copy_weights(weights, chunk, cfg.model))
+    optimizer = make_optimizer(cfg, config, chunks)
+    loader, figures = Loader(data.train, cfg, mesh), []
+
+    def forward(given, chunk):
+        batch = next(given)
+        tokens, labels = (x.t().contiguous() for x in (batch.tokens, batch.labels))
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        return chunk(tokens, positions, None, labels=labels), mean_loss
+
+    for number in range(1, t.steps + 1):
+        consumed = number * t.global_batch_size
+        batches = loader.step(consumed - t.global_batch_size, number)
+        lr = learning_rate(o, consumed, global_batch_size=t.global_batch_size, total_steps=t.steps)
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, o.weight_decay * group["wd_mult"]
+        made = run_step(cfg, chunks, optimizer, forward, iter(batches), len(batches))
+        figures.append(torch.stack([each["loss"] for each in made]).mean())
+    loader.close()
+    dist.destroy_process_group()
+    return torch.stack(figures).tolist()
+
+
+def start(cfg: Config) -> TransformerConfig:
+    """Make Megatron-core's process groups and its configuration. Collective over the world."""
     p = cfg.parallel
-    virtual = p.vp if p.vp > 1 else None
-    parallel_state.initialize_model_parallel(p.tp, p.pp, virtual, context_parallel_size=p.cp)
+    parallel_state.initialize_model_parallel(p.tp, p.pp, virtual(cfg), context_parallel_size=p.cp)
     model_parallel_cuda_manual_seed(cfg.train.seed)
     # Off without apex, and then Transformer Engine, which needs none, would not accumulate inside its GEMMs either.
     tensor_parallel_layers._grad_accum_fusion_available = True
-    step = make_step(cfg, transformer_config(cfg), virtual, world)
-    measure.report(measure.figures(cfg, measure.median_seconds(step, args.steps, device), world, device))
-    dist.destroy_process_group()
+    return transformer_config(cfg)
+
+
+def virtual(cfg: Config) -> int | None:
+    return cfg.parallel.vp if cfg.parallel.vp > 1 else None
+
+
+def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    mean = output.float().mean()
+    return mean, {"loss": mean.detach()}
 
 
 def transformer_config(cfg: Config) -> TransformerConfig:
@@ -120,12 +172,14 @@ def _stages(layers: tuple[int, ...] | None) -> list[list[str]] | None:
     return [["embedding"] + stages[0], *stages[1:-1], stages[-1] + ["loss"]]
 
 
-def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> list[DistributedDataParallel]:
-    """This rank's model chunks, on the GPU and wrapped for gradient reduction."""
+def make_chunks(
+    cfg: Config, config: TransformerConfig, prepare: Callable[[GPTModel], None] | None = None
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks, on the GPU, prepared and wrapped for gradient reduction."""
     m, chunks = cfg.model, []
-    for i in range(virtual or 1):
-        stage = {} if virtual is None else {"vp_stage": i}
-        if virtual is not None:
+    for i in range(cfg.parallel.vp):
+        stage = {} if virtual(cfg) is None else {"vp_stage": i}
+        if stage:
             parallel_state.set_virtual_pipeline_model_parallel_rank(i)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
@@ -147,6 +201,8 @@ def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> 
         if last:
             chunk.output_layer.gradient_accumulation_fusion = False
         chunk.model_type = ModelType.encoder_or_decoder
+        if prepare is not None:
+            prepare(chunk)
         chunks.append(chunk)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.optimizer.grad_dtype == "fp32",
@@ -159,10 +215,9 @@ def make_chunks(cfg: Config, config: TransformerConfig, virtual: int | None) -> 
     return [DistributedDataParallel(config, options, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
 
 
-def make_step(cfg: Config, config: TransformerConfig, virtual: int | None, world: int):
-    """step(i): forward, backward and update on random tokens that stay on the GPU."""
-    m, t, o = cfg.model, cfg.train, cfg.optimizer
-    chunks = make_chunks(cfg, config, virtual)
+def make_optimizer(cfg: Config, config: TransformerConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The sharded optimizer, and what the schedules have to know of it and of the chunks."""
+    o = cfg.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             lr=o.lr,
@@ -179,40 +234,47 @@ def make_step(cfg: Config, config: TransformerConfig, virtual: int | None, world
         ),
         chunks,
     )
+    interleaved = virtual(cfg) is not None
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
-    config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
-    config.param_sync_func = [c.start_param_sync for c in chunks] if virtual else chunks[0].start_param_sync
-    if virtual:
+    config.no_sync_func = [c.no_sync for c in chunks] if interleaved else chunks[0].no_sync
+    config.param_sync_func = [c.start_param_sync for c in chunks] if interleaved else chunks[0].start_param_sync
+    if interleaved:
         config.grad_sync_func = [c.start_grad_sync for c in chunks]
+    return optimizer
+
+
+def make_step(cfg: Config, config: TransformerConfig, world: int):
+    """step(i): forward, backward and update on random tokens that stay on the GPU."""
+    m, t = cfg.model, cfg.train
+    chunks = make_chunks(cfg, config)
+    optimizer = make_optimizer(cfg, config, chunks)
     shape = t.micro_batch_size, t.seq_len // cfg.parallel.cp
     tokens, labels = (torch.randint(m.vocab_size, shape, device="cuda") for _ in range(2))
     positions = torch.arange(shape[1], device="cuda").expand(shape)
 
-    def loss(output: Tensor):
-        mean = output.float().mean()
-        return mean, {"loss": mean.detach()}
-
     def forward(_, chunk):
-        return chunk(tokens, positions, None, labels=labels), loss
+        return chunk(tokens, positions, None, labels=labels), mean_loss
 
-    run = get_forward_backward_func()
+    given = [None] * len(chunks) if virtual(cfg) else None
+    return lambda _: run_step(cfg, chunks, optimizer, forward, given, cfg.num_microbatches(cfg.dp(world)))
 
-    def step(_: int) -> None:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        run(
-            forward_step_func=forward,
-            data_iterator=[None] * len(chunks) if virtual else None,
-            model=chunks if virtual else chunks[0],
-            num_microbatches=cfg.num_microbatches(cfg.dp(world)),
-            seq_length=t.seq_len,
-            micro_batch_size=t.micro_batch_size,
-            forward_only=False,
-        )
-        optimizer.step()
 
-    return step
+def run_step(cfg: Config, chunks: list, optimizer: MegatronOptimizer, forward: Callable, given: Any, microbatches: int):
+    """Forward and backward of all microbatches, and the update; returns what mean_loss said of each."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    made = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=given,
+        model=chunks if virtual(cfg) else chunks[0],
+        num_microbatches=microbatches,
+        seq_length=cfg.train.seq_len,
+        micro_batch_size=cfg.train.micro_batch_size,
+        forward_only=False,
+    )
+    optimizer.step()
+    return made
 
 
 if __name__ == "__main__":

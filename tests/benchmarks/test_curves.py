@@ -1,0 +1,97 @@
+"""Curves beside Megatron-core: the same weights under its names, every missing run made once, and what is compared."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import curves, text
+from benchmarks.peers.same_weights import copy_weights
+from minitron.checkpoint import hf
+from minitron.config.schema import ModelConfig
+from tools.convert_megatron import BLOCK, LAYERS, REST, arranged
+
+TINY = [
+    *("configs/quickstart.yaml", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64"),
+    *("model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=64", "model.max_positions=16", "data.source=mock"),
+    *("train.seq_len=16", "train.steps=5", "train.micro_batch_size=2", "train.global_batch_size=4", "train.seed=7"),
+    "precision.dtype=bf16",
+]
+
+
+def of_megatron(m: ModelConfig) -> dict[str, torch.Size]:
+    """Names and shapes as Megatron-core has them, with Transformer Engine's layers."""
+    places = {}
+    for name, shape in hf.global_shapes(m).items():
+        if name in REST:
+            places[name] = REST[name], shape
+        else:
+            _, layer, rest = name.split(".", 2)
+            places[name] = f"{LAYERS}{layer}.{BLOCK[rest][0]}", shape
+    return places
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(family="gpt", positions="learned", tie_embeddings=True, num_kv_heads=None),
+        dict(family="llama", positions="rope", tie_embeddings=False, num_kv_heads=2),
+    ],
+)
+def test_weights_are_copied_into_rows_group_by_group(model):
+    m = ModelConfig(
+        num_layers=2, hidden_size=32, ffn_hidden_size=64, num_heads=4, vocab_size=128, max_positions=16, **model
+    )
+    ours = {name: torch.randn(shape) for name, shape in hf.global_shapes(m).items()}
+    theirs, places = nn.Module(), of_megatron(m)
+    for place, shape in places.values():
+        theirs.register_parameter(place.replace(".", "/"), nn.Parameter(torch.zeros(shape)))
+    theirs.named_parameters = lambda: [(name.replace("/", "."), p) for name, p in theirs._parameters.items()]
+    copy_weights(ours, theirs, m)
+    copied = dict(theirs.named_parameters())
+    for name, (place, shape) in places.items():
+        assert torch.equal(arranged(copied[place].detach(), name, tuple(shape), m, place), ours[name]), name
+    assert not torch.equal(copied[places["blocks.0.attention.qkv.weight"][0]], ours["blocks.0.attention.qkv.weight"])
+    theirs.register_parameter("decoder/more", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ValueError, match=r"has decoder\.more, which minitron's has not"):
+        copy_weights(ours, theirs, m)
+    del theirs._parameters[places["head.norm.weight"][0].replace(".", "/")]
+    with pytest.raises(ValueError, match=r"has no decoder\.final_layernorm\.weight \[32\]"):
+        copy_weights(ours, theirs, m)
+
+
+def test_what_is_missing_is_run_and_compared(tmp_path, capsys):
+    """Megatron-core needs GPUs: its runs are said to be missing, and the others are made once."""
+    path, picture = tmp_path / "rows.jsonl", tmp_path / "curves.png"
+    found = curves.main([*TINY, "--results", str(path), "--plot", str(picture)])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [7, 7, 8] and [row["fp8"] for row in rows] == ["none", "delayed", "none"]
+    assert all(row["steps"] == len(row["curve"]) == 5 and row["last"] == row["curve"][-1] for row in rows)
+    first, fp8, other = (row["curve"] for row in rows)
+    assert abs(first[0] - fp8[0]) < 2e-2 and first != fp8 and abs(first[0] - other[0]) > 1e-4
+    said = capsys.readouterr().out
+    assert list(found) == ["minitron bf16 seed 7", "minitron fp8 seed 7", "minitron bf16 seed 8"]
+    assert f"{fp8[-1] - first[-1]:+9.4f}" in said and "megatron bf16 seed 7: " in said and picture.stat().st_size
+    before = path.read_text()
+    curves.main([*TINY, "--results", str(path), "--seconds", "0"])
+    assert path.read_text() == before
+
+
+def test_a_part_of_a_corpus_holds_all_kinds_once(tmp_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(20):
+        (source / f"{i}.py").write_text(f"x = {i}\n" * 100)
+        (source / f"{i}.md").write_text(f"x = {i}\n" * 100 if i < 10 else f"page {i} " * 100)
+    (source / "short.py").write_text("x")
+    (source / "bytes.py").write_bytes(b"\xff" * 500)
+    (source / "weights.bin").write_text("y" * 500)
+    text.main([str(tmp_path / "all.jsonl"), "--under", str(source)])
+    documents = [json.loads(line)["text"] for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert len(documents) == len(set(documents)) == 30
+    text.main([str(tmp_path / "part.jsonl"), "--under", str(source), "--mb", "0.004"])
+    part = [json.loads(line)["text"] for line in (tmp_path / "part.jsonl").read_text().splitlines()]
+    assert part == documents[: len(part)] and 0 < sum(map(len, part)) <= 4000
+    with pytest.raises(SystemExit, match="there is no text under"):
+        text.main([str(tmp_path / "none.jsonl"), "--under", str(tmp_path / "nowhere")])
