@@ -16,6 +16,7 @@ class Case:
     gpus: int
     config: str  # a recipe, relative to the repository
     overrides: tuple[str, ...]
+    peer: str | None = None  # the case whose layout is the peer's fastest, where it lacks this one's schedule
 
     @property
     def tunes(self) -> bool:
@@ -26,7 +27,7 @@ class Case:
         return [self.config, *self.overrides, f"precision.fp8={fp8}"]
 
 
-def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, **settings) -> Case:
+def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, peer: str | None = None, **settings) -> Case:
     """Name a recipe's model in a layout of its own, one sample per microbatch.
 
     settings: keys of `parallel`, of `train` (seq_len), of `model` (num_layers) and of `data`.
@@ -46,7 +47,7 @@ def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, **settings)
         f"train.global_batch_size={microbatches * dp}",
         "data.source=mock",
     )
-    return Case(gpus, f"configs/{config}.yaml", keys + rest)
+    return Case(gpus, f"configs/{config}.yaml", keys + rest, peer)
 
 
 ONE_DOCUMENT = {"separate_documents": "false", "document_length": "null"}
@@ -72,7 +73,14 @@ CASES = {
     "2gpu-8b-16layers-pp2-uneven": _case(2, "llama3_8b", 8, num_layers=16, pp=2, vp=2, layers_per_stage=[4, 5, 5, 2]),
     "2gpu-8b-16layers-pp2-1f1b": _case(2, "llama3_8b", 8, num_layers=16, pp=2, layers_per_stage=[9, 7]),
     "2gpu-8b-16layers-pp2-zb-h1": _case(
-        2, "llama3_8b", 8, num_layers=16, pp=2, layers_per_stage=[9, 7], schedule="zb-h1"
+        2,
+        "llama3_8b",
+        8,
+        num_layers=16,
+        pp=2,
+        layers_per_stage=[9, 7],
+        schedule="zb-h1",
+        peer="2gpu-8b-16layers-pp2-uneven",
     ),
     "2gpu-8b-16layers-s16384-cp2": _case(2, "llama3_8b", 4, num_layers=16, cp=2, seq_len=16384, max_positions=16384),
     "2gpu-sft-8b": _case(2, "llama3_8b_sft", 4, dp=2),

@@ -8,7 +8,8 @@ Per case and precision it prints, and appends to the results,
 
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. spread=.. ours_gib=.. peer_gib=..
 
-The peer is Megatron-core, or `--peer torchtitan` or `huggingface`.
+The peer is Megatron-core, or `--peer torchtitan` or `huggingface`. Where it has not the schedule of a case, it runs
+the fastest layout that it has.
 Figures are means of a side's runs, memory the larger one, of the highest rank, as torch's allocator counts it. MFU by
 the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against a peer
 in bf16 where it has nothing else. A case that cannot run here is skipped with a reason. Exits with status 1 if one
@@ -94,6 +95,7 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
     runs: dict[str, list[dict]] = {side: [] for side in programs}
     for side in TURNS:
         program, environment = programs[side]
+        of_side = CASES[case.peer] if side == "peer" and case.peer else case
         has = "none" if side == "peer" and args.peer in BF16_TUNERS and case.tunes else fp8
         command = [
             sys.executable,
@@ -103,7 +105,7 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
             "--nproc-per-node",
             str(case.gpus),
             program,
-            *case.arguments(has),
+            *of_side.arguments(has),
             "--steps",
             str(args.steps),
         ]

@@ -38,6 +38,7 @@ UNTRANSLATED = (
     "model.attention_dropout",
     "model.hidden_dropout",
     "parallel.cp_style",
+    "parallel.schedule",
     "data.separate_documents",
 )
 

@@ -13,6 +13,7 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     dropout         1 and 1                                                                         fused_activations
     merge           2 and 1                                                                         fused_sums
     sum_parts       one for each part, and 1                                                        fused_sums
+    square_sum      1 and 0                                                                         fused_sums
     add_rows        3 and 2, of the rows that a token has                                           fused_sums
     cross-entropy   1 and 0, backward 1 and 1 over the logits                                       fused_loss
     adamw           4 and 3, and the bf16 parameter                                                 fused_adamw
@@ -43,4 +44,5 @@ from minitron.kernels.fused_norm import add_norm_backward as add_norm_backward
 from minitron.kernels.fused_sums import add_product as add_product
 from minitron.kernels.fused_sums import add_rows_ as add_rows_
 from minitron.kernels.fused_sums import merge_ as merge_
+from minitron.kernels.fused_sums import square_sum as square_sum
 from minitron.kernels.fused_sums import sum_parts as sum_parts

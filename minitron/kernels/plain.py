@@ -242,6 +242,11 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
     return parts.sum(0) if onto is None else onto.add_(parts.sum(0, dtype=wide))
 
 
+def square_sum(x: Tensor) -> Tensor:
+    """Sum the squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
+    return torch._foreach_norm([x], 2, torch.float64)[0].square()
+
+
 # ---- gradients of weights --------------------------------------------------------------------------------------------
 
 

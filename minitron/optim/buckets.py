@@ -35,7 +35,7 @@ Left out: ZeRO-2 and ZeRO-3. The gradient buffer is kept whole because microbatc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -152,7 +152,9 @@ class Bucket:
         slices: ProcessGroupSlices,
         overlap: bool,
         grad_dtype: torch.dtype,
+        square_sum: Callable[[Tensor], Tensor],
     ):
+        self.square_sum = square_sum
         self.plan, self.key, self.slices, self.overlap = plan, plan.key, slices, overlap
         self.params = {span.name: params[span.name] for span in plan.spans}
         in_fp8 = plan.key.dtype == KINDS["weight"]
@@ -224,7 +226,7 @@ class Bucket:
             self.norm_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.norm_stream):
                 self.reduction.wait()
-                self.square.copy_(square_norms([self.grad_slice]))
+                self.square.copy_(self.square_sum(self.grad_slice))
 
     def start_gather(self) -> None:
         self.gather = self.slices.gather(self.data)
@@ -291,7 +293,7 @@ class Gradients:
         nbytes = sum(plan.size * (dtype.itemsize + plan.key.dtype.itemsize) for _, plans in planned for plan in plans)
         self.slices = choose_slices(mesh.dp_cp, mesh.device, nbytes, overlap, kernels.ops.sum_parts)
         for chunk, (named, plans) in zip(chunks, planned):
-            buckets = [Bucket(plan, named, self.slices, overlap, dtype) for plan in plans]
+            buckets = [Bucket(plan, named, self.slices, overlap, dtype, kernels.ops.square_sum) for plan in plans]
             self.chunks.append(buckets)
             self.buckets += buckets
             if overlap and mesh.dp_cp.size > 1:
@@ -351,11 +353,10 @@ class Gradients:
 
     def square_sum(self) -> Tensor:
         """Return this rank's part of the squared global norm, 0-d float64. The world's sum counts each element once."""
-        counted = list(filter(self.counts, self.buckets))
-        squares = [bucket.square for bucket in counted if bucket.norm_stream is not None]
-        late = [bucket.grad_slice for bucket in counted if bucket.norm_stream is None]
-        if late:
-            squares.append(square_norms(late))
+        squares = [
+            bucket.square_sum(bucket.grad_slice) if bucket.norm_stream is None else bucket.square
+            for bucket in filter(self.counts, self.buckets)
+        ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     # ---- parameters
@@ -386,11 +387,6 @@ class Gradients:
                     offset=first - span.start,
                     numel=last - first,
                 )
-
-
-def square_norms(tensors: list[Tensor]) -> Tensor:
-    """Sum all squares, 0-d float64: a float32 sum of 10 million squares is 4e-4 off on a CPU."""
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
 def _sum_all(tensors: Iterable[Tensor], axis: Axis) -> None:

@@ -268,6 +268,27 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
     assert {"cuda", "triton", "transformer_engine", "megatron-core", "torchtitan"} <= entry["versions"].keys()
 
 
+def test_a_peer_without_the_schedule_runs_its_fastest_layout(monkeypatch, tmp_path):
+    launched = []
+
+    def launch(command, timeout, environment):
+        launched.append(command[command.index("--nproc-per-node") + 2 :])
+        return {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 100.0, "step_seconds": 1.0}
+
+    monkeypatch.setattr(compare, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert compare.main(["2gpu-8b-16layers-pp2-zb-h1", "--results", str(tmp_path / "results.jsonl")]) == 0
+    assert [("parallel.schedule=zb-h1" in command, "parallel.vp=2" in command) for command in launched] == [
+        (True, False),
+        (False, True),
+        (False, True),
+        (True, False),
+    ]
+    assert "parallel.layers_per_stage=[4, 5, 5, 2]" in launched[1]
+    with pytest.raises(ValueError, match="parallel.schedule is not what the Megatron-core runner knows"):
+        measure.check_translated(cli.load([*launched[0][1:-2]]), "Megatron-core")
+
+
 def test_an_unknown_case_is_an_error(capsys):
     with pytest.raises(SystemExit):
         compare.main(["8b"])

@@ -318,6 +318,19 @@ def test_dropout(dtype, h):
 
 
 @dtypes
+@pytest.mark.parametrize("n", [1, 4095, 4096 * 529 + 8, 30_000_000])
+def test_square_sum(dtype, n):
+    from minitron.kernels import fused, plain
+
+    x = randn(n, dtype=dtype)
+    mine = fused.square_sum(x)
+    assert mine.dtype == torch.float64 and mine.shape == () and torch.equal(mine, fused.square_sum(x))
+    assert_close_rel(mine, plain.square_sum(x.double()), 1e-12)
+    x[n // 2] = float("inf")
+    assert fused.square_sum(x).isinf() and fused.square_sum(x.fill_(float("nan"))).isnan()
+
+
+@dtypes
 @pytest.mark.parametrize("h", [512, 4096, 5120, 8192, 12288])
 @pytest.mark.parametrize(
     "layer_norm,delta,delta_bias,dtotal",
