@@ -19,7 +19,20 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ceilings, checkpoint, compare, floor, fp8_curves, host, measure, record, shares, step, table
+from benchmarks import (
+    ceilings,
+    checkpoint,
+    compare,
+    floor,
+    fp8_attention,
+    fp8_curves,
+    host,
+    measure,
+    record,
+    shares,
+    step,
+    table,
+)
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
@@ -206,6 +219,22 @@ def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
     for axis, size in {"dp": dp, "tp": p.tp, "pp": p.pp, "cp": p.cp}.items():
         assert (f"{axis}{size}" in name or case.tunes and axis == "dp" and size > 1) == (size > 1)
     assert case.tunes == (cfg.finetune.kind is not None) == name.removeprefix("2gpu-").startswith(("lora-", "sft-"))
+
+
+@pytest.mark.parametrize("name", fp8_attention.CALLS)
+def test_attention_in_fp8_is_asked_of_a_ranks_own_shapes(name):
+    case, (call, count) = CASES[name.removesuffix("-fp8")], fp8_attention.CALLS[name]
+    cfg = cli.load([str(record.ROOT / case.config), *case.arguments("delayed")[1:]])
+    m, tp = cfg.model, cfg.parallel.tp
+    assert (call.batch, call.heads, call.kv_heads) == (cfg.train.micro_batch_size, m.num_heads // tp, m.kv_heads // tp)
+    assert (call.head_dim, call.queries, call.keys, call.causal) == (m.head_dim, *[cfg.train.seq_len] * 2, True)
+    assert count == m.num_layers // cfg.parallel.pp * cfg.num_microbatches(cfg.dp(case.gpus))
+
+
+def test_attention_in_fp8_needs_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="FP8 attention is a GPU's, and there is none"):
+        fp8_attention.main(["--results", str(tmp_path / "results.jsonl")])
 
 
 def fake(text, status=0):
