@@ -29,7 +29,7 @@ from minitron.kernels import attention
 # case of results.jsonl: one rank's attention, and how often a step has it: layers x microbatches
 CALLS = {
     "8b-1gpu-fp8": (AttentionCall(1, 32, 8, 128, 8192, 8192, True, 0.0), 8),
-    "2gpu-8b-16layers-s8192-dp2-fp8": (AttentionCall(1, 32, 8, 128, 8192, 8192, True, 0.0), 16 * 2),
+    "2gpu-8b-16layers-s8192-dp2-fp8": (AttentionCall(1, 32, 8, 128, 8192, 8192, True, 0.0), 16 * 4),
     "2gpu-70b-4layers-tp2-fp8": (AttentionCall(1, 32, 4, 128, 8192, 8192, True, 0.0), 4 * 4),
     "2gpu-175b-2layers-tp2-fp8": (AttentionCall(1, 48, 48, 128, 2048, 2048, True, 0.0), 2 * 16),
 }
