@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import measure, record
 from benchmarks.cases import FP8_RECIPES
+from benchmarks.table import draw_curves
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
@@ -29,6 +30,7 @@ from minitron.kernels import kernels
 from minitron.optim.lr import learning_rate
 from minitron.pretrain import build_data
 from minitron.train import build
+from tools import pictures
 
 PARTS = 10
 GRADIENTS = "bf16-gradients"
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(table(result["curves"]))
     record.append(args, "fp8_curves", result)
     if args.plot:
-        plot(curves, args.plot)
+        pictures.save(draw_curves(result), Path(args.plot))
     return result
 
 
@@ -93,20 +95,6 @@ def table(curves: dict[str, list[float]]) -> str:
             + "".join(f"{curves[name][i]:9.4f} {100 * (curves[name][i] / base - 1):+6.2f} %" for name in recipes)
         )
     return "\n".join(lines)
-
-
-def plot(curves: dict[str, list[float]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, curve in curves.items():
-        axes.plot(range(1, len(curve) + 1), curve, label=name, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="training loss")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 if __name__ == "__main__":

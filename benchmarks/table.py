@@ -1,6 +1,7 @@
-"""A Markdown table and a picture of the comparisons in results.jsonl: `python benchmarks/table.py`.
+"""A Markdown table and pictures of the records in results.jsonl: `python benchmarks/table.py`.
 
-Of each case the newest record counts. Writes compare.md beside it and, with matplotlib, compare.png.
+Of each compared case the newest record counts. Writes compare.md beside it and, with matplotlib, compare.png; and
+fp8_curves.png from the newest curves of a GPU.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ import re
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+
+from benchmarks.cases import CASES
+from tools import pictures
+
 RESULTS = Path(__file__).parent / "results" / "results.jsonl"
-COLORS = {"ours_mfu": "#2a6fbb", "megatron": "#b0b7c0", "huggingface": "#d9a441", "torchtitan": "#7fae6e"}
+PEERS = {"megatron": "Megatron-core", "huggingface": "Hugging Face", "torchtitan": "torchtitan"}
+COLORS = dict(zip(("ours", *PEERS), (pictures.BLUE, pictures.GREY, pictures.GOLD, pictures.GREEN)))
+FLOORS = {True: pictures.INK, False: pictures.RED}  # colour of the mark, by whether attention is counted
+FLOOR_WORDS = {
+    True: "floor: the step's products and attention alone",
+    False: "floor of packed documents: products alone",
+}
 
 
-def newest(path: Path) -> list[dict]:
+def newest(entries: list[dict], path: Path) -> list[dict]:
     """The last comparison of each case and peer, in the order of their first. Raises ValueError if there is none."""
-    found: dict[tuple[str, str], dict] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        entry = json.loads(line)
-        if entry["kind"] == "compare":
-            found[entry["case"], entry["peer"]] = entry
+    found = {(entry["case"], entry["peer"]): entry for entry in entries if entry["kind"] == "compare"}
     if not found:
         raise ValueError(f"{path} has no record of kind compare; run benchmarks/compare.py first")
     return list(found.values())
@@ -62,28 +71,30 @@ WORDS = (
     (r"175b", "GPT-3 175B"),
     (r"(\d+)layers", r"\1 layers"),
     (r"s(\d+)", r"sequence \1"),
-    (r"1gpu", "1 GPU"),
-    (r"(\d)gpu", r"\1 GPUs"),
     (r"lora", "LoRA"),
     (r"sft", "fine-tuning of all weights"),
     (r"full", "one document a sample"),
     (r"uneven", "uneven stages"),
-    (r"(bf16|fp8)", ""),
+    (r"1f1b|zb-h1", "schedule \\g<0>"),
+    (r"(bf16|fp8|\d+gpu)", ""),
 )
 
 
 def in_words(case: str) -> str:
-    """8b-s8192-dp4-fp8 -> "Llama 3 8B, sequence 8192, dp 4"; the precision stands elsewhere."""
+    """8b-s8192-dp4-fp8 -> "Llama 3 8B, sequence 8192, dp 4"; precision and number of GPUs stand elsewhere."""
     words = []
-    for part in case.split("-"):
+    for part in re.split(r"-(?!h1)", case):
         for pattern, text in WORDS:
             if match := re.fullmatch(pattern, part):
                 words.append(match.expand(text))
                 break
         else:
             words.append(" ".join(f"{axis} {size}" for axis, size in re.findall(r"([a-z]+)(\d+)", part)) or part)
+    known = CASES.get(re.sub("-(bf16|fp8)$", "", case))
+    layers = [key.split("=")[1] for key in known.overrides if key.startswith("model.num_layers=")] if known else []
+    words += [f"{count} layers" for count in layers]  # a model with fewer than its name says is no small matter
     models = [word for word in words if word in ("Llama 3 8B", "Llama 3.1 70B", "GPT-3 175B")]
-    return ", ".join([*models, *(word for word in words if word and word not in models)])
+    return ", ".join(dict.fromkeys([*models, *filter(None, words)]))
 
 
 def precision_of(entry: dict, who: str) -> str:
@@ -92,53 +103,109 @@ def precision_of(entry: dict, who: str) -> str:
     return "FP8" if fp8 else "bf16"
 
 
-def draw(entries: list[dict], path: Path) -> None:
-    """Bars of both MFUs, the precisions apart, in each the largest lead first. Needs matplotlib."""
-    import matplotlib
+def floor_share(entry: dict, who: str, entries: list[dict]) -> tuple[float | None, bool]:
+    """The share of a side's step that its products and attention take alone, and whether attention is counted in it.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    It is not where documents are packed: the floor (floor.py) takes a sample as one document. Both sides have one
+    floor, measured in minitron's run; that of a peer in bf16 beside FP8 stands in the case's bf16 record, None without.
+    """
+    name, found = entry["case"].removesuffix("-fp8"), [entry]
+    if precision_of(entry, who) != precision_of(entry, "ours"):
+        found = [e for e in entries if e["case"] == f"{name}-bf16" and e["peer"] == entry["peer"]]
+    case = CASES.get(name.removesuffix("-bf16"))
+    packed = case is not None and case.tunes and "data.separate_documents=false" not in case.overrides
+    floors = found[0]["ours"] if found else {}
+    if "floor_gemm_seconds" not in floors:
+        return None, not packed
+    seconds = floors["floor_gemm_seconds"] + (0 if packed else floors["floor_attention_seconds"])
+    return seconds / entry["ours" if who == "ours" else "peer_figures"]["step_seconds"], not packed
 
-    rooms = [
-        (name, [e for e in entries if (e["fp8"] != "none") == fp8]) for name, fp8 in (("bf16", False), ("FP8", True))
-    ]
-    rooms = [(name, sorted(found, key=lambda e: -e["ratio"])) for name, found in rooms if found]
+
+def groups(entries: list[dict]) -> list[tuple[str, list[dict]]]:
+    """What is compared alike, under one heading that says each side's precision; the largest lead first."""
+    found: dict[str, list[dict]] = {}
+    for e in sorted(entries, key=lambda e: (list(PEERS).index(e["peer"]), e["fp8"] != "none", -e["ratio"])):
+        heading = f"minitron in {precision_of(e, 'ours')}, {PEERS[e['peer']]} in {precision_of(e, 'peer')}"
+        found.setdefault(heading, []).append(e)
+    return list(found.items())
+
+
+@pictures.styled
+def draw(entries: list[dict]):
+    """Bars of both sides' TFLOP/s, each with its floor; MFU, the floor's share and the speeds' ratio beside them.
+
+    FP8 and bf16 have one scale so: their MFU is of different peaks.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    rooms = groups(entries)
     sizes = [len(found) for _, found in rooms]
-    figure, all_axes = pyplot.subplots(
-        len(rooms), 1, figsize=(9, 1.6 + 0.5 * len(entries)), height_ratios=sizes, sharex=True, squeeze=False
+    figure, all_axes = pictures.new(
+        1.2 + 0.5 * len(rooms) + 0.3 * len(entries), len(rooms), height_ratios=sizes, sharex=True, squeeze=False
     )
-    for axes, (name, found) in zip(all_axes[:, 0], rooms):
+    lines = [
+        (axes, row + shift, e, who)
+        for axes, (_, found) in zip(all_axes[:, 0], rooms)
+        for row, e in enumerate(found)
+        for shift, who in ((-0.19, "ours"), (0.19, "peer"))
+    ]
+    speeds = [e["ours" if who == "ours" else "peer_figures"]["tflops"] for _, _, e, who in lines]
+    shares = [floor_share(e, who, entries) for _, _, e, who in lines]
+    right = 1.05 * max(speed / (share or 1) for speed, (share, _) in zip(speeds, shares))
+    for (axes, at, e, who), speed, (share, whole) in zip(lines, speeds, shares):
+        axes.barh(at, speed, 0.36, color=COLORS["ours" if who == "ours" else e["peer"]])
+        if share:
+            axes.plot([speed / share] * 2, [at - 0.18, at + 0.18], color=FLOORS[whole], lw=1.5)
+        mfu = e[f"{who}_mfu"]
+        _cells(axes, at, right, "" if mfu is None else f"{mfu:.1f} %", f"{100 * share:.0f} %" if share else "")
+    for axes, (heading, found) in zip(all_axes[:, 0], rooms):
         for row, e in enumerate(found):
-            for offset, who in (0.0, "ours"), (0.38, "peer"):
-                value = e[f"{who}_mfu"] or 0.0
-                axes.barh(row + offset, value, 0.36, color=COLORS["ours_mfu" if who == "ours" else e["peer"]])
-                other = f"  {precision_of(e, who)}: of another peak" if precision_of(e, who) != name else ""
-                ratio = f"  x {e['ratio']:.3f}" if who == "ours" else ""
-                axes.text(value + 0.5, row + offset, f"{value:.1f}{ratio}{other}", va="center", fontsize=7)
-        axes.set_yticks([row + 0.19 for row in range(len(found))], [in_words(e["case"]) for e in found], fontsize=8)
-        axes.set_ylim(len(found) - 0.4, -0.5)
-        axes.set_xlim(0, 80)
-        axes.set_title(f"minitron in {name}", loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    keys = {
-        "minitron": "ours_mfu",
-        "Megatron-core": "megatron",
-        "Hugging Face": "huggingface",
-        "torchtitan": "torchtitan",
-    }
-    shown = {"ours_mfu", *(e["peer"] for e in entries)}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[key]) for key in keys.values() if key in shown]
-    all_axes[-1, 0].legend(
-        handles, [name for name, key in keys.items() if key in shown], frameon=False, loc="lower right"
-    )
-    all_axes[-1, 0].set_xlabel("MFU in percent of the precision's dense peak, all attention scores counted")
-    gpus = {f"{e['gpu'] or 'CPU'} at {e['power_limit_watts'] or 0:g} W" for e in entries}
-    figure.suptitle(
-        f"{', '.join(sorted(gpus))}; each pair in turn on the same GPUs; x: how many times as fast", fontsize=9
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+            _cells(axes, row, right, "", "", f"{e['ratio']:.3f}" + (f" ± {e['spread']:.3f}" if "spread" in e else ""))
+        gpus = [f"{e['ours']['world']} GPU{'s' if e['ours']['world'] > 1 else ''}" for e in found]
+        axes.set_yticks(range(len(found)), [f"{in_words(e['case'])}, {count}" for e, count in zip(found, gpus)])
+        axes.set(xlim=(0, 1.5 * right), ylim=(len(found) - 0.5, -0.5))
+        axes.set_title(heading)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xticks([x for x in axes.get_xticks() if x <= right])
+        axes.spines["bottom"].set_bounds(0, right)
+    _cells(all_axes[0, 0], -0.75, right, "MFU", "of floor", "× peer")
+    all_axes[-1, 0].set_xlabel("TFLOP/s per GPU, all attention scores counted", x=0.33)
+    gpus = [f"{e['gpu'] or 'CPU'} at {e['power_limit_watts'] or 0:g} W".removesuffix(" at 0 W") for e in entries]
+    figure.suptitle(f"Training speed on {', '.join(sorted(set(gpus)))}, both sides in turn on the same machine")
+    peers = {e["peer"] for e in entries}
+    handles = [Patch(color=COLORS["ours"], label="minitron")]
+    handles += [Patch(color=COLORS[peer], label=name) for peer, name in PEERS.items() if peer in peers]
+    tick = {"marker": "|", "ls": "", "ms": 9, "mew": 1.5}
+    marked = {whole for share, whole in shares if share}
+    handles += [Line2D([], [], color=FLOORS[w], label=FLOOR_WORDS[w], **tick) for w in (True, False) if w in marked]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _cells(axes, row: float, right: float, *texts: str) -> None:
+    """Write a row of the columns beside the bars, which end at `right`."""
+    for share, text in zip((1.12, 1.27, 1.48), texts):
+        axes.text(share * right, row, text, ha="right", va="center", fontsize=pictures.SMALL)
+
+
+@pictures.styled
+def draw_curves(entry: dict):
+    """The mean loss of every tenth of runs in bf16 and otherwise, and how far from bf16 they are."""
+    curves, steps = entry["curves"], entry["steps"]
+    middles = [steps * (i + 0.5) / len(curves["bf16"]) for i in range(len(curves["bf16"]))]
+    figure, (above, below) = pictures.new(4.2, 2, sharex=True, height_ratios=(3, 2))
+    for name, curve in curves.items():
+        above.plot(middles, curve, "o-", ms=3, label=name if "bf16" in name else f"FP8, {name}")
+        below.plot(middles, [100 * (loss / base - 1) for loss, base in zip(curve, curves["bf16"])], "o-", ms=3)
+    where = entry.get("gpu") or "a CPU"
+    above.set(ylabel="loss (nats per token)", title=f"Training loss by number format, mean of each tenth, on {where}")
+    above.legend()
+    below.set(xlabel="step", ylabel="distance from bf16, %", xlim=(0, steps))
+    for axes in (above, below):
+        axes.grid()
+    figure.align_ylabels()
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,16 +213,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     args = parser.parse_args(argv)
     try:
-        entries = newest(args.results)
+        lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else ()
+        records = [json.loads(line) for line in lines]
+        entries = newest(records, args.results)
         text = markdown(entries)
         args.results.with_name("compare.md").write_text(text, encoding="utf-8")
-        draw(entries, args.results.with_name("compare.png"))
+        print(text, end="")
+        pictures.save(draw(entries), args.results.with_name("compare.png"))
+        if curves := [r for r in records if r["kind"] == "fp8_curves" and r["gpu"]]:
+            pictures.save(draw_curves(curves[-1]), args.results.with_name("fp8_curves.png"))
+    except pictures.NoMatplotlib as error:
+        print(error)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except ImportError:
-        print("no picture: pip install matplotlib")
-    print(text, end="")
     return 0
 
 

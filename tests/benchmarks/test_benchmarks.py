@@ -199,9 +199,19 @@ def test_curves_of_fp8_lie_beside_one_of_bf16_whatever_the_configuration_has(tmp
     monkeypatch.setattr(fp8_curves, "losses", lambda cfg, device: [2.0 + (cfg.precision.fp8 != "none")] * 10)
     given = ["precision.fp8=delayed", "precision.fp8_bf16_layers=1", "model.num_layers=3"]
     path = tmp_path / "results.jsonl"
-    result = fp8_curves.main([*TINY[:-1], *given, "--recipes", "current", "--results", str(path)])
+    plot = ["--plot", str(tmp_path / "curves.png")]
+    result = fp8_curves.main([*TINY[:-1], *given, "--recipes", "current", "--results", str(path), *plot])
     assert result["curves"] == {"bf16": [2.0] * 10, "current": [3.0] * 10}
     assert json.loads(path.read_text())["last"] == {"current": 0.5}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    losses, distances = table.draw_curves(result | {"steps": 100, "gpu": "NVIDIA H200"}).axes
+    assert "on NVIDIA H200" in losses.get_title(loc="left")
+    assert {line.get_label(): list(line.get_ydata()) for line in losses.lines} == {
+        "bf16": [2.0] * 10,
+        "FP8, current": [3.0] * 10,
+    }
+    assert list(losses.lines[0].get_xdata()) == list(range(5, 100, 10))  # the middle of each tenth
+    assert [list(line.get_ydata()) for line in distances.lines] == [[0.0] * 10, [50.0] * 10]
 
 
 # ---- cases and comparisons ------------------------------------------------------------------------------------------
@@ -367,6 +377,8 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
         "peer_gib": 110.0,
         "peer": "megatron",
         "fp8": "none",
+        "ours": {"world": 1, "tflops": 650.0, "step_seconds": 1.0},
+        "peer_figures": {"tflops": 590.0, "step_seconds": 1.1},
     }
     record.append(args, "host", {"what": "x"})
     for case, ours in (("a", 61.0), ("b", None), ("a", 66.0)):
@@ -391,16 +403,71 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
     [
         ("8b-s8192-dp4-fp8", "Llama 3 8B, sequence 8192, dp 4"),
         ("8b-tp2cp2-bf16", "Llama 3 8B, tp 2 cp 2"),
-        ("lora-8b-1gpu-full-bf16", "Llama 3 8B, LoRA, 1 GPU, one document a sample"),
-        ("2gpu-8b-16layers-pp2-uneven-bf16", "Llama 3 8B, 2 GPUs, 16 layers, pp 2, uneven stages"),
+        ("175b-tp4-fp8", "GPT-3 175B, tp 4, 4 layers"),  # of 96: the case has what its name does not say
+        ("lora-8b-1gpu-full-bf16", "Llama 3 8B, LoRA, one document a sample"),
+        ("2gpu-8b-16layers-pp2-uneven-bf16", "Llama 3 8B, 16 layers, pp 2, uneven stages"),
+        ("2gpu-8b-16layers-pp2-zb-h1-bf16", "Llama 3 8B, 16 layers, pp 2, schedule zb-h1"),
         ("tiny", "tiny"),
     ],
 )
 def test_cases_are_drawn_in_words(case, words):
     assert table.in_words(case) == words
-    entry = {"fp8": "delayed", "peer": "huggingface"}
-    assert (table.precision_of(entry, "ours"), table.precision_of(entry, "peer")) == ("FP8", "bf16")
-    assert table.precision_of(entry | {"peer": "megatron"}, "peer") == "FP8"
+
+
+def compared(case, peer, fp8, ours, theirs, gpus=1, seconds=(1.0, 1.25), floors=(0.6, 0.2)):
+    """A record of a comparison at `ours` and `theirs` TFLOP/s."""
+    return {
+        "case": case, "peer": peer, "fp8": fp8, "ratio": ours / theirs, "ours_mfu": ours / 10, "peer_mfu": theirs / 10,
+        "ours": {
+            "world": gpus, "tflops": ours, "step_seconds": seconds[0], "floor_gemm_seconds": floors[0],
+            "floor_attention_seconds": floors[1],
+        },
+        "peer_figures": {"tflops": theirs, "step_seconds": seconds[1]}, "gpu": "NVIDIA H200", "power_limit_watts": 700,
+    }  # fmt: skip
+
+
+def test_the_picture_of_comparisons_says_what_each_bar_is():
+    pytest.importorskip("matplotlib")
+    entries = [
+        compared("8b-pp4-bf16", "megatron", "none", 500.0, 480.0, 4),
+        compared("175b-tp4-bf16", "megatron", "none", 550.0, 500.0, 4),
+        compared("8b-pp4-fp8", "megatron", "delayed", 700.0, 600.0, 4),
+        compared("lora-8b-1gpu-fp8", "huggingface", "delayed", 900.0, 450.0, floors=(0.3, 0.9)),
+        compared("lora-8b-1gpu-bf16", "huggingface", "none", 600.0, 450.0, seconds=(1.0, 1.2)),
+        compared("sft-8b-4gpu-fp8", "huggingface", "delayed", 800.0, 500.0),
+    ]
+    figure = table.draw(entries)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "minitron in bf16, Megatron-core in bf16",
+        "minitron in FP8, Megatron-core in FP8",
+        "minitron in bf16, Hugging Face in bf16",
+        "minitron in FP8, Hugging Face in bf16",
+    ]
+    pretrained, _, tuned, in_fp8 = figure.axes
+    assert "NVIDIA H200 at 700 W" in figure.get_suptitle()
+    # The largest lead first, in words, with layers that the name does not tell.
+    words = [[label.get_text() for label in axes.get_yticklabels()] for axes in (pretrained, in_fp8)]
+    assert words[0] == ["GPT-3 175B, tp 4, 4 layers, 4 GPUs", "Llama 3 8B, pp 4, 4 GPUs"]
+    assert words[1] == ["Llama 3 8B, LoRA, 1 GPU", "Llama 3 8B, fine-tuning of all weights, 1 GPU"]
+    assert [bar.get_width() for bar in pretrained.patches] == [550.0, 500.0, 500.0, 480.0]
+    # A bar's floor is where the bar would end if products and attention were all of the step.
+    marks = [line.get_xdata()[0] for line in pretrained.lines]
+    assert marks == pytest.approx([550 / 0.8, 500 / 0.64, 500 / 0.8, 480 / 0.64])
+    texts = [text.get_text() for text in pretrained.texts]
+    shares = ["55.0 %", "80 %", "50.0 %", "64 %", "50.0 %", "80 %", "48.0 %", "64 %"]
+    assert [text for text in texts if text.endswith("%")] == shares
+    assert [text for text in texts if text and not text.endswith("%")] == [
+        "1.100",
+        "1.042",
+        "MFU",
+        "of floor",
+        "× peer",
+    ]
+    # Packed documents: products alone. A peer in bf16 has the floor of the bf16 record, and none without one.
+    assert [line.get_xdata()[0] for line in tuned.lines] == pytest.approx([600 / 0.6, 450 / 0.5])
+    assert [line.get_xdata()[0] for line in in_fp8.lines] == pytest.approx([900 / 0.3, 450 / 0.48, 800 / 0.6])
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["minitron", "Megatron-core", "Hugging Face", *table.FLOOR_WORDS.values()]
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
