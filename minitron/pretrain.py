@@ -41,6 +41,7 @@ from minitron.runtime.graph import why_eager
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import meet
 from minitron.runtime.room import OutOfMemory
+from minitron.runtime.startup import Startup
 from minitron.runtime.stop import Diverged, Stop
 from minitron.runtime.watch import watched
 from minitron.train import build, train
@@ -58,6 +59,7 @@ def main(
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
     """Train until the last step, or until a signal, whose number it returns."""
+    startup = Startup(os.environ, listener.begun)
     with cli.user_errors():
         rank, world, local_rank, ranks_here = place(os.environ)
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
@@ -100,10 +102,13 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         with watched(mesh, log, cfg.train.hang_seconds):
             trainer = build(cfg, mesh, chosen)
             trainer.base = start.mark
+            startup.mark("build")
             mesh.activity.begin("load")
             restore(start, trainer.state)
+            startup.mark("load")
             mesh.activity.begin("start")
             log.start(
+                startup,
                 unigram_entropy=data.info.get("unigram_entropy"),
                 device=name,
                 torch=torch.__version__,

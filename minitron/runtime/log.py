@@ -4,7 +4,8 @@
                      validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
-      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
+      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval";
+                     after the first step "start", which says what the start took (startup.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
@@ -41,6 +42,7 @@ from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import SINKS, File, Sink
+from minitron.runtime.startup import Startup
 
 RECENT = 20  # how many steps the summary covers
 
@@ -64,6 +66,7 @@ class Log(AbstractContextManager):
         self._seconds, self._val_loss, self._begun = 0.0, None, datetime.now()
         self._rank_log = self._metrics = self._dllogger = self._errors = None
         self._sinks: list[Sink] = []
+        self._startup: Startup | None = None
         self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
@@ -76,8 +79,12 @@ class Log(AbstractContextManager):
                 self.close()
                 raise
 
-    def start(self, **facts: float | str | None) -> None:
-        """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy."""
+    def start(self, startup: Startup | None = None, **facts: float | str | None) -> None:
+        """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy.
+
+        startup: goes to a record `start`, and to the log, after the first step.
+        """
+        self._startup = startup
         self._record("run", world=self.world, **facts)
 
     def iteration(self, it: Iteration) -> None:
@@ -88,6 +95,11 @@ class Log(AbstractContextManager):
         self._since_line.append(it)
         self._recent.append(it)
         self._record_step(it)
+        if self._startup is not None:
+            self._startup.parts["first_step_seconds"] = round(it.seconds, 3)
+            self._record("start", step=it.step, **self._startup.parts)
+            self.info(self._startup.describe())
+            self._startup = None
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
             self._print_from(self.world - 1, self._format(self._line()))
             self._since_line = []
@@ -248,7 +260,7 @@ class Log(AbstractContextManager):
         """Write one line to metrics.jsonl, whole or not at all, and its numbers to the sinks."""
         if self._metrics is not None:
             self._append(self._metrics, json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
-        if self._sinks and kind != "run":
+        if self._sinks and kind not in ("run", "start"):
             step = values.pop("step")
             scalars = log_formats.flattened(_finite(values), kind)
             for sink in self._sinks:

@@ -35,10 +35,10 @@ import torch
 
 from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
+from minitron.runtime.lead import HUNG, LOST
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import connect
 
-HUNG = 124  # exit status, as of timeout(1)
 # Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
 OWN_PACE = frozenset({"data", "checkpoint", "load", "profile", "recording"})
 # To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too.
@@ -47,7 +47,7 @@ DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
 
 @contextmanager
 def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
-    """End this rank if it stands still for `seconds` inside, or if a collective fails: one line, exit status 1."""
+    """End this rank if it stands still for `seconds` inside, or if a collective fails: one line, exit status LOST."""
     watch = _Watch(mesh, log, seconds)
     threading.Thread(target=watch.run, name="watch", daemon=True).start()
     try:
@@ -62,7 +62,7 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
             "error says why. The traceback is in this rank's log",
             traceback.format_exc(),
         )
-        raise SystemExit(1) from None
+        raise SystemExit(LOST) from None
     finally:
         watch.over.set()
 

@@ -1,0 +1,234 @@
+"""The lead of a run: who takes part in the next start of the ranks, what ended the last one, and when to give up.
+
+The files of `supervisor` are all that the leading node knows, so another can take over between any two of them.
+
+    none --nodes have come--> run 1 --all ended with 0--> end 0
+                                |  ^
+      a rank failed, a node died|  |enough nodes are left, after a backoff
+                                v  |
+                              stop 1 --no ranks are left--> cause, verdict --> end
+
+A round ends the run when it is the third in a row after the same step, or the first and failed by itself: its user's
+mistake. A node whose ranks were the cause twice in a row is left out if there is a spare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from time import monotonic
+
+# Exit statuses of ranks, by which the cause of a failure is told from its consequences.
+HUNG = 124  # as of timeout(1)
+LOST = 125  # a collective failed: another rank has died
+BROKEN = 123  # the rank has found that its own device computes wrongly: a restart does without the node
+REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
+
+SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs
+SAME_STEP = 3  # failures after the same step that end a run
+
+
+class Leader:
+    """What the files say, and what the leading node makes of it."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        self.args, self.folder = args, folder
+        self.seen: dict[int, tuple[str, float]] = {}  # the last text of each beat, and when it was new
+        self.looked = self.begun = monotonic()
+        self.since: tuple[str, float] = "", self.begun  # what the leader waits for, and since when
+
+    # ---- the files --------------------------------------------------------------------------------------------------
+
+    def round(self) -> dict:
+        try:
+            return json.loads((self.folder / "round.json").read_text())
+        except FileNotFoundError:
+            return {"number": 0, "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": []}
+
+    def alive(self, node: int) -> dict | None:
+        """Read the beat of a node; None if it is dead or never was."""
+        try:
+            text = (self.folder / f"node-{node}.json").read_text()
+        except FileNotFoundError:
+            return None
+        now = monotonic()
+        if now - self.looked > self.args.dead_seconds / 2:  # this node stood still, or the disk did
+            self.seen = {node: (text, now) for node, (text, _) in self.seen.items()}
+        self.looked = now
+        if self.seen.get(node, ("",))[0] != text:
+            self.seen[node] = text, now
+        return json.loads(text) if now - self.seen[node][1] < self.args.dead_seconds else None
+
+    def leads(self, node: int) -> bool:
+        return all(self.alive(lower) is None for lower in range(node))
+
+    def step(self) -> int | None:
+        """Read the last step that the run has recorded in metrics.jsonl."""
+        with suppress(OSError, ValueError, StopIteration), open(self.args.dir / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            rows = file.read().splitlines()
+            return json.loads(next(row for row in reversed(rows) if row.startswith(b'{"kind": "step"')))["step"]
+        return None
+
+    # ---- decisions --------------------------------------------------------------------------------------------------
+
+    def lead(self) -> dict:
+        """Write the next state of the round, if it is time for one; return the round."""
+        round_, total = self.round(), self.args.nodes + self.args.spares
+        alive = {node: beat for node in range(total) if (beat := self.alive(node)) is not None}
+        usable = [b for b in alive.values() if not b["leaving"] and b["host"] not in round_["excluded"]]
+        decide = {"none": self.gather, "run": self.train, "stop": self.restart}.get(round_["state"])
+        after = None if decide is None else decide(round_, alive, usable)
+        if after is not None:
+            replace(self.folder / "round.json", after)
+        return after or round_
+
+    def waited(self, round_: dict, what: str) -> float:
+        """Return for how many seconds the leader has been waiting for this."""
+        if self.since[0] != (key := f"{round_['number']} {what}"):
+            self.since = key, monotonic()
+        return monotonic() - self.since[1]
+
+    def gather(self, round_: dict, alive: dict, usable: list) -> dict | None:
+        enough = len(usable) >= self.args.nodes
+        if enough and (len(usable) == self.args.nodes + self.args.spares or self.waited(round_, "spares") > 10):
+            return self.next(round_, usable)
+        if not enough and self.waited(round_, "nodes") > self.args.gather_seconds:
+            return self.end(round_, REQUEUE, f"only {len(usable)} of {self.args.nodes} nodes have come")
+        return None
+
+    def train(self, round_: dict, alive: dict, usable: list) -> dict | None:
+        members = [self.member(round_, node, alive) for node in round_["nodes"]]
+        states = {beat["state"] if beat is not None else "lost" for beat in members}
+        statuses = {status for beat in members if beat is not None for status in beat["ended"].values()}
+        if states == {"done"}:
+            left = [f"{beat['host']} {beat['leaving']}" for beat in members if beat["leaving"]]
+            stopping = any(beat["stopping"] for beat in members)
+            if left and not stopping and len(usable) >= self.args.nodes:
+                self.report(round_, left[0])
+                return self.next(round_, usable)
+            return self.end(round_, 0, left[0] if left else "")
+        if not states & {"failed", "lost"} or HUNG in statuses and self.waited(round_, "hung") < SETTLE_SECONDS:
+            return None
+        row = self.args.dir / "metrics.jsonl"
+        detect = max(0.0, time.time() - row.stat().st_mtime) if row.exists() else 0.0
+        return round_ | {"state": "stop", "stopped": time.time(), "parts": {"detect_seconds": round(detect, 2)}}
+
+    def restart(self, round_: dict, alive: dict, usable: list) -> dict | None:
+        members = [self.member(round_, node, alive) for node in round_["nodes"]]
+        if any(beat is not None and beat["state"] in ("running", "failed") for beat in members):
+            return None
+        status, node, cause = self.cause(round_, members)
+        failures = [*round_["failures"], [self.step(), node]]
+        known = round_ | {"failures": failures}
+        if status == BROKEN or node is not None and [n for _, n in failures[-2:]] == [node] * 2:
+            others = [beat for beat in usable if beat["host"] != node]
+            if status == BROKEN or len(others) >= self.args.nodes:
+                usable, known = others, known | {"excluded": [*round_["excluded"], node]}
+        if any(beat["stopping"] for beat in alive.values()):
+            return self.end(known, REQUEUE, cause)
+        if over := self.verdict(status, failures):
+            return self.end(known, 1, f"{cause}; {over}")
+        if len(usable) < self.args.nodes:
+            if self.waited(round_, "nodes") < self.args.rejoin_seconds:
+                return None
+            lost = [member["host"] for member, beat in zip(round_["nodes"], members) if beat is None]
+            known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
+            return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
+        if self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):
+            return None
+        self.report(known, cause)
+        return self.next(known, usable)
+
+    def verdict(self, status: int | None, failures: list) -> str:
+        """Say why the run is not started again; empty if it is.
+
+        A first start that fails by itself has found a mistake of its user's. A step that has failed three times will
+        fail again.
+        """
+        same = repeated(failures)
+        if len(failures) > self.args.max_restarts:
+            return f"that was restart {self.args.max_restarts} of {self.args.max_restarts} (--max-restarts)"
+        if len(failures) == 1 and failures[0][0] is None and status == 1:
+            return "the first start failed before its first step"
+        return f"the run has failed {same} times after step {failures[-1][0] or 0}" if same >= SAME_STEP else ""
+
+    @staticmethod
+    def member(round_: dict, node: dict, alive: dict) -> dict | None:
+        """Return the beat of a round's node, None if it is dead or was started anew."""
+        beat = alive.get(node["node"])
+        if beat is None or beat["life"] != node["life"]:
+            return None
+        known = beat["round"] == round_["number"]
+        return beat if known else beat | {"state": "idle", "ended": {}, "said": {}}  # has not begun with this round
+
+    def cause(self, round_: dict, members: list) -> tuple[int | None, str | None, str]:
+        """Tell the cause from its consequences: (status of its rank, its host, one line)."""
+        found, standing = [], []
+        for i, (node, beat) in enumerate(zip(round_["nodes"], members)):
+            host = node["host"]
+            if beat is None:
+                found.append((1, None, host, f"node {node['node']} ({host}) is lost"))
+                continue
+            if beat["leaving"]:
+                found.append((0, None, host, f"{host} {beat['leaving']}"))
+            for local, status in beat["ended"].items():
+                name = f"rank {i * self.args.ranks + int(local)}" if local != "agent" else "the agent"
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                how = {HUNG: "hung", LOST: "lost its partners", BROKEN: "has a broken device"}.get(status, how)
+                order = 2 if status < 0 else {BROKEN: 3, HUNG: 6, LOST: 7}.get(status, 4)
+                said = f": {beat['said'][local]}" if local in beat["said"] else ""
+                if status:
+                    found.append((order, status, host, f"{name} on {host} {how}{said}"))
+            gone = {int(local) for local in beat["ended"] if local != "agent"}
+            standing += [(i * self.args.ranks + k, host) for k in range(self.args.ranks) if k not in gone]
+        first = min(found, key=lambda f: f[0], default=(8, None, None, "a node was late with its beats"))
+        if first[0] >= 6 and standing and any(status == HUNG for _, status, _, _ in found):  # the others said: "hung"
+            ranks = ", ".join(f"{rank} on {host}" for rank, host in standing[:4])
+            return HUNG, standing[0][1], f"rank {ranks} stood still"
+        return first[1:]
+
+    def next(self, round_: dict, usable: list) -> dict:
+        number = round_["number"] + 1
+        nodes = [{key: b[key] for key in ("node", "life", "host", "address")} for b in usable[: self.args.nodes]]
+        ended = {"end_seconds": round(time.time() - round_["stopped"], 2)} if round_["state"] == "stop" else {}
+        self.say(f"round {number} on {', '.join(node['host'] for node in nodes)}")
+        return round_ | {"number": number, "state": "run", "nodes": nodes, "parts": round_["parts"] | ended}
+
+    def end(self, round_: dict, status: int, why: str) -> dict:
+        if why:
+            self.report(round_, why, status)
+        if round_["excluded"]:
+            with open(self.args.dir / "excluded_nodes", "a") as file:
+                file.writelines(f"{host}\n" for host in round_["excluded"])
+        return round_ | {"state": "end", "status": status}
+
+    def report(self, round_: dict, cause: str, status: int | None = None) -> None:
+        """Append to restarts.jsonl, and say on stderr, what ended a round."""
+        record = {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "round": round_["number"], "step": self.step()}
+        over = {} if status is None else {"status": status}
+        with suppress(OSError), open(self.args.dir / "restarts.jsonl", "a") as file:
+            file.write(json.dumps(record | {"cause": cause} | over) + "\n")
+        self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended after step {record['step']}: {cause}")
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def repeated(failures: list) -> int:
+    """Count the last failures that came after the same step."""
+    return [*(step == failures[-1][0] for step, _ in reversed(failures)), False].index(False)
+
+
+def replace(path: Path, value: dict) -> None:
+    """Write JSON that others see whole, or as it was before."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)

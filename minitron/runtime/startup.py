@@ -1,0 +1,39 @@
+"""Where the time goes from a fault to the first new step: one row "start" in metrics.jsonl, one line in the log.
+
+    detect    from the last step that was recorded until the leader stopped the round (runtime/lead.py)
+    end       until no rank was left, and until the leader had waited as long as it should
+    start     until this rank's first line ran
+    import    until its modules were there: nothing, if an agent had imported them (runtime/agent.py)
+    build     data, the meeting of the ranks, model, optimizer
+    load      the checkpoint
+    first_step
+
+A graph of the step is captured some steps later; its own line says how long that took.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from time import time
+
+
+class Startup:
+    """The parts so far, in seconds. begun: the time at the rank's first line."""
+
+    def __init__(self, environ: Mapping[str, str], begun: float):
+        round_ = json.loads(environ.get("MINITRON_ROUND", "{}"))  # from the supervisor, if there is one
+        self.parts, self.last = round_, round_.pop("at", begun)
+        self.mark("start", begun)
+        self.mark("import")
+
+    def mark(self, part: str, now: float | None = None) -> None:
+        """End a part now."""
+        now = time() if now is None else now
+        self.parts[f"{part}_seconds"], self.last = round(now - self.last, 3), now
+
+    def describe(self) -> str:
+        """Return the line of the log."""
+        seconds = {name.removesuffix("_seconds"): s for name, s in self.parts.items() if name.endswith("_seconds")}
+        parts = ", ".join(f"{name} {s:.1f}" for name, s in seconds.items())
+        return f"{sum(seconds.values()):.1f} s to the first step: {parts}"

@@ -1,0 +1,181 @@
+"""Keep a run going: one supervisor per node starts its ranks, and all nodes start again after a failure anywhere.
+
+    python -m minitron.runtime.supervisor --node 0 --nodes 2 --ranks 8 --dir RUN --id JOB -- -m minitron.pretrain ...
+
+Problem: with thousands of GPUs something fails every few hours. torchrun restarts ranks only while the node lives that
+holds its store, and a job that ends waits in the queue. The idea: the nodes agree through files in a folder that all
+of them see, so that any node may die.
+
+1. Each supervisor writes node-N.json, its beat: a counter, how far its ranks are, how they ended. A beat that does not
+   change for a while belongs to a dead node. Only changes count, so clocks may differ.
+2. The lowest node that lives leads. It writes round.json: who takes part in this start of the ranks, in which order,
+   where they meet. All it knows is in these files, so the next node can take over at any time.
+3. When ranks fail or a node dies, the leader writes "stop"; all nodes kill their ranks and say how these had ended.
+   From that the leader tells the cause from its consequences, and writes the next round.
+
+    round.json     run 1: nodes 0 1 2       stop 1                                     run 2: nodes 0 1 3
+    node 1         running ..... (dies)
+    node 2         running ..... rank 5: 125 (lost its partners) .. ended              running
+    node 3         idle, a spare                                                       running
+
+A round is not repeated for ever, see lead.py. restarts.jsonl says what ended each round; excluded_nodes names
+the hosts that a scheduler should not give to this run again. Left out: a rank that stops while its agent is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+from minitron.runtime.agent import Agent
+from minitron.runtime.lead import Leader, replace
+from minitron.runtime.signals import SIGNALS
+
+POLL_SECONDS = 0.1
+KILL_SECONDS = 30.0  # what SIGKILL does not end in this time hangs in a driver: the node is of no use any more
+
+
+class Supervisor:
+    """One node's part: its beat, its ranks, and the lead if it is the lowest node that lives."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.folder = args, args.dir / "rounds" / args.id
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.agent = Agent(args.command, args.preload)
+        self.beat: dict = {
+            "node": args.node,
+            "life": uuid.uuid4().hex,  # another after a restart of this supervisor: its ranks are gone
+            "host": args.host,
+            "address": args.address,
+            "count": 0,
+            "round": 0,
+            "state": "idle",  # running, done, failed, ended
+            "ended": {},  # local rank: status
+            "said": {},  # local rank: why
+            "leaving": "",  # why this node will not take part in another round
+            "stopping": False,  # the run is to end: SIGUSR1, Ctrl+C
+        }
+        self.leader = Leader(args, self.folder)
+        self.ending = self.beaten = 0.0
+
+    def run(self) -> int:
+        """Return the status of the run, the same on every node."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # they are waited for, below
+        self.agent.open()
+        try:
+            while True:
+                self.watch()
+                if monotonic() - self.beaten > self.args.beat_seconds:
+                    self.show()
+                    with suppress(OSError):  # a full disk: once more, a beat later
+                        round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
+                        if self.follow(round_):
+                            return round_.get("status", 0)
+                if (got := signal.sigtimedwait(SIGNALS, POLL_SECONDS)) is not None:
+                    self.hear(signal.Signals(got.si_signo))
+        finally:
+            self.agent.close()
+            (self.folder / f"node-{self.args.node}.json").unlink(missing_ok=True)
+
+    def hear(self, number: signal.Signals) -> None:
+        """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on."""
+        if number == signal.SIGTERM:
+            self.beat["leaving"] = "got SIGTERM"
+        else:
+            self.beat["stopping"] = True
+        self.agent.signal(number)
+
+    def watch(self) -> None:
+        """Bring the beat up to date."""
+        self.agent.listen()
+        state = self.beat["state"]
+        if self.ending and (not self.agent.running or monotonic() - self.ending > KILL_SECONDS):
+            self.ending, self.beat["state"] = 0.0, "ended"
+            if self.agent.running:
+                self.beat["leaving"] = f"has ranks that SIGKILL does not end in {KILL_SECONDS:.0f} s"
+        elif not self.ending and state != "ended":  # how they ended by themselves
+            self.beat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
+            if state == "running" and any(self.agent.ended.values()):
+                self.beat["state"] = "failed"
+            elif state == "running" and not self.agent.running:
+                self.beat["state"] = "done"
+        if state != self.beat["state"]:
+            self.beaten = 0.0
+
+    def show(self) -> None:
+        """Write the beat."""
+        self.beat["count"] += 1
+        self.beaten = monotonic()
+        with suppress(OSError):  # a full disk: the others see no beat until there is room
+            replace(self.folder / f"node-{self.args.node}.json", self.beat)
+
+    def follow(self, round_: dict) -> bool:
+        """Do what the round asks of this node; return whether it was the last one for it."""
+        members = [(node["node"], node["life"]) for node in round_["nodes"]]
+        mine, beat = (self.args.node, self.beat["life"]), self.beat
+        if round_["state"] == "run" and mine in members and round_["number"] > beat["round"] and not self.ending:
+            self.start(round_, members.index(mine))
+        elif beat["state"] in ("running", "failed") and not (round_["state"] == "run" and mine in members):
+            self.ending = monotonic()
+            self.agent.signal(signal.SIGKILL)
+        if round_["state"] == "end" or beat["leaving"] and mine not in members and beat["state"] != "running":
+            return not self.ending
+        return False
+
+    def start(self, round_: dict, node_rank: int) -> None:
+        local, world = self.args.ranks, self.args.ranks * len(round_["nodes"])
+        common = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": local,
+            "GROUP_RANK": node_rank,
+            "MASTER_ADDR": round_["nodes"][0]["address"],
+            "MASTER_PORT": self.args.port + round_["number"] % 100,  # another store every time
+            "TORCHELASTIC_RUN_ID": self.args.id,  # the ranks end when their parent does (runtime/signals.py)
+            "TORCHELASTIC_USE_AGENT_STORE": False,  # the store is rank 0's
+            "MINITRON_ROUND": json.dumps({"round": round_["number"], **round_["parts"], "at": time.time()}),
+        }
+        own = [common | {"RANK": node_rank * local + i, "LOCAL_RANK": i} for i in range(local)]
+        self.agent.start([{name: str(value) for name, value in variables.items()} for variables in own])
+        self.beat |= {"round": round_["number"], "state": "running", "ended": {}, "said": {}}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="supervisor", description=__doc__.split("\n")[0])
+    flag = parser.add_argument
+    flag("--node", type=int, required=True, help="number of this node, spares included")
+    flag("--nodes", type=int, required=True, help="nodes that a round needs")
+    flag("--spares", type=int, default=0, help="more nodes, which wait")
+    flag("--ranks", type=int, required=True, help="ranks of a node")
+    flag("--dir", type=Path, required=True, help="the run's folder (log.dir), which all nodes see")
+    flag("--id", required=True, help="another one for every start of the job")
+    flag("--host", default=socket.gethostname(), help="the node's name, as its scheduler knows it")
+    flag("--address", default=socket.gethostname(), help="where other nodes reach this one")
+    flag("--port", type=int, default=29600, help="the first of 100 ports, one a round, on the round's first node")
+    flag("--max-restarts", type=int, default=100)
+    flag("--backoff-seconds", type=float, default=5.0, help="after the second failure at one step; then more")
+    flag("--beat-seconds", type=float, default=1.0)
+    flag("--dead-seconds", type=float, default=20.0, help="a node without a beat for so long is dead")
+    flag("--gather-seconds", type=float, default=1800.0, help="wait for nodes at the start")
+    flag("--rejoin-seconds", type=float, default=0.0, help="wait for a lost node to come back, or its successor")
+    flag("--preload", default="minitron.train", help="what agents import; '': nothing, each rank is a new Python")
+    flag("command", nargs="+", help="after --: -m MODULE ARGUMENTS..., or FILE ARGUMENTS...")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    sys.exit(Supervisor(parse(argv)).run())
+
+
+if __name__ == "__main__":
+    main()

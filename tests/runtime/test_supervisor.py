@@ -1,0 +1,236 @@
+"""Supervisors of several nodes on this machine: what they start again, without whom, and when they give up."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fault_run import PATIENCE, PYTHONPATH
+from minitron.runtime import agent
+from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, repeated
+
+# A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
+RANK = """
+import json, os, sys, time
+from pathlib import Path
+folder, steps, rank = Path(sys.argv[1]), int(sys.argv[2]), os.environ["RANK"]
+stopped = folder / "stopped"
+import signal
+signal.signal(signal.SIGTERM, lambda *_: stopped.touch())
+begin = len(list(folder.glob("step-*")))
+(folder / f"started-{rank}-{json.loads(os.environ['MINITRON_ROUND'])['round']}").write_text(repr(dict(os.environ)))
+for step in range(begin, steps):
+    time.sleep(0.1)
+    if (order := folder / f"do-{rank}").exists():
+        text = order.read_text()
+        order.unlink()
+        exec(text)
+    if stopped.exists():
+        time.sleep(0.5)  # every rank has seen it
+        stopped.unlink(missing_ok=True)
+        break
+    if rank == "0":
+        (folder / f"step-{step}").touch()
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"kind": "step", "step": step + 1}) + "\\n")
+"""
+
+
+class Nodes:
+    """Supervisors as processes; their hosts are called host0, host1, ..."""
+
+    def __init__(self, folder: Path, nodes: int, *options: str, spares: int = 0, ranks: int = 2, command=None):
+        self.folder, self.stack, self.processes = folder, ExitStack(), {}
+        (folder / "rank.py").write_text(RANK)
+        command = command or ["rank.py", ".", "20"]
+        self.options = ["--nodes", nodes, "--spares", spares, "--ranks", ranks, "--dir", folder, "--id", "job"]
+        self.options += ["--beat-seconds", "0.1", "--dead-seconds", "3", "--backoff-seconds", "0.1", *options]
+        self.options += ["--", *command]
+        for node in range(nodes + spares):
+            self.start(node)
+
+    def start(self, node: int) -> None:
+        own = ["--node", node, "--host", f"host{node}", "--address", "localhost", "--preload", ""]
+        self.processes[node] = subprocess.Popen(
+            [sys.executable, "-m", "minitron.runtime.supervisor", *map(str, [*own, *self.options])],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""},
+            stderr=open(self.folder / f"stderr-{node}", "a"),
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            process.kill()  # its agent kills the ranks
+            process.wait()
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def steps(self, count: int) -> "Nodes":
+        self.until(lambda: (self.folder / f"step-{count - 1}").exists())
+        return self
+
+    def do(self, rank: int, code: str) -> None:
+        (self.folder / f"tmp-{rank}").write_text(code)
+        (self.folder / f"tmp-{rank}").rename(self.folder / f"do-{rank}")
+
+    def end(self) -> list[int]:
+        """The statuses of all supervisors."""
+        return [process.wait(PATIENCE) for process in self.processes.values()]
+
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("stderr-*")))
+
+    def report(self) -> list[dict]:
+        path = self.folder / "restarts.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def causes(self) -> list[str]:
+        return [record["cause"] for record in self.report()]
+
+
+def killed(number: int) -> str:
+    return f"os.kill(os.getpid(), {number})"
+
+
+def test_a_run_without_a_fault_ends_with_0(tmp_path):
+    with Nodes(tmp_path, 2) as nodes:
+        assert nodes.end() == [0, 0] and not nodes.report(), nodes.said()
+    assert len(list(tmp_path.glob("step-*"))) == 20 and not list(tmp_path.glob("rounds/job/node-*"))
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
+    found = [eval((tmp_path / f"started-{rank}-1").read_text()) for rank in range(4)]
+    assert [tuple(env[name] for name in names) for env in found] == [
+        (str(rank), str(rank % 2), "4", "2", "localhost") for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    "code, cause",
+    [
+        (killed(9), "rank 3 on host1 was killed by SIGKILL"),
+        ("sys.exit(7)", "rank 3 on host1 ended with status 7"),
+        (f"sys.exit({BROKEN})", "rank 3 on host1 has a broken device"),
+        ("os.kill(os.getppid(), 9)", "the agent on host1 was killed by SIGKILL"),
+    ],
+)
+def test_all_nodes_start_again_and_the_cause_is_named(tmp_path, code, cause):
+    with Nodes(tmp_path, 2, spares=1) as nodes:
+        nodes.steps(3)
+        nodes.do(0, f"time.sleep(0.1); sys.exit({LOST})")  # a consequence, whichever comes first
+        nodes.until(lambda: not (tmp_path / "do-0").exists())
+        nodes.do(3, code)
+        assert nodes.end() == [0, 0, 0], nodes.said()
+    (record,) = nodes.report()
+    assert record["cause"] == cause and 3 <= record["step"] <= 5 and record["round"] == 1
+    ports = [eval((tmp_path / f"started-0-{n}").read_text())["MASTER_PORT"] for n in (1, 2)]
+    assert ports[0] != ports[1]  # a fresh store
+    hosts = [node["host"] for node in json.loads((tmp_path / "rounds/job/round.json").read_text())["nodes"]]
+    assert hosts == (["host0", "host2"] if "broken" in cause else ["host0", "host1"])
+
+
+def test_the_rank_that_stands_still_is_named_not_those_that_waited_for_it(tmp_path):
+    with Nodes(tmp_path, 2) as nodes:
+        nodes.steps(3)
+        for rank in (0, 1, 2):
+            nodes.do(rank, f"sys.exit({HUNG})")
+        nodes.do(3, killed(signal.SIGSTOP))
+        assert nodes.end() == [0, 0], nodes.said()
+    assert nodes.causes() == ["rank 3 on host1 stood still"]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_takes_the_place_of_a_node_that_died(tmp_path, lost):
+    """Node 0 leads, and its death hands the lead on."""
+    with Nodes(tmp_path, 2, spares=1, ranks=1) as nodes:
+        nodes.steps(3).processes.pop(lost).kill()
+        assert nodes.end() == [0, 0], nodes.said()
+    assert nodes.causes() == [f"node {lost} (host{lost}) is lost"]
+    assert (tmp_path / "started-0-2").exists() and len(list(tmp_path.glob("step-*"))) == 20
+
+
+def test_without_a_spare_the_job_goes_back_to_the_queue_without_the_node(tmp_path):
+    with Nodes(tmp_path, 2, ranks=1) as nodes:
+        nodes.steps(3).processes.pop(1).kill()
+        assert nodes.end() == [REQUEUE], nodes.said()
+    assert nodes.causes() == ["node 1 (host1) is lost; 1 nodes are left of 2"]
+    assert (tmp_path / "excluded_nodes").read_text() == "host1\n"
+
+
+def test_a_lost_node_may_come_back(tmp_path):
+    with Nodes(tmp_path, 2, "--rejoin-seconds", "60", ranks=1) as nodes:
+        nodes.steps(3).processes[1].kill()
+        nodes.processes[1].wait()
+        nodes.start(1)
+        assert nodes.end() == [0, 0], nodes.said()
+    assert nodes.causes() == ["node 1 (host1) is lost"]
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_sigterm_to_a_node_saves_on_all_and_a_spare_goes_on(tmp_path, spares):
+    with Nodes(tmp_path, 2, spares=spares, ranks=1) as nodes:
+        nodes.steps(3).processes[1].send_signal(signal.SIGTERM)
+        assert nodes.end() == [0] * (2 + spares), nodes.said()
+    assert nodes.causes() == ["host1 got SIGTERM"]
+    assert (len(list(tmp_path.glob("step-*"))) == 20) == bool(spares)
+
+
+def test_a_first_start_that_fails_by_itself_is_not_repeated(tmp_path):
+    with Nodes(tmp_path, 2, command=["rank.py", "nowhere", "5"]) as nodes:
+        assert nodes.end() == [1, 1]
+    (cause,) = nodes.causes()
+    assert re.fullmatch(r"rank \d on host\d ended with status 1; the first start failed before its first step", cause)
+    assert f"error: round 1 ended after step None: {cause}" in nodes.said()
+
+
+def test_the_same_step_failing_three_times_ends_the_run(tmp_path):
+    """The rank dies of its tenth step; others do the steps before once more, as after a restart from a checkpoint."""
+    script = RANK.replace("    time.sleep(0.1)", f"    if step == 9 and rank == '1': time.sleep(0.5); {killed(11)}")
+    with Nodes(tmp_path, 1, command=["poor.py", ".", "20"]) as nodes:
+        (tmp_path / "poor.py").write_text(script.replace("for step", "while rank == '0': time.sleep(1)\nfor step"))
+        (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 9}\n{"kind": "eval", "step": 9}\n')
+        assert nodes.end() == [1]
+    once = "rank 1 on host0 was killed by SIGSEGV"
+    assert nodes.causes() == [once, once, f"{once}; the run has failed 3 times after step 9"]
+
+
+def test_restarts_are_limited(tmp_path):
+    with Nodes(tmp_path, 1, "--max-restarts", "1", ranks=1) as nodes:
+        for step in (3, 6):
+            nodes.steps(step).do(0, killed(9))
+        assert nodes.end() == [1]
+    assert nodes.causes()[1].endswith("SIGKILL; that was restart 1 of 1 (--max-restarts)")
+
+
+def test_too_few_nodes_go_back_to_the_queue(tmp_path):
+    with Nodes(tmp_path, 1, "--nodes", "2", "--gather-seconds", "1") as nodes:
+        assert nodes.end() == [REQUEUE] and nodes.causes() == ["only 1 of 2 nodes have come"]
+
+
+def test_failures_in_a_row_are_counted_by_step():
+    assert repeated([[7, "a"], [9, "a"], [9, "b"]]) == 2 and repeated([[9, "a"], [7, "a"]]) == 1
+    assert repeated([[None, "a"]] * 3) == 3
+
+
+def test_a_reason_is_one_line():
+    assert agent.reason(RuntimeError("two\nlines")) == "RuntimeError: two lines"
+    try:
+        try:
+            raise ValueError("train.steps=0")
+        except ValueError:
+            raise SystemExit(1) from None
+    except SystemExit as error:
+        assert agent.reason(error) == "error: train.steps=0"
+    assert agent.reason(SystemExit(0)) == ""
