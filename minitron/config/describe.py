@@ -17,7 +17,7 @@ from minitron.config.convert import type_name
 from minitron.config.schema import Config, keys, kinds
 from minitron.config.text import shown
 
-DRY_RUN = "--dry-run --world N [--ranks first,middle,last] [--json]"
+DRY_RUN = "--dry-run --world N [--ranks first,middle,last,fullest] [--json]"
 USAGE = "[CONFIG.yaml or RECIPE ...] [section.key=value ...] [--print-config] [--dry-run --world N] [--schema] [--help]"
 # Text without quotes may look like a number to JSON: data.paths=[0.7,data/web].
 JSON_TYPES = {int: ["integer"], float: ["number"], str: ["string", "number"], bool: ["boolean"], NoneType: ["null"]}

@@ -8,6 +8,7 @@ Problem: one waits in a queue to learn whether a layout fits, and whether this c
   2. Kernels that only a GPU has are replaced by their plain twins (kernels/meta.py), and the report names them.
   3. `MemoryWalk` follows every allocation, `Recorder` writes down every collective. The recorder is the rank's
      `Activity`, so a real run on gloo is recorded in the same way, and the two lists are equal.
+  4. Microbatches that do what the one before did are walked once (repeats.py).
 
     python -m minitron.pretrain configs/gpt3_175b.yaml train.global_batch_size=4096 --dry-run --world 2048
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +37,8 @@ from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
+from minitron.pipeline.schedule import Schedule, make
+from minitron.planning import repeats
 from minitron.planning.memory import LASTING, Memory
 from minitron.planning.memory_walk import MemoryWalk
 from minitron.train import Trainer, build
@@ -92,11 +96,14 @@ class Recorder(Activity):
         self.records.append(Record(kind, axis.name, x.nbytes, x.dtype, ranks, self.action))
 
 
-def dry_run(cfg: Config, world: int, rank: int = 0) -> Report:
-    """Run one step of `rank` in a default process group of its own. Raises whatever the run would raise."""
+def dry_run(cfg: Config, world: int, rank: int = 0, begun: Callable[[object], None] = lambda action: None) -> Report:
+    """Run one step of `rank` in a default process group of its own. Raises whatever the run would raise.
+
+    begun(action): called when an action begins.
+    """
     rules.check(cfg, world)
     with fake_world(world, rank):
-        return walk_step(cfg, make_mesh(cfg, world))
+        return walk_step(cfg, make_mesh(cfg, world), begun)
 
 
 @contextmanager
@@ -113,24 +120,64 @@ def fake_world(world: int, rank: int, device: str = "meta") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def walk_step(cfg: Config, mesh: Mesh) -> Report:
-    """Build this rank and run a step, watched, on the mesh's device."""
-    start, walk = time.perf_counter(), MemoryWalk()
+def walk_step(cfg: Config, mesh: Mesh, begun: Callable[[object], None] = lambda action: None) -> Report:
+    """Build this rank and run a step, watched, on the mesh's device; what repeats itself is not run again."""
+    start, p = time.perf_counter(), cfg.parallel
+    count = cfg.num_microbatches(mesh.dp.size)
+    few = repeats.enough(p.pp, p.vp, count)
+    walked, whole = (make(mesh.pp.size, p.vp, n, p.schedule) for n in (few, count))
+    report = _walk(cfg, mesh, walked, begun)
+    if few < count:
+        report = _unfolded(report, walked, whole, mesh.pp.rank) or _walk(cfg, mesh, whole, begun)
+    return replace(report, seconds=time.perf_counter() - start)
 
-    def begun(action: object) -> None:
+
+def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object], None]) -> Report:
+    """Run a step of the microbatches of `schedule`, watched; the batches of the others are there, as in the run."""
+    walk = MemoryWalk()
+
+    def begin(action: object) -> None:
         if action == "update":  # the schedule's activations are gone: what it leaves are casts of weights
             walk.label("other" if cfg.precision.fp8 == "none" else "fp8 weights")
         walk.begin(action)
+        begun(action)
 
-    recorder = Recorder(begun)
+    recorder = Recorder(begin)
     with walk:
         trainer = prepare(cfg, recorded(mesh, recorder))
+        trainer.executor.make = lambda *sizes: schedule
         label(walk, trainer)
-        run_step(trainer)
+        run_step(trainer, schedule.num_microbatches)
     peak, action = walk.peak()
-    memory, seconds = {part: peak.get(part, 0) for part in PARTS}, time.perf_counter() - start
+    memory = {part: peak.get(part, 0) for part in PARTS}
     return Report(
-        mesh.rank, mesh.coordinates(), memory, action, walk.timeline(), recorder.records, replaced(trainer), seconds
+        mesh.rank, mesh.coordinates(), memory, action, walk.timeline(), recorder.records, replaced(trainer), 0.0
+    )
+
+
+def _unfolded(report: Report, few: Schedule, every: Schedule, rank: int) -> Report | None:
+    """Return the report of every microbatch from that of a few; None if it cannot be told."""
+    walked, whole = few.ranks[rank], every.ranks[rank]
+    first = [action for action, _ in report.timeline].index(walked[0])
+    before, step, after = (
+        report.timeline[i:j] for i, j in ((0, first), (first, first + len(walked)), (first + len(walked), None))
+    )
+    posted: dict[object, list[Record]] = {}  # by action: the records of one follow each other
+    for record in report.collectives:
+        posted.setdefault(record.action, []).append(record)
+    mine = [posted.pop(action, []) for action in walked]
+    did = [(size, [r._replace(action=None) for r in records]) for (_, size), records in zip(step, mine)]
+    order = repeats.unfolded(walked, whole, repeats.periods(few, every), lambda i, j: did[i] == did[j])
+    if order is None:
+        return None
+    records = [r._replace(action=action) for action, i in zip(whole, order) for r in mine[i]]
+    built = posted.pop("start", [])
+    peak = report.peak_action
+    return replace(
+        report,
+        peak_action=whole[order.index(walked.index(peak))] if peak in walked else peak,
+        timeline=[*before, *((action, did[i][0]) for action, i in zip(whole, order)), *after],
+        collectives=[*built, *records, *(r for rest in posted.values() for r in rest)],
     )
 
 
@@ -155,13 +202,20 @@ def prepare(cfg: Config, mesh: Mesh) -> Trainer:
     return trainer
 
 
-def run_step(trainer: Trainer) -> None:
-    """Run one step on random tokens. Collective over the world."""
-    cfg, t = trainer.cfg, trainer.cfg.train
-    sizes = dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, train_samples=t.global_batch_size, valid_samples=0)
+def run_step(trainer: Trainer, read: int | None = None) -> None:
+    """Run one step on random tokens. Collective over the world.
+
+    read: the first so many microbatches are read (None: all), the others have memory alone.
+    """
+    cfg, t, dp = trainer.cfg, trainer.cfg.train, trainer.mesh.dp.size
+    samples = t.global_batch_size if read is None else read * t.micro_batch_size * dp
+    sizes = dict(vocab_size=cfg.model.vocab_size, seq_len=t.seq_len, train_samples=samples, valid_samples=0)
     data = build_datasets(replace(cfg.data, source="mock"), **sizes, seed=t.seed)
-    loader = Loader(data.train, cfg, trainer.mesh)
-    trainer.step(loader.step(0, 1), cfg.optimizer.lr)
+    loader = Loader(data.train, replace(cfg, train=replace(t, global_batch_size=samples)), trainer.mesh)
+    batches = loader.step(0, 1)
+    for _ in range(cfg.num_microbatches(dp) - len(batches)):
+        batches.append(replace(batches[0], packed=batches[0].packed.clone()))
+    trainer.step(batches, cfg.optimizer.lr)
     loader.close()
 
 
@@ -202,26 +256,64 @@ def split(argv: list[str]) -> tuple[argparse.Namespace | None, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--world", type=int, default=1)
-    parser.add_argument("--ranks", "--rank", default="first,middle,last")
+    parser.add_argument("--ranks", "--rank", default="first,middle,last,fullest")
     parser.add_argument("--json", action="store_true")
     return parser.parse_known_args(argv)
 
 
 def command(cfg: Config, options: argparse.Namespace) -> None:
     """Print the reports that the options of `split` ask for. Raises ValueError."""
-    world = options.world
+    world, pp = options.world, cfg.parallel.pp
     rules.check(cfg, world)
-    reports = [dry_run(cfg, world, rank) for rank in choose_ranks(options.ranks, cfg.parallel.pp, world)]
+    fullest, _ = Memory(cfg, world, gpus_per_node=1).peak()
+    ranks = choose_ranks(options.ranks, pp, world, fullest)
+    for warning in doubts(cfg, world):
+        print(f"warning: {warning}", file=sys.stderr)
+    reports = [
+        dry_run(cfg, world, rank, Progress(f"rank {rank}, {i} of {len(ranks)}")) for i, rank in enumerate(ranks, 1)
+    ]
     with cli.output():
-        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports)))
+        print(as_json(reports) if options.json else "\n".join(table(cfg, world, reports, fullest)))
 
 
-def choose_ranks(names: str, pp: int, world: int) -> list[int]:
-    """Parse ranks: numbers and "first", "middle", "last" (of the pipeline), with commas. Raises ValueError."""
-    places = {"first": 0, "middle": pp // 2 * (world // pp), "last": world - 1 if pp > 1 else 0}
+class Progress:
+    """A line on a terminal that says where a rank's dry run is, and goes when its step ends."""
+
+    def __init__(self, what: str):
+        self.what, self.count, self.told = what, 0, 0.0
+        self.shown = sys.stderr.isatty()
+
+    def __call__(self, action: object) -> None:
+        self.count += 1
+        ends, now = action == "update", time.monotonic()
+        if self.shown and (ends or now - self.told > 0.2):
+            self.told = now
+            text = "" if ends else f"{self.what}: action {self.count}, {type(action).__name__}"
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def doubts(cfg: Config, world: int) -> Iterator[str]:
+    """Yield a warning where the batch is hardly that of a job of so many GPUs: most of its step would be a bubble."""
+    batch, pp, dp = cfg.train.global_batch_size, cfg.parallel.pp, cfg.dp(world)
+    if (count := cfg.num_microbatches(dp)) < pp:
+        why = f"gives each of {dp} data ranks {count} microbatches for a pipeline of parallel.pp={pp}"
+        fix = f"give the job's own, as in train.global_batch_size={2 * world}, two samples a GPU"
+        yield f"train.global_batch_size={batch} {why}, so it is hardly the batch of a job of {world} GPUs; {fix}"
+
+
+def choose_ranks(names: str, pp: int, world: int, fullest: int = 0) -> list[int]:
+    """Parse ranks: numbers and "first", "middle", "last", "fullest" (of the pipeline), with commas.
+
+    fullest: the pipeline rank that is planned to need most memory. Raises ValueError.
+    """
+    places = {"first": 0, "middle": pp // 2, "last": pp - 1, "fullest": fullest}
+    stage = world // pp
+    places = {name: rank * stage for name, rank in places.items()} | {"last": world - 1 if pp > 1 else 0}
+    if fullest == pp - 1:
+        places["fullest"] = places["last"]
     ranks = [places.get(name, int(name) if name.isdecimal() else -1) for name in names.split(",")]
     if not all(0 <= rank < world for rank in ranks):
-        fix = f"use first, middle, last or numbers from 0 to {world - 1}, with commas"
+        fix = f"use first, middle, last, fullest or numbers from 0 to {world - 1}, with commas"
         raise ValueError(f"--ranks={names} does not name ranks of --world={world}; {fix}")
     return list(dict.fromkeys(ranks))
 
@@ -236,8 +328,8 @@ def traffic(report: Report) -> dict[str, list[int]]:
     return dict(sorted(totals.items()))
 
 
-def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
-    """Yield the lines of a table of the reports, a column each."""
+def table(cfg: Config, world: int, reports: list[Report], fullest: int) -> Iterator[str]:
+    """Yield the lines of a table of the reports, a column each; fullest: the pipeline rank with most memory."""
     p, dp = cfg.parallel, cfg.dp(world)
     layout = f"tp {p.tp} pp {p.pp} vp {p.vp} cp {p.cp} dp {dp}"
     count = cfg.num_microbatches(dp)
@@ -249,12 +341,13 @@ def table(cfg: Config, world: int, reports: list[Report]) -> Iterator[str]:
     def gib(num_bytes: int) -> str:
         return f"{num_bytes / 2**30:.2f} GiB"
 
-    yield row("", (r.cell.partition(",")[0] + ")" for r in reports))
+    stage = world // p.pp
+    yield row("", (f"{r.cell.partition(',')[0]}){', fullest' * (r.rank // stage == fullest)}" for r in reports))
     yield row("peak memory", (gib(r.peak_bytes) for r in reports))
     yield from (row(f"  {part}", (gib(r.memory[part]) for r in reports)) for part in PARTS)
     yield row("  first reached in", (str(r.peak_action).replace(", last=False", "") for r in reports))
     planned = Memory(cfg, world, gpus_per_node=1)
-    yield row("CUDA graphs, about", (gib(planned.graph(r.rank // (world // p.pp))) for r in reports))
+    yield row("CUDA graphs, about", (gib(planned.graph(r.rank // stage)) for r in reports))
     totals = [traffic(r) for r in reports]
     for name in sorted({name for total in totals for name in total}):
         counts = [total.get(name, (0, 0)) for total in totals]

@@ -20,8 +20,9 @@ from minitron.config import cli
 from minitron.config.schema import FinetuneConfig
 from minitron.kernels import kernels, meta, plain
 from minitron.pipeline.schedule import Exchange, Forward, Operation, make
-from minitron.planning import dryrun
+from minitron.planning import dryrun, repeats
 from minitron.planning.dryrun import Recorder, choose_ranks, dry_run, fake_world, make_mesh, prepare, recorded, run_step
+from minitron.planning.memory import Memory
 from minitron.planning.memory_walk import MemoryWalk
 from minitron.planning.simulate import simulate
 
@@ -146,6 +147,62 @@ def test_the_schedule_run_is_the_schedule_simulated(pp, vp, num_microbatches, ki
         assert [action for action in run if type(action) is not Exchange] == [
             event.action for event in simulated.events if event.rank == rank
         ]
+
+
+# ---- microbatches that repeat ----------------------------------------------------------------------------------------
+
+
+REPEATING = [
+    (1, settings(LLAMA, train=dict(global_batch_size=11))),
+    (2, settings(GPT3, parallel=dict(pp=2), train=dict(global_batch_size=13, recompute="full"))),
+    (4, settings(LLAMA, parallel=dict(pp=2, tp=2), train=dict(global_batch_size=14, recompute="selective"))),
+    (2, settings(GPT3, parallel=dict(pp=2, vp=2), train=dict(global_batch_size=12))),
+    (3, settings(LLAMA, parallel=dict(pp=3, schedule="zb-h1"), train=dict(global_batch_size=15))),
+    (4, settings(LLAMA, parallel=dict(pp=2, overlap_grads=False), train=dict(global_batch_size=28))),
+]
+REPEATING.append(
+    (4, dataclasses.replace(fp8("delayed"), train=dataclasses.replace(LAYOUTS[0][1].train, global_batch_size=24)))
+)
+
+
+@pytest.mark.parametrize("world,cfg", REPEATING, ids=name_of)
+def test_what_is_walked_once_is_what_all_microbatches_do(monkeypatch, world, cfg):
+    """Every action's bytes, every collective in order, the peak: as if each microbatch had been walked."""
+    count, stage = cfg.num_microbatches(cfg.dp(world)), world // cfg.parallel.pp
+    for rank in range(0, world, stage):
+        begun = []
+        few = dry_run(cfg, world, rank, begun.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(repeats, "enough", lambda pp, vp, num_microbatches: num_microbatches)
+            every = dry_run(cfg, world, rank)
+        assert repeats.enough(cfg.parallel.pp, cfg.parallel.vp, count) < count
+        assert len(begun) < len(every.timeline) == len(few.timeline)
+        ignored = dict(seconds=0.0, timeline=[])  # before the step fewer batches are read
+        assert dataclasses.replace(few, **ignored) == dataclasses.replace(every, **ignored)
+        steps = [[entry for entry in r.timeline if not isinstance(entry[0], str)] for r in (few, every)]
+        assert steps[0] == steps[1] and few.timeline[-1] == every.timeline[-1]
+
+
+def test_what_does_not_repeat_is_walked_in_full(monkeypatch):
+    """Groups of different lengths; and a microbatch that leaves something behind, which no order of actions shows."""
+    assert repeats.enough(2, 2, 13) == 13
+    cfg = settings(GPT3, parallel=dict(pp=2), train=dict(global_batch_size=13))
+    begun, left = [], []
+
+    def leave(action):
+        begun.append(action)
+        left.append(torch.empty(1000, device="meta"))
+
+    report = dry_run(cfg, 2, 1, leave)
+    sizes = [size for action, size in report.timeline if type(action) is Forward]
+    assert len(begun) > len(report.timeline) and len(sizes) == 13 and sizes[-1] > sizes[-2] > sizes[-3]
+
+
+def test_a_thousand_microbatches_cost_as_much_as_a_few():
+    cfg, begun = cli.load([str(ROOT / "configs/gpt3_13b.yaml")]), []
+    report = dry_run(cfg, 8, 4, begun.append)
+    assert sum(type(action) is Forward for action, _ in report.timeline) == 1024
+    assert sum(type(action) is Forward for action in begun) == 2 * cfg.parallel.pp + 6
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -355,7 +412,8 @@ def run(argv):
 
 def test_a_rank_of_2048_in_seconds_and_little_memory():
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = pretrain(str(ROOT / "configs/gpt3_175b.yaml"), "--dry-run", "--world", "2048", "--rank", "2047", "--json")
+    job = str(ROOT / "configs/gpt3_175b.yaml"), "train.global_batch_size=4096"
+    done = pretrain(*job, "--dry-run", "--world", "2048", "--rank", "2047", "--json")
     assert done.returncode == 0 and not done.stderr
     (report,) = json.loads(done.stdout)
     assert report["cell"] == "rank 2047 (pp 7, dp 63, cp 0, tp 3)" and report["seconds"] > 0
@@ -405,6 +463,37 @@ def test_the_table(capsys):
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_the_fullest_rank_is_among_the_default_ones(capsys):
+    """Of 405B's hand-written stages it is neither the first nor the last one."""
+    job = [str(ROOT / "configs/llama31_405b.yaml"), "train.global_batch_size=1024", "parallel.vp=1"]
+    job += [f"parallel.layers_per_stage=[{','.join(map(str, [7] + 14 * [8] + [7]))}]", "--world", "512", "--dry-run"]
+    options, rest = dryrun.split(job)
+    fullest, _ = Memory(cli.load(rest), 512, gpus_per_node=1).peak()
+    assert fullest == 1
+    run(job)
+    out, err = capsys.readouterr()
+    assert "rank 32 (pp 1), fullest" in out and "rank 0 (pp 0) " in out and "rank 511 (pp 15)" in out and not err
+
+
+def test_a_batch_too_small_for_the_pipeline_is_doubted(capsys):
+    run([str(ROOT / "configs/quickstart.yaml"), "parallel.pp=4", "--world=8", "--dry-run", "--rank=0"])
+    assert capsys.readouterr().err == (
+        "warning: train.global_batch_size=16 gives each of 2 data ranks 2 microbatches for a pipeline of "
+        "parallel.pp=4, so it is hardly the batch of a job of 8 GPUs; give the job's own, as in "
+        "train.global_batch_size=16, two samples a GPU\n"
+    )
+
+
+def test_progress_is_told_on_a_terminal_alone(capsys, monkeypatch):
+    job = [str(ROOT / "configs/quickstart.yaml"), "--world=2", "--dry-run"]
+    run(job)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run(job)
+    told = capsys.readouterr().err.split("\r\033[K")
+    assert told[1].startswith("rank 0, 1 of 1: action 1, ") and told[-1] == "" and "\n" not in told[1]
+
+
 @pytest.mark.parametrize(
     "argv,message",
     [
@@ -424,6 +513,8 @@ def test_ranks_by_name():
     assert choose_ranks("first,middle,last", pp=8, world=64) == [0, 32, 63]
     assert choose_ranks("first,middle,last", pp=1, world=64) == [0]
     assert choose_ranks("5,first,5", pp=1, world=6) == [5, 0]
+    assert choose_ranks("first,middle,last,fullest", pp=8, world=64, fullest=1) == [0, 32, 63, 8]
+    assert choose_ranks("first,middle,last,fullest", pp=8, world=64, fullest=7) == [0, 32, 63]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Walk the microbatches that repeat once: a step of 1,024 is known from its first and last ones.
+
+Problem: a dry run takes 50 ms a microbatch, and most of them do what the one before did. The idea: the schedule of
+fewer microbatches begins and ends as that of all, and repeats a period in between. Walk that one, and say for each
+action of the whole schedule which one that was walked does the same for another microbatch:
+
+    walked, 5 of 8      F F B F B | F B | F B | B B
+    whole               F F B F B | F B | F B | F B | F B | F B | B B
+                        as walked         as the last period    as walked
+
+It is no assumption: the orders are compared action by action, and two periods that were walked must have reached the
+same bytes and communicated the same. If any of this is not so, all microbatches are walked.
+
+Left out: interleaved schedules whose microbatches are no multiple of pp, whose groups differ in length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from minitron.pipeline.schedule import Action, Exchange, Schedule
+
+
+def enough(pp: int, vp: int, num_microbatches: int) -> int:
+    """Return how many microbatches a walk needs to have seen two periods; all of them if that is no less."""
+    if vp == 1:
+        return min(num_microbatches, 2 * pp + 6)
+    return num_microbatches if num_microbatches % pp else min(num_microbatches, 4 * pp)
+
+
+def periods(few: Schedule, whole: Schedule) -> int:
+    """Count the periods that `whole` has more: of one microbatch, or interleaved of one for every rank."""
+    return (whole.num_microbatches - few.num_microbatches) // (few.pp if few.vp > 1 else 1)
+
+
+def unfolded(
+    walked: Sequence[Action], whole: Sequence[Action], more_periods: int, same: Callable[[int, int], bool]
+) -> list[int] | None:
+    """Return for each action of `whole`, which has so many periods more, the index of its like in `walked`.
+
+    same(i, j): whether the walk found that these two did the same. None if the schedules are not alike in this way.
+    """
+    few, many = list(_alike(walked)), list(_alike(whole))
+    more = len(many) - len(few)
+    length = more // more_periods
+    end = _common(few, many)  # of the last period that was walked
+    period = range(end - length, end)
+    if length * more_periods != more or period.start < length or end + _common(few[::-1], many[::-1]) < len(few):
+        return None
+    if few[period.start - length : period.start] != few[period.start : end]:
+        return None
+    if many[end : end + more] != few[period.start : end] * more_periods or not all(same(i - length, i) for i in period):
+        return None
+    return [*range(end), *[*period] * more_periods, *range(end, len(few))]
+
+
+def _common(a: list, b: list) -> int:
+    """Count the elements with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _alike(actions: Sequence[Action]) -> Iterator[tuple]:
+    """Yield all of each action but its microbatch; the Exchange that it waits for counts from itself."""
+    exchanges = 0
+    for action in actions:
+        late = exchanges - action.after if action.after else None
+        if isinstance(action, Exchange):
+            exchanges += 1
+            messages = (tuple((t.kind, t.stage, t.peer) for t in side) for side in (action.sends, action.recvs))
+            yield Exchange, late, *messages
+        else:
+            flags = getattr(action, "first", False), getattr(action, "last", False)
+            yield type(action), late, action.chunk, flags, action.input is None, action.output is None
