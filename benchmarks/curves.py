@@ -33,6 +33,7 @@ from benchmarks.fp8_curves import losses
 from benchmarks.workers import Workers
 from minitron.config import cli, rules
 from minitron.config.schema import Config
+from tools import pictures
 
 POINTS = 100  # of a recorded curve, each a mean
 MOST_SECONDS = 1800  # after which a run counts as hanging
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     found = {run: row for run in runs if (row := newest(run, record.rows(args.results)))}
     print(table(found))
     if args.plot and found:
-        plot(found, cfg, args.plot)
+        pictures.save(draw(found, cfg), Path(args.plot))
     return {str(run): row for run, row in found.items()}
 
 
@@ -155,24 +156,20 @@ def table(found: dict[Run, dict]) -> str:
     return "\n".join(lines)
 
 
-def plot(found: dict[Run, dict], cfg: Config, path: str) -> None:
+def draw(found: dict[Run, dict], cfg: Config):
     """Losses over each other above, and below their distance from minitron's in bf16."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 7), height_ratios=(2, 1))
+    figure, (above, below) = pictures.new(5.0, 2, sharex=True, height_ratios=(2, 1))
     base = next(iter(found.values()))["curve"]
     for run, row in found.items():
         steps = [row["steps"] * (i + 0.5) / len(row["curve"]) for i in range(len(row["curve"]))]
-        above.plot(steps, row["curve"], label=str(run), linewidth=1)
-        below.plot(steps, [a - b for a, b in zip(row["curve"], base)], linewidth=1)
+        above.plot(steps, row["curve"], label=str(run))
+        below.plot(steps, [a - b for a, b in zip(row["curve"], base)])
     batch = f"{cfg.train.global_batch_size * cfg.train.seq_len:,} tokens a step"
-    above.set(ylabel="training loss, means of 1 % of the run", title=f"{cfg.model.num_layers} layers, {batch}")
+    title = f"{cfg.model.family}, {cfg.model.num_layers} layers of {cfg.model.hidden_size}, {batch}"
+    above.set(ylabel="training loss, means of 1 % of the run", title=title)
     above.legend()
     below.set(xlabel="step", ylabel=f"minus {next(iter(found))}")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    return figure
 
 
 if __name__ == "__main__":
