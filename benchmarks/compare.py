@@ -3,7 +3,8 @@
 Machines of one kind differ by some percent and a GPU by its temperature, so only the ratio of two measurements of one
 run counts; and what drifts while it lasts must not favour whoever comes first. So each side runs twice: ours, peer,
 peer, ours. The first two give a ratio, the last two another one; their mean counts, and half of their difference is
-its spread. A program runs in processes of its own, from the same configuration, timed by the same code (measure.py).
+its spread. A program runs in processes of its own (workers.py), from the same configuration, timed by the same code
+(measure.py). The floor is measured with the first of our runs.
 Per case and precision it prints, and appends to the results,
 
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. spread=.. ours_gib=.. peer_gib=..
@@ -19,40 +20,29 @@ failed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
+    from minitron.runtime.environment import set_defaults
 
-import torch
+    set_defaults(os.environ)  # before torch loads, here and so in all that is forked: of the peer, too
 
 from benchmarks import record
 from benchmarks.cases import CASES, FP8_RECIPES, Case
-from minitron.runtime.environment import DEFAULTS
+from benchmarks.programs import Failed, Skipped
+from benchmarks.workers import Workers
 
 OURS = "benchmarks/step.py"
 TURNS = "ours", "peer", "peer", "ours"
 # What each needs in its environment. Megatron-core relies on one work queue, which keeps kernels in the order of their
 # launch; minitron's pipelined products, and the others' FSDP, need several.
 PEERS = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "torchtitan": {}, "huggingface": {}}
-ENVIRONMENT = DEFAULTS  # of the peer, too
 BF16_TUNERS = {"huggingface"}
-GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
-
-
-class Skipped(Exception):
-    """A side cannot run here."""
-
-
-class Failed(Exception):
-    """A side broke, or took too long."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,14 +59,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if unknown := [name for name in args.cases if name not in CASES]:
         parser.error(f"unknown case {unknown[0]}; use one of {', '.join(CASES)}")
-    failed = False
-    for name in args.cases or CASES:
-        for precision in args.precision:
+    failed, wanted = False, [(name, precision) for name in args.cases or CASES for precision in args.precision]
+    with Workers() as workers:
+        gpus = len(workers.free) if workers.free[0] is not None else 0
+        for name, precision in wanted:
             label = f"{name}-{precision}"
             try:
-                if CASES[name].gpus > torch.cuda.device_count():
-                    raise Skipped(f"needs {CASES[name].gpus} GPUs, there are {torch.cuda.device_count()}")
-                result = compare(CASES[name], args.fp8 if precision == "fp8" else "none", args)
+                if CASES[name].gpus > gpus:
+                    raise Skipped(f"needs {CASES[name].gpus} GPUs, there are {gpus}")
+                result = compare(CASES[name], args.fp8 if precision == "fp8" else "none", args, workers)
             except Skipped as reason:
                 print(f"case={label} skipped: {reason}", flush=True)
             except Failed as reason:
@@ -89,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(failed)
 
 
-def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
+def compare(case: Case, fp8: str, args: argparse.Namespace, workers: Workers) -> dict:
     """Both sides' figures, their ratio and its spread. Raises Skipped or Failed."""
     programs = {"ours": (OURS, {}), "peer": (f"benchmarks/peers/{args.peer}.py", PEERS[args.peer])}
     runs: dict[str, list[dict]] = {side: [] for side in programs}
@@ -97,19 +88,13 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
         program, environment = programs[side]
         of_side = CASES[case.peer] if side == "peer" and case.peer else case
         has = "none" if side == "peer" and args.peer in BF16_TUNERS and case.tunes else fp8
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(case.gpus),
-            program,
-            *of_side.arguments(has),
-            "--steps",
-            str(args.steps),
-        ]
-        runs[side].append(launch(command, args.timeout, ENVIRONMENT | environment))
+        options = ["--steps", str(args.steps)] + ["--no-floor"] * (side == "ours" and bool(runs["ours"]))
+        run = program, [*of_side.arguments(has), *options], case.gpus, args.timeout, environment
+        workers.start(" ".join((program, *run[1])), *run)
+        _, figures = workers.next()
+        if isinstance(figures, Exception):
+            raise figures
+        runs[side].append(figures)
     ratios = [ours["tflops"] / peer["tflops"] for ours, peer in zip(runs["ours"], runs["peer"])]
     both = {side: mean_of(figures) for side, figures in runs.items()}
     ours, peer = both["ours"], both["peer"]
@@ -131,7 +116,8 @@ def compare(case: Case, fp8: str, args: argparse.Namespace) -> dict:
 
 def mean_of(runs: list[dict]) -> dict:
     """Average the numbers of a side's runs; memory is that of the run that took most."""
-    numbers = {key: [run[key] for run in runs] for key, value in runs[0].items() if isinstance(value, float)}
+    floats = [key for key, value in runs[0].items() if isinstance(value, float)]
+    numbers = {key: [run[key] for run in runs if key in run] for key in floats}
     peaks = {key: max(values) for key, values in numbers.items() if key == "peak_gib"}
     return runs[0] | {key: mean(values) for key, values in numbers.items()} | peaks
 
@@ -150,38 +136,6 @@ def line(result: dict) -> str:
             *more,
         ]
     )
-
-
-def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:
-    """What a measured program reported. Raises Skipped, or Failed with the end of its output."""
-    process = subprocess.Popen(
-        command,
-        cwd=record.ROOT,
-        env=os.environ | environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun ends its processes; killed, it would leave them on the GPUs
-        try:
-            process.communicate(timeout=GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise Failed(f"took longer than {timeout:g} s: {' '.join(command)}") from None
-    return reported(output, " ".join(command), process.returncode)
-
-
-def reported(output: str, what: str, status: int) -> dict:
-    """The figures that a measured program wrote. Raises Skipped, or Failed with the end of its output."""
-    for text in output.splitlines():
-        if text.startswith("RESULT "):
-            return json.loads(text.removeprefix("RESULT "))
-        if text.startswith("SKIP "):
-            raise Skipped(text.removeprefix("SKIP "))
-    raise Failed(f"exit status {status}: {what}\n{output[-3000:]}")
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks import compare, measure, record, shares
+from benchmarks import measure, record, shares
 from benchmarks.calibration import DEVICES
 from benchmarks.partners import partners
+from benchmarks.programs import launch
 from minitron import train
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Mesh
@@ -374,7 +375,7 @@ def child(args: argparse.Namespace, rank: int) -> dict:
     options |= {"--commit": args.commit}
     config = [str(Path(arg).resolve()) if arg.endswith((".yaml", ".yml")) else arg for arg in args.config]
     given = [str(x) for name, value in options.items() if value is not None for x in (name, value)]
-    return compare.launch([sys.executable, __file__, *config, *given, "--alone"], SECONDS, {})
+    return launch([sys.executable, __file__, *config, *given, "--alone"], SECONDS, {})
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -48,9 +48,10 @@ def main(argv: list[str] | None = None) -> dict:
     gc.collect()  # the trainer is gone: its memory is for the floor
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    alone = floor.floor_seconds(work, chosen.attention, cfg.precision.dtype, device)
-    result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
-    result["floor_share"] = measure.highest(sum(alone.values()), device) / result["step_seconds"]
+    if args.floor:
+        alone = floor.floor_seconds(work, chosen.attention, cfg.precision.dtype, device)
+        result |= {f"floor_{name}_seconds": measure.highest(value, device) for name, value in alone.items()}
+        result["floor_share"] = measure.highest(sum(alone.values()), device) / result["step_seconds"]
     of_ranks = gathered(shares.shares(kernels) if kernels else {}, mesh)
     if mesh.rank == 0:
         print(description, summary(result), sep="\n")
@@ -103,6 +104,9 @@ def gathered(value: object, mesh: Mesh) -> list:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-floor", dest="floor", action="store_false", help="do not time products and attention alone"
+    )
     parser.add_argument("--profile", action="store_true", help="also print the kernels that take longest")
     record.add_options(parser, results=None)
 
@@ -114,11 +118,15 @@ def summary(result: dict) -> str:
         for k in ("full", "causal", "weights", "hardware")
         if result[f"mfu_{k}"] is not None
     )
+    floor_line = (
+        f"\nfloor: GEMM {result['floor_gemm_seconds']:.4f} s + attention {result['floor_attention_seconds']:.4f} s = "
+        f"{100 * result['floor_share']:.1f} % of the step"
+        if "floor_share" in result
+        else ""
+    )
     return (
         f"step {result['step_seconds']:.4f} s   {result['tflops']:.1f} TFLOP/s per GPU   MFU {mfu or 'unknown'}   "
-        f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB\n"
-        f"floor: GEMM {result['floor_gemm_seconds']:.4f} s + attention {result['floor_attention_seconds']:.4f} s = "
-        f"{100 * result['floor_share']:.1f} % of the step"
+        f"{result['tokens_per_second_per_gpu']:.0f} tokens/s per GPU   {result['peak_gib']:.1f} GiB" + floor_line
     )
 
 

@@ -20,17 +20,20 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks import compare, record, shares
+from benchmarks import record, shares
+from benchmarks.programs import Failed, Skipped, reported
+from minitron.runtime.environment import DEFAULTS
 
 FORK = multiprocessing.get_context("fork")
 LOADED_LATE = "minitron.kernels.fp8_te", "minitron.kernels.fused", "minitron.kernels.fused_adamw"
@@ -81,17 +84,24 @@ class Workers:
             end(child)
         self._folder.cleanup()
 
-    def start(self, task: Any, program: str, arguments: Sequence[str], gpus: int, seconds: float) -> None:
-        """Run a program of this folder with `gpus` of the free GPUs, on each as a rank of its own."""
+    def start(
+        self,
+        task: Any,
+        program: str,
+        arguments: Sequence[str],
+        gpus: int,
+        seconds: float,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Run a program of this folder with `gpus` of the free GPUs, on each as a rank, with torchrun's variables."""
         mine, self.free = self.free[:gpus], self.free[gpus:]
         output = Path(self._folder.name) / f"{time.monotonic_ns()}.txt"
-        environment = {} if mine[0] is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
-        if gpus > 1:
-            environment |= {"WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        job = {} if mine[0] is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
+        job |= {"WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         processes = []
         for rank in range(gpus):
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if gpus > 1 else {}
-            options = program, list(arguments), compare.ENVIRONMENT | os.environ | environment | ranks, output
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(gpus)}
+            options = program, list(arguments), DEFAULTS | os.environ | environment | job | ranks, output
             processes.append(FORK.Process(target=enter, args=(*options, self.fresh), daemon=True))
             processes[-1].start()
         now = time.monotonic()
@@ -110,9 +120,9 @@ class Workers:
         text = child.output.read_text(encoding="utf-8", errors="replace") if child.output.exists() else ""
         status = next((p.exitcode for p in child.processes if p.exitcode), 0)
         try:
-            return child, compare.reported(text, str(child.task), status)
-        except (compare.Failed, compare.Skipped) as error:
-            return child, compare.Failed(f"took longer than {child.seconds:.0f} s") if late else error
+            return child, reported(text, str(child.task), status)
+        except (Failed, Skipped) as error:
+            return child, Failed(f"took longer than {child.seconds:.0f} s") if late else error
 
 
 def end(child: Child) -> None:

@@ -28,10 +28,12 @@ from benchmarks import (
     fp8_curves,
     host,
     measure,
+    programs,
     record,
     shares,
     step,
     table,
+    workers,
 )
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron.comm.mesh import Mesh
@@ -247,18 +249,37 @@ def test_attention_in_fp8_needs_a_gpu(monkeypatch, tmp_path):
         fp8_attention.main(["--results", str(tmp_path / "results.jsonl")])
 
 
+class FakeWorkers:
+    """benchmarks.workers.Workers that run nothing: run(program, arguments, gpus, environment) gives the figures."""
+
+    def __init__(self, run, gpus):
+        self.run, self.free = run, [str(i) for i in range(gpus)]
+
+    def start(self, task, program, arguments, gpus, seconds, environment):
+        self.result = self.run(program, arguments, gpus, environment)
+
+    def next(self):
+        return None, self.result
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
 def fake(text, status=0):
     return [sys.executable, "-c", f"print({text!r}); raise SystemExit({status})"]
 
 
 def test_a_program_reports_skips_or_fails():
-    assert compare.launch(fake('noise\nRESULT {"tflops": 1.5}'), 60, {}) == {"tflops": 1.5}
-    with pytest.raises(compare.Skipped, match="^not installed$"):
-        compare.launch(fake("SKIP not installed"), 60, {})
-    with pytest.raises(compare.Failed, match="(?s)exit status 3: .*out of memory"):
-        compare.launch(fake("out of memory", 3), 60, {})
-    with pytest.raises(compare.Failed, match="took longer than 0.2 s"):
-        compare.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2, {})
+    assert programs.launch(fake('noise\nRESULT {"tflops": 1.5}'), 60, {}) == {"tflops": 1.5}
+    with pytest.raises(programs.Skipped, match="^not installed$"):
+        programs.launch(fake("SKIP not installed"), 60, {})
+    with pytest.raises(programs.Failed, match="(?s)exit status 3: .*out of memory"):
+        programs.launch(fake("out of memory", 3), 60, {})
+    with pytest.raises(programs.Failed, match="took longer than 0.2 s"):
+        programs.launch([sys.executable, "-c", "import time; time.sleep(60)"], 0.2, {})
 
 
 @pytest.mark.parametrize("option, name", [([], "megatron"), *((["--peer", peer], peer) for peer in compare.PEERS)])
@@ -269,18 +290,17 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
     turns = [("ours", ours), ("peer", peer), ("peer", peer), ("ours", slower)]
     launched = []
 
-    def launch(command, timeout, environment):
-        launched.append(command)
-        if "precision.fp8=delayed" in command:
-            raise compare.Failed("it broke")
-        is_peer = f"benchmarks/peers/{name}.py" in command
-        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (is_peer and name == "megatron")
+    def run(program, arguments, gpus, environment):
+        launched.append(program)
+        if "precision.fp8=delayed" in arguments:
+            return programs.Failed("it broke")
+        is_peer = program == f"benchmarks/peers/{name}.py"
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (is_peer and name == "megatron") and gpus == 1
         side, figures = turns[len(launched) - 1]
-        assert is_peer == (side == "peer")
+        assert is_peer == (side == "peer") and ("--no-floor" in arguments) == (len(launched) == 4)
         return figures
 
-    monkeypatch.setattr(compare, "launch", launch)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=1))
     path = tmp_path / "results.jsonl"
     argv = ["8b-1gpu", "70b-tp4", *option, "--precision", "bf16", "fp8", "--results", str(path), "--commit", "abc"]
     assert compare.main(argv) == 1 and len(launched) == 5
@@ -310,12 +330,11 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
 def test_a_peer_without_the_schedule_runs_its_fastest_layout(monkeypatch, tmp_path):
     launched = []
 
-    def launch(command, timeout, environment):
-        launched.append(command[command.index("--nproc-per-node") + 2 :])
+    def run(program, arguments, gpus, environment):
+        launched.append(arguments)
         return {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 100.0, "step_seconds": 1.0}
 
-    monkeypatch.setattr(compare, "launch", launch)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=2))
     assert compare.main(["2gpu-8b-16layers-pp2-zb-h1", "--results", str(tmp_path / "results.jsonl")]) == 0
     assert [("parallel.schedule=zb-h1" in command, "parallel.vp=2" in command) for command in launched] == [
         (True, False),
@@ -325,7 +344,7 @@ def test_a_peer_without_the_schedule_runs_its_fastest_layout(monkeypatch, tmp_pa
     ]
     assert "parallel.layers_per_stage=[4, 5, 5, 2]" in launched[1]
     with pytest.raises(ValueError, match="parallel.schedule is not what the Megatron-core runner knows"):
-        measure.check_translated(cli.load([*launched[0][1:-2]]), "Megatron-core")
+        measure.check_translated(cli.load(launched[0][:-2]), "Megatron-core")
 
 
 def test_an_unknown_case_is_an_error(capsys):
@@ -335,21 +354,19 @@ def test_an_unknown_case_is_an_error(capsys):
 
 
 def test_two_ranks_of_our_side_really_run():
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        compare.OURS,
-        "configs/quickstart.yaml",
-        *TINY,
-        "train.eval_every=0",
-        "--steps",
-        "5",
-    ]
-    figures = compare.launch(command, 240.0, {})
+    """As compare.py runs them; the second time without the floor, which is none of a step's time."""
+    arguments = ["configs/quickstart.yaml", *TINY, "train.eval_every=0", "--steps", "5"]
+    with workers.Workers(2) as two:
+        both = []
+        for more in [], ["--no-floor"]:
+            two.start("ours", compare.OURS, arguments + more, 2, 240.0, {"OMP_NUM_THREADS": "1"})
+            both.append(two.next()[1])
+            assert isinstance(both[-1], dict), both[-1]
+    assert "floor_share" in both[0] and not [key for key in both[1] if key.startswith("floor")]
+    averaged = compare.mean_of(both)
+    assert averaged["floor_share"] == both[0]["floor_share"]
+    assert averaged["step_seconds"] == (both[0]["step_seconds"] + both[1]["step_seconds"]) / 2
+    figures = both[0]
     assert figures["world"] == 2 and figures["step_seconds"] > 0
     both = {
         "ours": figures,
@@ -652,7 +669,7 @@ def test_fine_tuning_and_its_peer_really_run(case, world, argv):
         pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     argv = [*PEER_TINY, *argv, "train.micro_batch_size=1", f"finetune.kind={case}", "--steps", "4"]
     both = [
-        compare.launch(
+        programs.launch(
             [
                 sys.executable,
                 "-m",
@@ -743,7 +760,7 @@ def test_a_tied_weight_lies_in_one_unit():
 def test_peers_really_run(peer, world, argv):
     """As programs of their own: one that ends only now and then is a bug that a function would not show."""
     peer_module(peer)
-    figures = compare.launch(
+    figures = programs.launch(
         [
             sys.executable,
             "-m",

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import compare, one_rank, partners, recipes, record, workers
+from benchmarks import one_rank, partners, recipes, record, workers
 from benchmarks.calibration import DEVICES
 from minitron import train
 from minitron.comm import collectives
@@ -81,14 +81,14 @@ def test_a_rank_trains_alone_on_finite_values(keys, world, rank, last, capsys):
 def test_the_job_is_simulated_with_rows_of_the_same_commit(tmp_path):
     results = tmp_path / "results.jsonl"
     options = ["--world", "8", "--steps", "4", "--results", str(results), "--commit"]
-    with mock.patch.object(compare, "launch", side_effect=AssertionError("there is a row")):
+    with mock.patch.object(one_rank, "launch", side_effect=AssertionError("there is a row")):
         first = one_rank.main([*PIPELINE, "--rank", "first", "--alone", *options, "abc"])
         row = one_rank.main([*PIPELINE, "--rank", "last", *options, "abc-dirty"])
     cfg, (devices, fabrics) = cli.load(PIPELINE), read_machines(DEVICES)
     step = Step(cfg, 8, Machine(devices["h200"], fabrics["ndr400"]))
     assert one_rank.job_seconds(step, 8, {"first": first, "last": row})[0] == row["job_step_seconds"]
     assert [entry["rank"] for entry in record.rows(results)] == [0, 7]
-    with mock.patch.object(compare, "launch", return_value=first) as launch:  # of another commit: measured again
+    with mock.patch.object(one_rank, "launch", return_value=first) as launch:  # of another commit: measured again
         one_rank.main([*PIPELINE, "--rank", "last", *options, "def"])
     command = " ".join(launch.call_args.args[0])
     assert "--rank 0" in command and command.endswith("--alone") and "--commit def" in command

@@ -1,0 +1,52 @@
+"""Measured programs as others run them: started, waited for, and read for the line that they report (measure.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+
+from benchmarks import record
+
+GRACE_SECONDS = 45  # torchrun itself gives its processes 30 to end
+
+
+class Skipped(Exception):
+    """A side cannot run here."""
+
+
+class Failed(Exception):
+    """A side broke, or took too long."""
+
+
+def launch(command: list[str], timeout: float, environment: dict[str, str]) -> dict:
+    """What a measured program reported. Raises Skipped, or Failed with the end of its output."""
+    process = subprocess.Popen(
+        command,
+        cwd=record.ROOT,
+        env=os.environ | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun ends its processes; killed, it would leave them on the GPUs
+        try:
+            process.communicate(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise Failed(f"took longer than {timeout:g} s: {' '.join(command)}") from None
+    return reported(output, " ".join(command), process.returncode)
+
+
+def reported(output: str, what: str, status: int) -> dict:
+    """The figures that a measured program wrote. Raises Skipped, or Failed with the end of its output."""
+    for text in output.splitlines():
+        if text.startswith("RESULT "):
+            return json.loads(text.removeprefix("RESULT "))
+        if text.startswith("SKIP "):
+            raise Skipped(text.removeprefix("SKIP "))
+    raise Failed(f"exit status {status}: {what}\n{output[-3000:]}")
