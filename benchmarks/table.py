@@ -28,9 +28,14 @@ FLOOR_WORDS = {
 }
 
 
-def newest(entries: list[dict], path: Path) -> list[dict]:
+def records(path: Path) -> list[dict]:
+    """All records of a file, oldest first; none if there is no file. Needs no torch, as record.rows does."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def newest(path: Path) -> list[dict]:
     """The last comparison of each case and peer, in the order of their first. Raises ValueError if there is none."""
-    found = {(entry["case"], entry["peer"]): entry for entry in entries if entry["kind"] == "compare"}
+    found = {(entry["case"], entry["peer"]): entry for entry in records(path) if entry["kind"] == "compare"}
     if not found:
         raise ValueError(f"{path} has no record of kind compare; run benchmarks/compare.py first")
     return list(found.values())
@@ -213,14 +218,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     args = parser.parse_args(argv)
     try:
-        lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else ()
-        records = [json.loads(line) for line in lines]
-        entries = newest(records, args.results)
+        entries = newest(args.results)
         text = markdown(entries)
         args.results.with_name("compare.md").write_text(text, encoding="utf-8")
         print(text, end="")
         pictures.save(draw(entries), args.results.with_name("compare.png"))
-        if curves := [r for r in records if r["kind"] == "fp8_curves" and r["gpu"]]:
+        if curves := [r for r in records(args.results) if r["kind"] == "fp8_curves" and r["gpu"]]:
             pictures.save(draw_curves(curves[-1]), args.results.with_name("fp8_curves.png"))
     except pictures.NoMatplotlib as error:
         print(error)

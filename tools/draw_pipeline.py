@@ -11,13 +11,14 @@ forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes 
     1 ..0a0A--1a1A--....
 
 Of a split backward 3A is the gradient of the input and 3w are those of the weights, which are part of --backward.
-The SVG shows forwards in blue, backwards in orange, gradients of weights alone in green, later chunks darker, idle time
-hatched.  Needs no torch and no GPU.
+The SVG is as wide as a page, with a microbatch's number in every box: of a long step it has the warm-up and a window
+of the steady part.  Forwards are blue, backwards orange, or gold and green where they are split; later chunks darker,
+idle time hatched.  Needs no torch and no GPU.
 """
 
 import sys
 from itertools import accumulate
-from math import floor, inf, log10
+from math import ceil, floor, inf, log10
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -35,12 +36,20 @@ from minitron.pipeline.schedule import (
     make,
 )
 from minitron.planning.simulate import Event, Timeline, simulate
+from tools import pictures
 from tools.command import Parser, run
 
 WIDE = 200  # columns; most terminals wrap such a text beyond recognition
 MAX_COLUMNS = 10_000  # of text; nobody reads more, and a thousandfold spread of durations would fill the memory
-ROW, GAP, LEFT, TOP = 30, 6, 64, 84  # pixels: height of a row, space between rows, margins of the picture
-HUES = {Forward: 212, Backward: 28, BackwardInput: 28, BackwardWeight: 140}
+LEFT, TOP, ROW, GAP = 44, 58, 13, 2  # points: left of the plot, above it, a row's height, space between rows
+PLOT = 72 * pictures.WIDTH - LEFT - 12
+DIGIT = 0.65 * pictures.SMALL
+COLOURS = {
+    Forward: pictures.BLUE,
+    Backward: pictures.ORANGE,
+    BackwardInput: pictures.GOLD,
+    BackwardWeight: pictures.GREEN,
+}
 NAMES = {Forward: "forward", Backward: "backward", BackwardInput: "input gradient", BackwardWeight: "weight gradients"}
 
 
@@ -81,12 +90,20 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
 
 
 def describe(timeline: Timeline) -> str:
-    """One line: the schedule and its bubble, the idle time over the compute time."""
-    s = timeline.schedule
+    """One line: the schedule and its bubble."""
+    return f"{heading(timeline.schedule)}, {bubble_of(timeline)}"
+
+
+def bubble_of(timeline: Timeline) -> str:
+    """The idle time of all ranks over their compute time."""
+    return f"bubble {100 * timeline.bubble:.1f} % of the compute time"
+
+
+def heading(s: Schedule) -> str:
+    """The schedule's name and sizes."""
     kind = "Interleaved 1F1B" if s.vp > 1 else s.kind.upper()
     kind = kind if s.training else "Forward only"
-    sizes = f"pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
-    return f"{kind}: {sizes}, bubble {100 * timeline.bubble:.1f} % of the compute time"
+    return f"{kind}: pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
 
 
 def draw_text(timeline: Timeline) -> str:
@@ -125,81 +142,117 @@ def _letter(op: Operation) -> str:
     return letter if type(op) is Forward else letter.upper()
 
 
-def draw_svg(timeline: Timeline) -> str:
-    """The same as an SVG document; every box has a tooltip with rank, microbatch, chunk and times."""
-    s = timeline.schedule
-    shortest = min(event.end - event.start for event in timeline.events)
-    plot = min(max(720.0, 22 * timeline.makespan / shortest), 6000.0)  # 22 pixels hold three digits
-    scale = plot / timeline.makespan  # pixels per second
-    bottom = TOP + s.pp * (ROW + GAP)
-    width = max(LEFT + plot + 24, LEFT + 150 + 28 * s.vp + 320)
+def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
+    """Choose what of a step a page can show with a number in every box: (name, start, end) in seconds, one a row.
+
+    A short step is there as a whole, a longer one in two halves, of a long one the warm-up and as much from the middle
+    of what is steady: between the last rank's first backward and the first rank's last forward. Where durations differ
+    so much that five of the longest would not fit, the shortest go without a number.
+    """
+    s, end = timeline.schedule, timeline.makespan
+    seconds = [event.end - event.start for event in timeline.events]
+    span = max(PLOT * min(seconds) / (DIGIT * len(str(s.num_microbatches - 1)) + 2), 5 * max(seconds))
+    if end <= span:
+        return [("whole step", 0.0, end)]
+    if end <= 2 * span:
+        return [("first half", 0.0, end / 2), ("second half", end / 2, end)]
+    forwards = [event.end for event in timeline.events if event.rank == 0 and type(event.action) is Forward]
+    backwards = [
+        event.start for event in timeline.events if event.rank == s.pp - 1 and type(event.action) is not Forward
+    ]
+    middle = (min(backwards, default=0.0) + max(forwards)) / 2
+    start = min(max(middle - span / 2, span), end - span)
+    return [("warm-up", 0.0, span), ("steady", start, start + span)]
+
+
+def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
+    """Draw `windows` of the step as an SVG document a page wide, in points; boxes have tooltips.
+
+    bubble: what to say of it; default: what `describe` does.
+    """
+    pp, shown = timeline.schedule.pp, windows(timeline)
+    panel = pp * (ROW + GAP) + 36
+    width, height = 72 * pictures.WIDTH, TOP + len(shown) * panel
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 44}" '
-        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#222">',
-        '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="6" height="6" fill="#f4f4f4"/><rect width="1.5" height="6" fill="#d4d4d4"/></pattern></defs>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{pictures.WIDTH}in" height="{height / 72:.2f}in" '
+        f'viewBox="0 0 {width:g} {height}" font-family="{pictures.FONT}, Verdana, sans-serif" '
+        f'font-size="{pictures.SMALL}" fill="{pictures.INK}">',
+        '<defs><pattern id="idle" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="4" height="4" fill="#f6f6f6"/><rect width="1" height="4" fill="#d4d4d4"/></pattern></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="28" font-size="17" font-weight="bold">{describe(timeline)}</text>',
+        f'<text x="{LEFT}" y="14" font-size="{pictures.TITLE}" font-weight="bold">{heading(timeline.schedule)}</text>',
+        f'<text x="{LEFT}" y="26" font-size="{pictures.TEXT}">{bubble or bubble_of(timeline)}</text>',
         *_legend(timeline),
     ]
-    for rank in range(s.pp):
-        y = TOP + rank * (ROW + GAP)
-        parts.append(f'<text x="{LEFT - 10}" y="{y + ROW / 2 + 4}" text-anchor="end">rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{plot:.2f}" height="{ROW}" fill="url(#idle)"/>')
-    parts += [_box(event, s.vp, scale) for event in timeline.events]
-    parts += _axis(timeline.makespan, scale, bottom)
+    for i, (name, start, end) in enumerate(shown):
+        top, scale = TOP + i * panel + 14, PLOT / (end - start)  # points per second
+        of = "" if len(shown) == 1 else f", {start:.4g} to {end:.4g} s of {timeline.makespan:.4g}"
+        parts.append(f'<text x="{LEFT}" y="{top - 5}" font-weight="bold">{name}{of}</text>')
+        for rank in range(pp):
+            y = top + rank * (ROW + GAP)
+            parts.append(f'<text x="{LEFT - 4}" y="{y + ROW / 2 + 2.5}" text-anchor="end">rank {rank}</text>')
+            parts.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="url(#idle)"/>')
+        for event in timeline.events:
+            left, right = max(event.start, start), min(event.end, end)
+            if left < right:
+                y = top + event.rank * (ROW + GAP)
+                parts.append(
+                    _box(event, timeline.schedule.vp, LEFT + (left - start) * scale, y, (right - left) * scale)
+                )
+        parts += _axis(start, end, scale, top + pp * (ROW + GAP))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _colour(kind: type[Operation], chunk: int, vp: int) -> str:
-    lightness = 76 if vp == 1 else 86 - 30 * chunk / (vp - 1)
-    return f"hsl({HUES[kind]}, 85%, {lightness:.0f}%)"
+    return pictures.tint(COLOURS[kind], 0.5 if vp == 1 else 0.25 + 0.5 * chunk / (vp - 1))
 
 
-def _box(event: Event, vp: int, scale: float) -> str:
+def _box(event: Event, vp: int, x: float, y: float, width: float) -> str:
     op, kind = event.action, type(event.action)
-    x, y = LEFT + event.start * scale, TOP + event.rank * (ROW + GAP)
-    width = (event.end - event.start) * scale
     tooltip = (
         f"rank {event.rank}: {NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}, "
         f"{event.start:g} to {event.end:g} s"
     )
     text = ""
-    if width >= 7 * len(str(op.mb)) + 1:
-        text = f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 4}" text-anchor="middle">{op.mb}</text>'
+    if width >= DIGIT * len(str(op.mb)):
+        text = f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 2.5}" text-anchor="middle">{op.mb}</text>'
     return (
         f'<g><title>{tooltip}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" '
-        f'fill="{_colour(kind, op.chunk, vp)}" stroke="white" stroke-width="0.8"/>{text}</g>'
+        f'fill="{_colour(kind, op.chunk, vp)}" stroke="white" stroke-width="0.5"/>{text}</g>'
     )
 
 
 def _legend(timeline: Timeline) -> list[str]:
-    """Forward and backward with one swatch per chunk, gradients of weights where they are apart, and idle."""
+    """Each kind of operation that the step has, with the tints of its chunks, and idle."""
     parts, x, vp = [], float(LEFT), timeline.schedule.vp
-    apart = [BackwardWeight] if any(type(event.action) is BackwardWeight for event in timeline.events) else []
-    for kind in (Forward, Backward, *apart):
+    present = {type(event.action) for event in timeline.events}
+    for kind in (kind for kind in NAMES if kind in present):
+        width = max(8, 24 / vp)
         for chunk in range(vp):
-            parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="{_colour(kind, chunk, vp)}"/>')
-            x += 14
-        parts.append(f'<text x="{x + 6}" y="57">{NAMES[kind]}</text>')
-        x += 24 + 7 * len(NAMES[kind])
-    parts.append(f'<rect x="{x}" y="46" width="14" height="14" fill="url(#idle)"/>')
-    parts.append(f'<text x="{x + 20}" y="57">idle</text>')
+            fill = _colour(kind, chunk, vp)
+            parts.append(f'<rect x="{x:.2f}" y="33" width="{width:.2f}" height="8" fill="{fill}"/>')
+            x += width
+        parts.append(f'<text x="{x + 4:.2f}" y="39.5">{NAMES[kind]}</text>')
+        x += 14 + DIGIT * len(NAMES[kind])
+    parts.append(f'<rect x="{x:.2f}" y="33" width="8" height="8" fill="url(#idle)"/>')
     chunks = f"; chunks 0 to {vp - 1} from light to dark" if vp > 1 else ""
-    parts.append(f'<text x="{x + 66}" y="57">number: microbatch{chunks}</text>')
+    parts.append(f'<text x="{x + 12:.2f}" y="39.5">idle</text>')
+    parts.append(f'<text x="{LEFT}" y="51.5">number: microbatch{chunks}</text>')
     return parts
 
 
-def _axis(makespan: float, scale: float, y: float) -> list[str]:
+def _axis(start: float, end: float, scale: float, y: float) -> list[str]:
     """A time axis with 5 to 12 ticks at 1, 2 or 5 times a power of ten seconds."""
-    power = 10.0 ** floor(log10(makespan / 5))
-    step = max(factor * power for factor in (1, 2, 5) if factor * power <= makespan / 5)
-    parts = [f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + makespan * scale:.2f}" y2="{y}" stroke="#888"/>']
-    for n in range(floor(makespan / step) + 1):
-        x = LEFT + n * step * scale
-        parts.append(f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}" stroke="#888"/>')
-        parts.append(f'<text x="{x:.2f}" y="{y + 19}" text-anchor="middle" fill="#555">{n * step:g}</text>')
-    parts.append(f'<text x="{LEFT - 10}" y="{y + 19}" text-anchor="end" fill="#555">seconds</text>')
+    span = end - start
+    power = 10.0 ** floor(log10(span / 5))
+    step = max(factor * power for factor in (1, 2, 5) if factor * power <= span / 5)
+    colour = pictures.FAINT
+    parts = [f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + PLOT}" y2="{y}" stroke="{colour}" stroke-width="0.7"/>']
+    for n in range(ceil(start / step - 1e-9), floor(end / step + 1e-9) + 1):
+        x = LEFT + (n * step - start) * scale
+        parts.append(f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 3}" stroke="{colour}" stroke-width="0.7"/>')
+        parts.append(f'<text x="{x:.2f}" y="{y + 11}" text-anchor="middle">{n * step:g}</text>')
+    parts.append(f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">seconds</text>')
     return parts
 
 

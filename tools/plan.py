@@ -27,21 +27,12 @@ from minitron.config.schema import Config
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Plan, plan, room_gib
 from minitron.planning.work import HIDDEN
+from tools import plan_pictures
 from tools.command import Parser, run
+from tools.plan_pictures import MEANINGS
 from tools.plan_search import Found, changes, remedy, search, written
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
-MEANINGS = {
-    "gemm": "matrix products",
-    "attention": "attention",
-    "pointwise": "norms, activations, casts, gaps",
-    "tp_exposed": "tensor parallel",
-    "cp_exposed": "context parallel",
-    "pp_exposed": "between stages",
-    "dp_exposed": "gradients and parameters",
-    "bubble": "waiting for other stages",
-    "optimizer": "optimizer",
-}
 
 
 def main(argv: list[str]) -> None:
@@ -58,8 +49,6 @@ def main(argv: list[str]) -> None:
         return
     print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
     if o.draw is not None:
-        from tools import plan_pictures  # needs matplotlib
-
         for path in plan_pictures.draw(job, o.draw):
             print(path, file=sys.stderr)
     if not job.fits:

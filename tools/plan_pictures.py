@@ -1,8 +1,9 @@
-"""Pictures of a plan, for `tools/plan.py --draw FOLDER`: the pipeline, memory over a step, where time goes, scaling.
+"""Pictures of a plan, for `tools/plan.py --draw FOLDER`: the pipeline, every rank's memory, where time goes, scaling.
 
-timeline.svg has a box for every forward and backward, with its duration and what waits between them; the others are
+timeline.svg has boxes for forwards and backwards, with their microbatches and what waits between them; the others are
 PNG and need matplotlib. Scaling starts from the plan's number of GPUs and doubles it up to MOST_GPUS, with the batch in
-proportion (as published tables do) and with the batch of the plan.
+proportion (as published tables do) and with the batch of the plan; what others published of the same job on the same
+GPUs (benchmarks/published.json) stands beside it.
 """
 
 from __future__ import annotations
@@ -11,60 +12,85 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import calibration
 from minitron.config import rules
-from minitron.config.installed import pip_install
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from minitron.planning.machine import read_machines
 from minitron.planning.plan import Plan, Step, plan, room_gib
+from tools import pictures
 from tools.draw_pipeline import draw_svg
+from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, RED, tint
 
 MOST_GPUS = 4096
+SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
+NARROW = 0.07  # of the longest bar: a narrower part has its value beside the bar
+MEANINGS = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "pointwise": "norms, activations, casts, gaps",
+    "tp_exposed": "tensor parallel",
+    "cp_exposed": "context parallel",
+    "pp_exposed": "between stages",
+    "dp_exposed": "gradients and parameters",
+    "bubble": "waiting for other stages",
+    "optimizer": "optimizer",
+}
 COLORS = {
-    "gemm": "#2a6fbb",
-    "attention": "#5aa0dd",
-    "pointwise": "#9cc7ea",
-    "tp_exposed": "#e07b39",
-    "cp_exposed": "#efa36b",
-    "pp_exposed": "#f5c9a4",
-    "dp_exposed": "#c94f4f",
-    "bubble": "#d9d9d9",
-    "optimizer": "#6b8f5e",
+    "gemm": BLUE,
+    "attention": tint(BLUE, 0.7),
+    "pointwise": tint(BLUE, 0.45),
+    "tp_exposed": ORANGE,
+    "cp_exposed": tint(ORANGE, 0.7),
+    "pp_exposed": tint(ORANGE, 0.45),
+    "dp_exposed": RED,
+    "bubble": tint(GREY, 0.6),
+    "optimizer": GREEN,
+    # bytes
+    "parameters": BLUE,
+    "gradients": tint(BLUE, 0.6),
+    "fp8 weights": tint(BLUE, 0.3),
+    "activations": ORANGE,
+    "working": tint(ORANGE, 0.5),
+    "messages": GOLD,
 }
 
 
 def draw(job: Plan, folder: Path) -> Iterator[Path]:
     """Write the pictures and yield their paths. Raises ValueError without matplotlib or a folder to write into."""
     try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(f"--draw needs matplotlib: {pip_install('plot')}, or leave it out") from None
-    matplotlib.use("Agg")
-    try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "timeline.svg"
-        path.write_text(draw_svg(job.timeline), encoding="utf-8")
+        path.write_text(draw_svg(job.timeline, bubble(job)), encoding="utf-8")
         yield path
         scaled = scaling(job, in_proportion=True)
         for name, picture in (
             ("memory", memory(job)),
             ("time", time_bars(scaled)),
-            ("scaling", curves(scaled, scaling(job, in_proportion=False))),
+            ("scaling", curves(scaled, scaling(job, in_proportion=False), published(job))),
         ):
             path = folder / f"{name}.png"
-            picture.savefig(path, dpi=150, bbox_inches="tight")
+            pictures.save(picture, path)
             yield path
     except OSError as error:
         raise ValueError(f"--draw {folder} cannot be written ({error}); name another folder") from None
 
 
-def memory_curve(job: Plan) -> list[tuple[float, float]]:
-    """(seconds, GiB) of the fullest pipeline rank, a line's corners: what lasts, and activations, of which a forward
-    leaves more with every block and a backward frees them again.
+def bubble(job: Plan) -> str:
+    """The bubble as the plan's table has it."""
+    seconds = job.seconds["bubble"]
+    return f"bubble {seconds:.3f} s, {100 * seconds / job.step_seconds:.1f} % of the step: {MEANINGS['bubble']}"
+
+
+def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
+    """(seconds, GiB) of a pipeline rank, a line's corners: what lasts, and activations, of which a forward leaves more
+    with every block and a backward frees them again.
     """
     sizes = Step(job.cfg, job.world, job.machine).memory
-    live = lasting = job.memory.total() - job.memory["activations"] - job.memory["working"]
+    parts = sizes.of(rank)
+    live = lasting = parts.total() - parts["activations"] - parts["working"]
     pp, curve = job.cfg.parallel.pp, [(0.0, lasting / 2**30)]
     for event in job.timeline.events:
-        if event.rank == job.fullest:
+        if event.rank == rank:
             stage, kind = event.action.chunk * pp + event.rank, type(event.action)
             saved, put_off = sizes.saved(stage), sizes.put_off(stage)
             change = {Forward: saved, Backward: -saved, BackwardInput: put_off - saved, BackwardWeight: -put_off}[kind]
@@ -89,78 +115,144 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
     return plans
 
 
+def published(job: Plan) -> list[tuple[int, float]]:
+    """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
+    the plan or as much for each GPU.
+    """
+    devices, fabrics = read_machines(calibration.DEVICES)
+
+    def kind(cfg):
+        return cfg.model, cfg.train.seq_len, cfg.finetune.kind, cfg.precision.fp8 != "none"
+
+    found, batch = [], job.cfg.train.global_batch_size
+    for row in calibration.published_rows(calibration.PUBLISHED):
+        cfg, device = calibration.configuration(row.arguments), devices[row.device]
+        samples, fabric = cfg.train.global_batch_size, fabrics[row.fabric or device.fabric]
+        same_machine = (device.gpu, fabric.network_gb_s) == (job.machine.device.gpu, job.machine.fabric.network_gb_s)
+        if same_machine and kind(cfg) == kind(job.cfg) and samples in (batch, batch * row.gpus / job.world):
+            found.append((row.gpus, samples * cfg.train.seq_len / row.seconds))
+    return found
+
+
+@pictures.styled
 def memory(job: Plan):
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    bottom = 0.0
-    for part, color in zip(
-        ("parameters", "gradients", "optimizer", "fp8 weights", "messages"),
-        ("#2a6fbb", "#5aa0dd", "#6b8f5e", "#9cc7ea", "#efa36b"),
-    ):
-        size = job.memory[part] / 2**30
-        if size:
-            axes.axhspan(bottom, bottom + size, color=color, label=part, lw=0)
-        bottom += size
-    times, sizes = zip(*memory_curve(job))
-    axes.fill_between(times, bottom, sizes, color="#e07b39", label="activations", lw=0)
-    axes.axhline(room_gib(job.machine), color="#c94f4f", ls="--", label="room")
-    axes.set(
-        xlabel="seconds of a step",
-        ylabel="GiB",
-        xlim=(0, job.timeline.makespan),
-        ylim=(0, None),
-        title=f"Memory of pipeline rank {job.fullest}, the fullest",
-    )
-    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-    return figure
-
-
-def time_bars(plans: list[Plan]):
-    from matplotlib import pyplot
-
-    height = 0.9 + 0.5 * len(plans)
-    figure, axes = pyplot.subplots(figsize=(8, height))
-    names, left = [f"{p.world} GPUs" for p in plans], [0.0] * len(plans)
-    for part, color in COLORS.items():
-        widths = [p.seconds[part] for p in plans]
-        if max(widths) > 1e-6:  # a difference of sums may be nothing but rounding
-            axes.barh(names, widths, 0.7, left, color=color, label=part.replace("_", " "))
+    """Bars of every pipeline rank's peak by part, and how its memory grows and shrinks during a step."""
+    pp, sizes = job.cfg.parallel.pp, Step(job.cfg, job.world, job.machine).memory
+    ranks = [sizes.of(rank) for rank in range(pp)]
+    names = [f"rank {rank}" for rank in range(pp)]
+    figure, (bars, lines) = pictures.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))
+    left: list[float] = [0.0] * pp
+    for part in (part for part in ranks[0] if any(of[part] for of in ranks)):
+        widths = [of[part] / 2**30 for of in ranks]
+        bars.barh(names, widths, 0.75, left, color=COLORS[part], label=part)
         left = [x + width for x, width in zip(left, widths)]
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds of a step, batch in proportion to the GPUs")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.7 / height))
+    graphs = [sizes.graph(rank) / 2**30 for rank in range(pp)]
+    if any(graphs):
+        style = {"color": "white", "edgecolor": pictures.FAINT, "hatch": "//////", "lw": 0.5}
+        bars.barh(names, graphs, 0.75, left, label="CUDA graphs, if there is room", **style)
+    room, full = room_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
+    bars.axvline(room, color=RED, ls="--", label=f"room: {room:.1f} GiB")
+    for rank, (total, end) in enumerate(zip(left, full)):
+        at = room if 0.93 * room < end < room else end  # the number would lie on the line
+        bars.text(at + 0.01 * room, rank, f"{total:.1f}", va="center", weight="bold" if rank == job.fullest else None)
+    bars.invert_yaxis()
+    bars.set(xlim=(0, 1.1 * max(room, *full)), xlabel="GiB of a GPU, at its peak")
+    each = job.world // pp
+    bars.set_title(f"Memory of all ranks: {pp} pipeline rank{'s' * (pp > 1)} of {each} GPU{'s' * (each > 1)} each")
+    for rank in range(pp):
+        fullest = rank == job.fullest
+        times, sizes_gib = zip(*memory_curve(job, rank))
+        label = f"rank {rank}, the fullest" if fullest else f"rank {rank}"
+        shade = BLUE if fullest else tint(pictures.INK, 0.2 + 0.5 * rank / pp)
+        lines.plot(times, sizes_gib, color=shade, lw=1.2 if fullest else 0.7, zorder=3 if fullest else 2, label=label)
+    lines.set(xlabel="seconds of a step", ylabel="GiB", xlim=(0, job.timeline.makespan))
+    lines.set_title("During a step: what lasts, and activations")
+    if pp > 1:
+        low, high = lines.get_ylim()
+        lines.set_ylim(low - 0.08 * (pp // 4 + 1) * (high - low))  # room for the names
+        lines.legend(loc="lower center", ncols=4)
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def curves(proportional: list[Plan], fixed: list[Plan]):
-    from matplotlib import pyplot
+@pictures.styled
+def time_bars(plans: list[Plan]):
+    """Bars of the parts of a step that differ between the plans, of one plan all; each has its seconds."""
+    first = plans[0]
+    parts = [
+        part
+        for part in MEANINGS
+        if max(p.seconds[part] for p in plans) > 1e-6  # a difference of sums may be nothing but rounding
+    ]
+    same = [part for part in parts if len(plans) > 1 and spread(plans, part) < SAME * first.step_seconds]
+    parts = [part for part in parts if part not in same]
+    figure, axes = pictures.new(1.3 + 0.36 * len(plans))
+    longest = max(sum(p.seconds[part] for part in parts) for p in plans) or SAME
+    unit, scale = ("ms", 1e3) if longest < 1 else ("s", 1)
+    left, beside = [0.0] * len(plans), [[] for _ in plans]
+    for part in parts:
+        widths = [scale * p.seconds[part] for p in plans]
+        axes.barh(range(len(plans)), widths, 0.7, left, color=COLORS[part], label=MEANINGS[part])
+        ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else pictures.INK
+        for row, width in enumerate(widths):
+            if width > NARROW * scale * longest:
+                middle = left[row] + width / 2
+                axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=pictures.SMALL)
+            else:
+                beside[row].append(f"{MEANINGS[part]} {width:.3g}")
+        left = [x + width for x, width in zip(left, widths)]
+    for row, p in enumerate(plans):
+        whole = "\n".join(filter(None, (f"{p.step_seconds:.3f} s a step", "; ".join(beside[row]))))
+        axes.text(left[row] + 0.01 * scale * longest, row, whole, va="center", fontsize=pictures.SMALL)
+    axes.set_yticks(range(len(plans)), [f"{p.world} GPUs" for p in plans])
+    axes.set(xlim=(0, 1.5 * scale * longest), ylim=(len(plans) - 0.5, -0.5), xlabel=unit)
+    axes.set_title("Where the time of a step goes")
+    if same:
+        common = sum(first.seconds[part] for part in same)
+        words = "; ".join(f"{MEANINGS[part]} {first.seconds[part]:.3f}" for part in same)
+        axes.set_title("What differs in the time of a step, batch in proportion to the GPUs")
+        axes.set_xlabel(f"{unit} beside {common:.3f} s that all have: {words}", wrap=True)
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+
+def spread(plans: list[Plan], part: str) -> float:
+    seconds = [p.seconds[part] for p in plans]
+    return max(seconds) - min(seconds)
+
+
+@pictures.styled
+def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, float]] = ()):
+    """Tokens per second over GPUs, with MFU; points: (GPUs, tokens/s) that others published."""
+    figure, axes = pictures.new(4.2)
     first = proportional[0]
     worlds = [p.world for p in proportional]
     linear = [first.tokens_per_second * world / first.world for world in worlds]
-    axes.plot(worlds, linear, color="#b0b7c0", lw=5, alpha=0.5, label="linear")
+    axes.plot(worlds, linear, color=tint(GREY, 0.6), lw=5, label="linear")
     for plans, color, label, above in (
-        (proportional, "#2a6fbb", "batch in proportion", 8),
-        (fixed, "#e07b39", "batch as given", -14),
+        (proportional, BLUE, "planned, batch in proportion", 8),
+        (fixed, ORANGE, "planned, batch as given", -12),
     ):
-        axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", color=color, label=label)
+        axes.plot([p.world for p in plans], [p.tokens_per_second for p in plans], "o-", ms=4, color=color, label=label)
         for p in plans:
             if p.mfu_percent is not None and (plans is proportional or p is not plans[0]):  # both start as one plan
                 axes.annotate(
                     f"{p.mfu_percent:.1f} %",
                     (p.world, p.tokens_per_second),
                     xytext=(0, above),
-                    fontsize=8,
+                    fontsize=pictures.SMALL,
                     ha="right" if above > 0 else "left",
                     textcoords="offset points",
                     color=color,
                 )
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s", title="Scaling, with MFU")
+    if points:
+        axes.plot(*zip(*points), "D", ms=6, mfc="none", mec=RED, mew=1.2, ls="", label="published by others")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s")
+    axes.set_title(f"Scaling on {first.machine.device.gpu}, with MFU")
     axes.margins(0.1, 0.1)
-    axes.set_xticks(worlds, worlds)
+    ticks = sorted({*worlds, *(gpus for gpus, _ in points)})
+    axes.set_xticks(ticks, ticks)
     axes.minorticks_off()
-    axes.legend(frameon=False)
+    axes.grid()
+    axes.legend()
     return figure

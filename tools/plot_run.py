@@ -23,8 +23,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config.installed import pip_install
-from tools import command
+from tools import command, pictures
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis
@@ -283,27 +282,24 @@ def verdict(run: Run) -> str:
 # --------------------------------------------------------------------------------------------------------- the PNG
 
 
-def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:
+@pictures.styled
+def picture(runs: list[Run], window: int | None = None):
     """Loss (with validation points and the unigram entropy) above gradient norm, rate, tokens/s and memory, if known.
 
     window: steps of the mean that is drawn over the loss and its gradient's norm; None: about SMOOTH means a curve.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError(f"{path} was not drawn: matplotlib is not installed; {pip_install('plot')}") from None
     panels = {"gradient norm": "grad_norm", "learning rate": "learning_rate"}
-    panels |= {"tokens/s": "tokens_per_second", "GPU memory, GiB": "memory_gib"}
+    panels |= {"tokens/s": "tokens_per_second", "memory, GiB": "memory_gib"}
     panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
-    figure = Figure(figsize=(8, 4.5 + 1.5 * len(panels)), layout="constrained")
-    above, *below = figure.subplots(
-        1 + len(panels), 1, sharex=True, squeeze=False, height_ratios=[3] + [1] * len(panels)
-    ).flat
+    figure, grid = pictures.new(
+        3.2 + 1.1 * len(panels), 1 + len(panels), sharex=True, squeeze=False, height_ratios=[3] + [1] * len(panels)
+    )
+    above, *below = grid.flat
     entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
     for entropy in entropies:
-        above.axhline(entropy, color="0.45", linestyle="--", linewidth=1)
+        above.axhline(entropy, color=pictures.FAINT, linestyle="--", linewidth=1)
         above.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), xycoords=("axes fraction", "data"),
-                       textcoords="offset points", ha="right", color="0.35", fontsize=9)  # fmt: skip
+                       textcoords="offset points", ha="right", color=pictures.FAINT)  # fmt: skip
     names = short_names([run.name for run in runs])
 
     def curve(axes, run: Run, values: list[float], color: str, label: str | None) -> None:
@@ -311,40 +307,44 @@ def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:
         width = window or max(1, len(values) // SMOOTH)
         point = "." if len(run.steps) == 1 else ""  # a line of one point would be invisible
         if width > 1:
-            axes.plot(run.steps, values, color=color, linewidth=0.8, alpha=0.25)
+            axes.plot(run.steps, values, color=pictures.tint(color, 0.3), linewidth=0.6)
             values = smoothed(values, width)
             label = label and f"{label}, mean of {width} steps"
-        axes.plot(run.steps, values, color=color, marker=point, linewidth=1.2, label=label)
+        axes.plot(run.steps, values, color=color, marker=point, label=label, zorder=3)
 
     for i, run in enumerate(runs):
-        color = f"C{i}"
-        name = "" if len(runs) == 1 else f"{names[i]} "
+        color = pictures.CURVES[i % len(pictures.CURVES)]
+        name = "" if len(runs) == 1 else f"{names[i]}: "
         point = "." if len(run.steps) == 1 else ""
         curve(above, run, run.loss, color, f"{name}training")
         if run.evals:
-            above.plot(*zip(*run.evals), "o", color=color, markersize=6, markerfacecolor="white", markeredgewidth=1.5,
-                       label=f"{name}validation")  # fmt: skip
-        for axes, name in zip(below, panels.values()):
-            if name == "grad_norm":
+            above.plot(*zip(*run.evals), "o", color=color, markersize=5, markerfacecolor="white", markeredgewidth=1.2,
+                       label=f"{name}validation", zorder=4)  # fmt: skip
+        for axes, column in zip(below, panels.values()):
+            if column == "grad_norm":
                 curve(axes, run, run.grad_norm, color, None)
             else:
-                axes.plot(run.steps, getattr(run, name), color=color, marker=point, linewidth=1)
+                axes.plot(run.steps, getattr(run, column), color=color, marker=point)
     above.set_ylabel("loss (nats per token)")
-    above.legend(frameon=False)
-    above.set_title(runs[0].name if len(runs) == 1 else "loss", loc="left", fontsize=11)
-    for axes, label in zip(below, panels):
+    above.legend()
+    above.set_title(f"Training of {Path(names[0]).name}" if len(runs) == 1 else f"Training of {len(runs)} runs")
+    for axes, (label, column) in zip(below, panels.items()):
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
-        large = panels[label] in ("tokens_per_second", "memory_gib")
-        axes.yaxis.set_major_formatter(lambda value, _, large=large: f"{value:,.0f}" if large else f"{value:.3g}")
+        form = "{:,.0f}" if column in ("tokens_per_second", "memory_gib") else "{:.3g}"
+        axes.yaxis.set_major_formatter(lambda value, _, form=form: form.format(value))
     (above, *below)[-1].set_xlabel("step")
     for axes in (above, *below):
-        axes.grid(color="0.92")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid()
     figure.align_ylabels()
+    return figure
+
+
+def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:
+    """Write `picture` to a file. Raises ValueError if that cannot be, or without matplotlib."""
+    figure = picture(runs, window)
     try:
-        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
+        pictures.save(figure, path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
 

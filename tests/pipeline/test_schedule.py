@@ -30,7 +30,8 @@ from minitron.pipeline.schedule import (
     stage_layers,
 )
 from minitron.planning.simulate import simulate
-from tools.draw_pipeline import MAX_COLUMNS, describe, draw_svg, draw_text, peak_activations
+from tools import pictures
+from tools.draw_pipeline import MAX_COLUMNS, NAMES, PLOT, describe, draw_svg, draw_text, peak_activations, windows
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).map(
@@ -559,16 +560,74 @@ def test_text_shows_every_operation_at_its_time(layout, forward, backward):
     assert len({len(row) for row in rows}) == 1
 
 
-def test_svg_has_a_box_for_every_operation():
-    timeline = simulate(make(3, 2, 5), 1, 2.5)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(timeline):
+    """(tooltip, number or None, left, width, top) of every box, and all other texts."""
     root = ElementTree.fromstring(draw_svg(timeline))
-    svg = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{svg}g")) == len(timeline.events)
-    texts = [text.text for text in root.iter(f"{svg}text")]
-    assert describe(timeline) in texts and describe(timeline).endswith(" % of the compute time")
-    assert {"rank 0", "rank 1", "rank 2", "forward", "backward", "idle"} <= set(texts)
-    right = max(float(box.find(f"{svg}rect").get("x")) for box in root.findall(f"{svg}g"))
-    assert right < float(root.get("width"))
+    boxes = []
+    for group in root.findall(f"{SVG}g"):
+        box, number = group.find(f"{SVG}rect"), group.find(f"{SVG}text")
+        place = [float(box.get(key)) for key in ("x", "width", "y")]
+        boxes.append((group.find(f"{SVG}title").text, None if number is None else number.text, *place))
+    return boxes, [text.text for text in root.findall(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("layout", [(3, 2, 5), (2, 1, 8, "zb-h1")])
+def test_the_svg_of_a_short_step_has_a_numbered_box_for_every_operation(layout):
+    timeline = simulate(make(*layout), 1, 2.5)
+    boxes, texts = drawn(timeline)
+    assert [name for name, *_ in windows(timeline)] == ["whole step"] and "whole step" in texts
+    assert [number for _, number, *_ in boxes] == [str(event.action.mb) for event in timeline.events]
+    scale = PLOT / timeline.makespan
+    for (tooltip, _, left, width, top), event in zip(boxes, timeline.events):
+        assert tooltip.startswith(f"rank {event.rank}: {NAMES[type(event.action)]} of microbatch {event.action.mb} ")
+        assert left == pytest.approx(boxes[0][2] + event.start * scale, abs=0.02)
+        assert width == pytest.approx((event.end - event.start) * scale, abs=0.02)
+        assert top == boxes[0][4] + event.rank * (boxes[-1][4] - boxes[0][4]) / (layout[0] - 1)
+    title, bubble = describe(timeline).split(", bubble ")
+    assert {title, f"bubble {bubble}"} <= set(texts) and bubble.endswith(" % of the compute time")
+    kinds = {NAMES[type(event.action)] for event in timeline.events}
+    assert {f"rank {rank}" for rank in range(layout[0])} | kinds | {"idle"} <= set(texts)
+    assert set(NAMES.values()) & set(texts) == kinds  # the legend has what is drawn
+    assert max(left + width for _, _, left, width, _ in boxes) < 72 * pictures.WIDTH
+
+
+@pytest.mark.parametrize("layout", [(8, 1, 64), (4, 1, 128, "zb-h1"), (8, 12, 64), (4, 2, 2048)])
+def test_the_svg_of_a_long_step_has_its_warm_up_and_a_steady_window_with_numbers(layout):
+    """The picture of a 175B's step was 6,088 pixels wide, its boxes too narrow for numbers."""
+    timeline = simulate(make(*layout), 1, 2)
+    (first, start, end), (second, steady, steady_end) = windows(timeline)
+    assert (first, second, start) == ("warm-up", "steady", 0.0) and steady_end - steady == pytest.approx(end)
+    assert end <= steady < steady_end <= timeline.makespan
+    shown = [e for low, high in ((start, end), (steady, steady_end)) for e in timeline.events
+             if e.start < high and low < e.end]  # fmt: skip
+    boxes, texts = drawn(timeline)
+    assert len(boxes) == len(shown)
+    for (_, number, left, width, _), event in zip(boxes, shown):
+        assert left + width <= 72 * pictures.WIDTH
+        whole = start <= event.start and event.end <= end or steady <= event.start and event.end <= steady_end
+        assert number == str(event.action.mb) or not whole and number is None
+    # Steady is what it is called: nobody waits in it, and each rank does as many forwards as backwards.
+    for rank in range(layout[0]):
+        busy = sum(min(e.end, steady_end) - max(e.start, steady) for e in shown if e.rank == rank and e.end > steady)
+        assert busy == pytest.approx(steady_end - steady)
+    assert any(text.startswith("steady, ") and text.endswith(f" s of {timeline.makespan:.4g}") for text in texts)
+
+
+def test_a_step_of_two_windows_is_drawn_in_halves_and_unlike_durations_without_some_numbers():
+    timeline = simulate(make(4, 1, 20), 1, 2)
+    assert windows(timeline) == [
+        ("first half", 0.0, timeline.makespan / 2),
+        ("second half", timeline.makespan / 2, 69.0),
+    ]
+    timeline = simulate(make(2, 1, 8, "zb-h1"), 1, 2, weight_seconds=0.01)
+    boxes, _ = drawn(timeline)
+    assert {number is None for tooltip, number, *_ in boxes if "weight gradients" in tooltip} == {True}
+    assert (
+        sum(number is None for tooltip, number, *_ in boxes if " forward" in tooltip) <= 2
+    )  # cut by the window's edge
 
 
 def test_drawings_name_the_schedule():

@@ -1,6 +1,7 @@
 """tools/plan.py and its pictures; the planner's constants and how far its predictions are off."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,10 +15,12 @@ from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
 from minitron.config import cli, flops
 from minitron.planning.machine import read_machines
+from minitron.planning.memory import Memory
 from minitron.planning.plan import plan, room_gib
 from minitron.planning.work import HIDDEN
 from tools import plan as tool
 from tools import plan_pictures
+from tools.draw_pipeline import draw_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = [str(ROOT / "configs" / "llama3_8b.yaml"), *DATA_PARALLEL]
@@ -151,28 +154,113 @@ def test_a_search_that_finds_nothing_names_the_nearest_change(capsys):
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
+PP2 = [*LLAMA, "train.global_batch_size=32", "parallel.pp=2", "parallel.vp=2"]
+
+
+def job_of(keys, world, device):
+    return plan(cli.load(keys), world, tool.chosen(tool.parse([*keys, "--world", str(world), "--device", device])))
+
+
 def test_pictures(capsys, tmp_path):
-    keys = [*LLAMA, "train.global_batch_size=32", "parallel.pp=2", "parallel.vp=2"]
-    argv = [*keys, "--world", "8", "--device", "h200"]
-    tool.main([*argv, "--draw", str(tmp_path / "plan")])
-    names = [Path(line).name for line in capsys.readouterr().err.split()]
+    tool.main([*PP2, "--world", "8", "--device", "h200", "--draw", str(tmp_path / "plan")])
+    out, err = capsys.readouterr()
+    names = [Path(line).name for line in err.split()]
     assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png"]
     assert all((tmp_path / "plan" / name).stat().st_size > 1000 for name in names)
-    job = plan(cli.load(keys), 8, tool.chosen(tool.parse(argv)))
-    # A box for each forward and backward of 8 microbatches through 4 stages.
-    assert (tmp_path / "plan" / "timeline.svg").read_text().count("<title>") == 2 * 8 * 4
-    curve = plan_pictures.memory_curve(job)
-    assert max(gib for _, gib in curve) == pytest.approx(job.memory_gib - job.memory["working"] / 2**30)
-    assert curve[-1][1] == pytest.approx(curve[0][1])
-    (first, before), (last, after) = curve[1:3]  # of the first forward: it leaves what its blocks save, one by one
-    event = next(event for event in job.timeline.events if event.rank == job.fullest)
-    assert (first, last, before) == (event.start, event.end, curve[0][1]) and after > before
-    bars = plan_pictures.time_bars([job]).axes[0].patches  # a part that is small leaves no gap
-    assert sum(bar.get_width() for bar in bars) == pytest.approx(job.step_seconds, rel=1e-6)
-    assert all(a.get_x() + a.get_width() == pytest.approx(b.get_x(), abs=2e-6) for a, b in zip(bars, bars[1:]))
+    timeline = (tmp_path / "plan" / "timeline.svg").read_text()
+    assert timeline == draw_svg(job_of(PP2, 8, "h200").timeline, plan_pictures.bubble(job_of(PP2, 8, "h200")))
+    # The bubble of the picture is that of the table, seconds and share; it was another measure.
+    seconds, share = re.search(r"bubble +([\d.]+) s +([\d.]+) %", out).groups()
+    assert f">bubble {seconds} s, {share} % of the step: waiting for other stages<" in timeline
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--draw .*file cannot be written"):
-        list(plan_pictures.draw(job, tmp_path / "file"))
+        list(plan_pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file"))
+
+
+@pytest.mark.parametrize("keys", [["parallel.vp=2"], ["parallel.vp=1", "parallel.schedule=zb-h1"]])
+def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
+    job = job_of([*PP2, *keys], 8, "h200")
+    sizes = Memory(job.cfg, 8, gpus_per_node=job.machine.fabric.gpus_per_node)
+    bars, lines = plan_pictures.memory(job).axes
+    assert bars.get_title(loc="left") == "Memory of all ranks: 2 pipeline ranks of 4 GPUs each"
+    assert [label.get_text() for label in bars.get_yticklabels()] == ["rank 0", "rank 1"]
+    for container in bars.containers:
+        part = container.get_label()
+        if part.startswith("CUDA graphs"):
+            expected = [sizes.graph(rank) / 2**30 for rank in range(2)]
+        else:
+            expected = [sizes.of(rank)[part] / 2**30 for rank in range(2)]
+        assert [bar.get_width() for bar in container] == pytest.approx(expected) and max(expected) > 0
+    parts = {container.get_label() for container in bars.containers}
+    assert parts >= {part for rank in range(2) for part, size in sizes.of(rank).items() if size}
+    totals = [f"{sizes.of(rank).total() / 2**30:.1f}" for rank in range(2)]
+    assert [text.get_text() for text in bars.texts] == totals
+    assert [text.get_weight() == "bold" for text in bars.texts] == [rank == job.fullest for rank in range(2)]
+    assert set(bars.lines[0].get_xdata()) == {room_gib(job.machine)}
+    # Each rank's line is its curve, which reaches the peak but for what an operation works with, and comes back.
+    for rank, line in enumerate(lines.lines):
+        curve = plan_pictures.memory_curve(job, rank)
+        assert [tuple(pair) for pair in line.get_xydata()] == curve
+        assert line.get_label() == f"rank {rank}" + ", the fullest" * (rank == job.fullest)
+        assert curve[-1][1] == pytest.approx(curve[0][1])
+        peak = (sizes.of(rank).total() - sizes.of(rank)["working"]) / 2**30
+        assert max(gib for _, gib in curve) == pytest.approx(peak)
+        (first, before), (last, after) = curve[1:3]  # of the first forward: it leaves what its blocks save, one by one
+        event = next(event for event in job.timeline.events if event.rank == rank)
+        assert (first, last, before) == (event.start, event.end, curve[0][1]) and after > before
+
+
+def test_the_bars_of_one_plan_have_all_parts_with_their_values():
+    job = job_of(PP2, 8, "h200")
+    axes = plan_pictures.time_bars([job]).axes[0]
+    bars = axes.patches  # a part that is small leaves no gap
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(job.step_seconds, rel=1e-6)
+    assert all(a.get_x() + a.get_width() == pytest.approx(b.get_x(), abs=2e-6) for a, b in zip(bars, bars[1:]))
+    assert axes.get_title(loc="left") == "Where the time of a step goes" and axes.get_xlabel() == "s"
+    texts = " ".join(text.get_text() for text in axes.texts)
+    assert f"{job.step_seconds:.3f} s a step" in texts
+    assert all(f"{job.seconds[part]:.3g}" in texts for part in plan_pictures.MEANINGS if job.seconds[part] > 1e-6)
+
+
+def test_the_bars_of_several_plans_have_what_differs_and_name_what_does_not():
+    plans = plan_pictures.scaling(job_of(PP2, 8, "h200"), in_proportion=True)[:3]
+    figure = plan_pictures.time_bars(plans)
+    axes, shown = figure.axes[0], {}
+    for container in figure.axes[0].containers:
+        (part,) = (part for part, name in plan_pictures.MEANINGS.items() if name == container.get_label())
+        shown[part] = [bar.get_width() / 1e3 for bar in container]
+        assert shown[part] == pytest.approx([p.seconds[part] for p in plans])
+    values = {part: [job.seconds[part] for job in plans] for part in plan_pictures.MEANINGS}
+    apart = {part: max(seconds) - min(seconds) for part, seconds in values.items()}
+    assert set(shown) == {part for part in apart if apart[part] > 1e-3 * plans[0].step_seconds} >= {"optimizer"}
+    assert "gemm" not in shown and f"matrix products {plans[0].seconds['gemm']:.3f}" in axes.get_xlabel()
+    common = sum(plans[0].seconds[part] for part in apart if part not in shown)
+    assert axes.get_xlabel().startswith(f"ms beside {common:.3f} s that all have: ")
+    assert axes.get_title(loc="left") == "What differs in the time of a step, batch in proportion to the GPUs"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["8 GPUs", "16 GPUs", "32 GPUs"]
+    texts = " ".join(text.get_text() for text in axes.texts)
+    assert all(f"{1e3 * seconds:.3g}" in texts for part in shown for seconds in shown[part])
+    assert all(f"{job.step_seconds:.3f} s a step" in texts for job in plans)
+
+
+def test_scaling_stands_beside_what_others_published_of_the_same_job():
+    tables = json.loads(calibration.PUBLISHED.read_text())["tables"]
+    for name, keys in (("GPT-3 175B bf16", []), ("GPT-3 175B FP8", ["precision.fp8=delayed"])):
+        cells = next(t["cells"] for t in tables if t["name"] == name)
+        job = job_of(["gpt3_175b", "train.global_batch_size=256", *keys], 128, "h100")
+        points = plan_pictures.published(job)
+        for gpus, tokens in zip(cells["gpus"], cells["tokens_per_second"]):  # the document's own, from rounded seconds
+            assert any(at == int(gpus) and rate == pytest.approx(float(tokens), rel=2e-3) for at, rate in points)
+        scaled = plan_pictures.scaling(job, in_proportion=True)
+        axes = plan_pictures.curves(scaled, [job], points).axes[0]
+        drawn = {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
+        assert drawn["published by others"] == points
+        assert drawn["planned, batch in proportion"] == [(p.world, p.tokens_per_second) for p in scaled]
+        assert [text.get_text() for text in axes.texts] == [f"{p.mfu_percent:.1f} %" for p in scaled]
+        assert axes.get_title(loc="left") == "Scaling on H100, with MFU"
+    for other in (["train.global_batch_size=384"], ["train.global_batch_size=256", "model.num_layers=48"]):
+        assert not plan_pictures.published(job_of(["gpt3_175b", *other, "parallel.vp=1"], 128, "h100"))
+    assert not plan_pictures.published(job_of(["gpt3_175b", "train.global_batch_size=256"], 128, "h200"))
 
 
 def test_scaling_doubles_as_long_as_every_rank_has_a_sample():

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tools import plot_run
+from tools import pictures, plot_run
 
 FINITE = st.floats(-50, 50, allow_nan=False)
 
@@ -199,18 +199,42 @@ def test_a_smoothed_curve_is_the_mean_of_the_last_values(values, window):
         assert math.isnan(found) if not last else found == pytest.approx(sum(last) / len(last), abs=1e-9)
 
 
-def test_gradients_and_rate_have_panels_and_smoothing_its_option(tmp_path):
+def points(line):
+    return [tuple(point) for point in line.get_xydata()]
+
+
+def test_runs_are_compared_by_short_names_smoothed_with_gradient_norm_and_rate(tmp_path):
+    runs = []
+    for name, rate in (("a", 1e-3), ("b", 3e-4)):
+        lines = records([8.0, 7.0, 5.0, 5.0], entropy=7.5, evals=[(4, 5.5)], memory=61.25)
+        more = {"grad_norm": 100 * rate, "learning_rate": rate}
+        full = [line | (more if line["kind"] == "step" else {}) for line in lines]
+        runs.append(plot_run.read_run(write(tmp_path / name, full)))
+    loss, norm, rate, speed, memory = plot_run.picture(runs, 2).axes
+    labels = ["loss (nats per token)", "gradient norm", "learning rate", "tokens/s", "memory, GiB"]
+    assert [axes.get_ylabel() for axes in (loss, norm, rate, speed, memory)] == labels
+    assert memory.get_xlabel() == "step" and loss.get_title(loc="left") == "Training of 2 runs"
+    legend = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert legend == [f"{n}: {what}" for n in "ab" for what in ("training, mean of 2 steps", "validation")]
+    assert [text.get_text() for text in loss.texts] == ["unigram entropy 7.50"]
+    by_label = {line.get_label(): line for line in loss.lines}
+    raw, mean = [(1, 8), (2, 7), (3, 5), (4, 5)], [(1, 8), (2, 7.5), (3, 6), (4, 5)]
+    for i, run in enumerate("ab"):
+        smooth, pale = by_label[f"{run}: training, mean of 2 steps"], loss.lines[1 + 3 * i]
+        assert points(smooth) == mean and smooth.get_color() == pictures.CURVES[i]
+        assert points(pale) == raw and pale.get_color() == pictures.tint(pictures.CURVES[i], 0.3)
+        assert points(by_label[f"{run}: validation"]) == [(4, 5.5)]
+        values, others = [1e-3, 3e-4][i], [line for axes in (norm, rate, speed, memory) for line in axes.lines]
+        drawn = [[y for _, y in points(line)] for line in others if line.get_color() == smooth.get_color()]
+        assert drawn == [pytest.approx([x] * 4) for x in (100 * values, values)] + [[100, 200, 300, 400], [61.25] * 4]
+
+
+def test_what_a_run_has_not_logged_has_no_panel_and_smoothing_has_its_option(tmp_path):
     run = write(tmp_path / "a", records([8.0, 7.0, 5.0, 5.0]))
-    plain = plot_run.read_run(run)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    more = [line | ({"grad_norm": 1.0, "learning_rate": 1e-3} if line["kind"] == "step" else {}) for line in lines]
-    full = plot_run.read_run(write(tmp_path / "b", more))
-    assert full.grad_norm == [1.0] * 4 and full.learning_rate == [1e-3] * 4
-    heights = []
-    for one in (plain, full):
-        plot_run.save_png([one], tmp_path / "x.png", 2)
-        heights.append(matplotlib.image.imread(tmp_path / "x.png").shape[0])
-    assert heights[1] > heights[0]
+    figure = plot_run.picture([plot_run.read_run(run)])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats per token)", "tokens/s"]
+    assert figure.axes[0].get_title(loc="left") == "Training of a"
+    assert [line.get_label() for line in figure.axes[0].lines] == ["training"]  # so few steps are their own mean
     assert "--smooth=0 is no number of steps; use 1 for none" in error_of(run, "--smooth", 0)
 
 
