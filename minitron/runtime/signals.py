@@ -24,6 +24,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -36,10 +37,11 @@ class Listener:
 
     The thread calls hear(signal) for each signal and look() about once a second; alarm(text) writes a last line. All
     three may be replaced at any time. kept: SIGUSR1 if it came before the training, else 0. torchrun: whether torchrun
-    started this process, as its `environ` tells.
+    started this process, as its `environ` tells. started: the time when it was made, in seconds since 1970.
     """
 
     def __init__(self, environ: Mapping[str, str]):
+        self.started = time.time()
         self.torchrun, self.parent = "TORCHELASTIC_RUN_ID" in environ, os.getppid()
         self.quiet = environ.get("LOCAL_RANK", "0") != "0"  # the node's first rank writes the line for all
         self.alarm: Callable[[str], object] = _to_stderr
