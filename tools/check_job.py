@@ -211,7 +211,7 @@ def disk(job: Job) -> str:
         return "no checkpoints: checkpoint.dir=null"
     alone = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
     one = 12 * Memory(replace(cfg, parallel=alone), cfg.train.global_batch_size, gpus_per_node=1).trained(0)
-    saves = 1 if not c.every else -(-cfg.train.steps // c.every)
+    saves = 1 if not c.every else c.keep + 1 if c.every == "auto" else -(-cfg.train.steps // c.every)
     count = min(saves, c.keep + 1 if c.keep else saves)  # the oldest goes when a new one is whole
     free, there = shutil.disk_usage(existing(c.dir)).free, existing(c.dir)
     size = f"{one / 1e9:,.1f} GB" if one >= 1e9 else f"{one / 1e6:,.1f} MB"
