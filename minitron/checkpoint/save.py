@@ -141,7 +141,7 @@ class Checkpointer:
 
         self.owner = self.decide(take_memory, lambda _: claim(self.directory))
         local = c.local_dir
-        self.local = None if local is None else LocalSaves(local, mesh.rank, self.saved, self.decide)
+        self.local = None if local is None else LocalSaves(local, mesh.rank, step, self.decide)
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(gradients, self.host))
 

@@ -93,6 +93,12 @@ def test_a_start_prefers_the_newest_local_save(ranks, begun):
     assert steps_in(begun / "shared")[-1] == 8 and steps_in(begun / "node1") == [9, 10]
 
 
+def test_what_a_start_came_from_stays_until_there_are_two_newer_ones(ranks, begun):
+    """Another node may be lost while the next one is written."""
+    ranks(WORLD, leg, TENSOR_AND_DATA, begun, 2, 9)
+    assert steps_in(begun / "node0") == steps_in(begun / "node1") == [7, 9]
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
