@@ -4,11 +4,13 @@
     python tools/plan.py configs/llama31_70b.yaml train.seq_len=4096 --world 64 --device h100 --json
     python tools/plan.py configs/gpt3_175b.yaml train.global_batch_size=4096 --world 2048 --device h100 --search
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --draw plan/
+    python tools/plan.py configs/gpt3_175b.yaml --world 2048 --device h100 --mtbf-hours 4
 
 --search ranks all layouts that fit, for the same global batch, and counts why the others do not. A job that does not
 fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics: benchmarks/devices.json;
 `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far predictions are from
-measurements: benchmarks/results/calibration.md. Needs no torch.
+measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of the days, and how often the job
+had best save; the rest of what it takes is printed with its source. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config import cli, rules
 from minitron.config.schema import Config
+from minitron.planning.failures import SOURCES, Failures, failures
 from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import Plan, plan, room_gib
 from minitron.planning.work import HIDDEN
@@ -47,7 +50,13 @@ def main(argv: list[str]) -> None:
             raise ValueError(remedy(job, given))
         print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
-    print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
+    hard = None
+    if o.mtbf_hours is not None:
+        hard = failures(cfg, o.world, 3600 * o.mtbf_hours, o.recovery_seconds, o.save_cost_seconds, o.save_seconds)
+    if o.json:
+        print(json.dumps(record(job, o.tokens) | ({} if hard is None else {"failures": life_record(job, hard, o)})))
+    else:
+        print(table(job, o.tokens), *([] if hard is None else ["", life(job, hard, o)]), sep="\n")
     if o.draw is not None:
         for path in plan_pictures.draw(job, o.draw):
             print(path, file=sys.stderr)
@@ -68,7 +77,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
     add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling")
+    add("--mtbf-hours", type=_positive, help="mean time between failures of the job: what they make of the days")
+    add("--recovery-seconds", type=_positive, help="from a failure to the first new step")
+    add("--save-cost-seconds", type=_positive, help="that training loses to a save")
+    add("--save-seconds", type=_positive, help="until a save is whole")
     o = parser.parse_intermixed_args(argv)
+    more = [name for name in ("recovery_seconds", "save_cost_seconds", "save_seconds") if getattr(o, name) is not None]
+    if more and o.mtbf_hours is None:
+        raise ValueError(f"--{more[0].replace('_', '-')} is of a job that fails; give --mtbf-hours, too")
+    if o.search and o.mtbf_hours is not None:
+        raise ValueError("--mtbf-hours is of one plan; leave --search out, and give the layout that it found")
     if o.search and o.draw is not None:
         raise ValueError("--draw shows one plan; leave --search out, and give the layout that it found")
     return o
@@ -174,6 +192,49 @@ def table(job: Plan, tokens: float) -> str:
                 f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
                 f"{meaning}{beside}"
             )
+    return "\n".join(lines)
+
+
+# ---- with failures ---------------------------------------------------------------------------------------------------
+
+
+def life_record(job: Plan, hard: Failures, o: argparse.Namespace) -> dict:
+    """What --json prints of a job that fails."""
+    days = o.tokens / job.tokens_per_second / 86400
+    return {
+        "mtbf_seconds": hard.mtbf,
+        "recovery_seconds": hard.recovery,
+        "save_cost_seconds": hard.cost,
+        "save_seconds": hard.save,
+        "interval_seconds": hard.interval,
+        "interval_steps": max(1, round(hard.interval / job.step_seconds)),
+        "goodput": hard.goodput(),
+        "days": days / hard.goodput() if hard.goodput() else None,
+    }
+
+
+def life(job: Plan, hard: Failures, o: argparse.Namespace) -> str:
+    """The same in words, with the source of each number, and what checkpoint.every of the configuration would give."""
+    found, every = life_record(job, hard, o), job.cfg.checkpoint.every
+    days = "no end" if found["days"] is None else f"{found['days']:,.1f} days"
+    head = f"failures every {o.mtbf_hours:g} h: {100 * found['goodput']:.2f} % of the time counts, {days}"
+    lines = [
+        head + f" for {o.tokens:g} tokens",
+        f"  best interval {hard.interval:8.1f} s   checkpoint.every={found['interval_steps']}, or auto with "
+        f"checkpoint.mtbf_hours={o.mtbf_hours:g}, which measures",
+    ]
+    if isinstance(every, int) and every:
+        share = hard.goodput(every * job.step_seconds)
+        lines.append(
+            f"  as configured {every * job.step_seconds:8.1f} s   checkpoint.every={every}: {100 * share:.2f} %"
+        )
+    for name, key, given in (
+        ("recovery", "recovery", o.recovery_seconds),
+        ("a save costs", "cost", o.save_cost_seconds),
+        ("a save takes", "save", o.save_seconds),
+    ):
+        source = "as given" if given is not None else SOURCES[key]
+        lines.append(f"  {name:13} {getattr(hard, key):8.3g} s   {source}")
     return "\n".join(lines)
 
 

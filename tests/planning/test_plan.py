@@ -18,6 +18,7 @@ from minitron.planning.machine import read_machines
 from minitron.planning.memory import Memory
 from minitron.planning.plan import plan, room_gib
 from minitron.planning.work import HIDDEN
+from minitron.runtime.goodput import best_interval, predict
 from tools import plan as tool
 from tools import plan_pictures
 from tools.draw_pipeline import draw_svg
@@ -57,6 +58,38 @@ def test_json_and_table_say_the_same(capsys):
         f"and {record['seconds']['tp_hidden']:.3f} s hidden",
     ):
         assert text in table
+
+
+def test_failures_make_days_longer(capsys):
+    """By the formula, with the bytes of the state counted by hand; what is given replaces an estimate."""
+    argv = [*DP8, "--tokens", "2e12", "--mtbf-hours", "2"]
+    record, table = json.loads(printed(capsys, *argv, "--json")), printed(capsys, *argv)
+    found, state = record["failures"], 12 * 8_030_261_248 / 1e9  # Llama 3 8B
+    assert found["mtbf_seconds"] == 7200 and found["save_seconds"] == pytest.approx(state / (8 * 0.91), rel=1e-6)
+    assert found["save_cost_seconds"] == pytest.approx(0.007 + 0.004 * found["save_seconds"])
+    assert found["recovery_seconds"] == pytest.approx(70 + state / (8 * 0.95), rel=1e-6)
+    costs = found["save_cost_seconds"], found["save_seconds"]
+    assert found["interval_seconds"] == best_interval(*costs, 7200.0)
+    assert found["goodput"] == predict(found["interval_seconds"], *costs, found["recovery_seconds"], 7200.0)
+    assert found["days"] == pytest.approx(record["days"] / found["goodput"])
+    assert f"failures every 2 h: {100 * found['goodput']:.2f} % of the time counts, {found['days']:,.1f} days" in table
+    steps = round(found["interval_seconds"] / record["step_seconds"])
+    assert f"checkpoint.every={steps}, or auto" in table and "   checkpoint.every=100: " in table
+    assert table.count("benchmarks/checkpoint.py on an H200") == 3
+    given = ["--recovery-seconds", "60", "--save-cost-seconds", "8", "--save-seconds", "10"]
+    found = json.loads(printed(capsys, *argv, *given, "--json"))["failures"]
+    # Young's sqrt(2 * 8 * 7200) = 339.4 s; Daly's terms add 8.5 s and take the 8 s off.
+    assert found["interval_seconds"] == pytest.approx(339.4 - 8 + 2.7, abs=0.2)
+    assert (found["recovery_seconds"], found["save_cost_seconds"], found["save_seconds"]) == (60, 8, 10)
+    assert printed(capsys, *argv, *given).count("as given") == 3
+
+
+def test_a_large_job_writes_at_the_shared_disk_s_rate(capsys):
+    job = [str(ROOT / "configs" / "gpt3_175b.yaml"), "train.global_batch_size=4096", "--world", "2048"]
+    argv = [*job, "--device", "h100", "--mtbf-hours", "4", "--json"]
+    found = json.loads(printed(capsys, *argv))["failures"]
+    assert found["save_seconds"] == pytest.approx(2095.4 / 50, rel=1e-3)  # launch/check.sh counts 2,095.4 GB
+    assert 0.9 < found["goodput"] < 1 and found["interval_seconds"] == pytest.approx(2 * found["save_seconds"])
 
 
 def test_lora_and_documents_are_faster_and_their_mfu_counts_what_they_do(capsys):
