@@ -70,7 +70,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the status of the run, the same on every node."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # they are waited for, below
+        numbers = [n for n in SIGNALS if n == signal.SIGUSR1 or signal.getsignal(n) != signal.SIG_IGN]
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # they are waited for, below
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch/node.sh had it ignored until here
         self.agent.open()
         try:
             while True:
@@ -81,7 +83,7 @@ class Supervisor:
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
                         if self.follow(round_):
                             return round_.get("status", 0)
-                if (got := signal.sigtimedwait(SIGNALS, POLL_SECONDS)) is not None:
+                if (got := signal.sigtimedwait(numbers, POLL_SECONDS)) is not None:
                     self.hear(signal.Signals(got.si_signo))
         finally:
             self.agent.close()
