@@ -25,7 +25,8 @@ check_job() {
     fp8) precision=(precision.fp8=delayed) ;;
     *) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
     esac
-    [[ ${SPARE_NODES:=0} =~ ^[0-9]+$ && ${RESTARTS:=20} =~ ^[0-9]+$ ]] ||
+    : "${SPARE_NODES:=0}" "${RESTARTS:=20}"
+    [[ $SPARE_NODES =~ ^[0-9]+$ && $RESTARTS =~ ^[0-9]+$ ]] ||
         fail "SPARE_NODES=$SPARE_NODES or RESTARTS=$RESTARTS is no number; set SPARE_NODES=1, RESTARTS=20"
     [ "$SPARE_NODES" = 0 ] || [ "$RESTARTS" != 0 ] ||
         fail "SPARE_NODES=$SPARE_NODES would wait for nothing with RESTARTS=0; set RESTARTS=20, or no SPARE_NODES"

@@ -100,8 +100,9 @@ def rank(orders: Path, argv: list[str]) -> None:
 class Job:
     """A run, its nodes, and what a scheduler does for them."""
 
-    def __init__(self, folder: Path, nodes: int, ranks: int, steps: int, port: int):
+    def __init__(self, folder: Path, nodes: int, ranks: int, steps: int, port: int, on_gpus: bool = False):
         self.folder, self.nodes, self.ranks, self.steps, self.port = folder, nodes, ranks, steps, port
+        self.hidden, self.more = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}, []
         self.starts, self.processes = 0, {}
         (folder / "orders").mkdir(parents=True)
         self.log = folder / "log"
@@ -125,7 +126,7 @@ class Job:
         command += ["--", __file__, "--orders", str(self.folder / "orders"), *MODEL]
         command += [f"train.steps={self.steps}", f"optimizer.decay_steps={self.steps}", "log.every=1000000"]
         command += [f"log.dir={self.log}", f"train.hang_seconds={HANG_SECONDS}", "checkpoint.keep=2"]
-        command += [f"checkpoint.dir={self.folder / 'saved'}", f"checkpoint.every={SAVE_EVERY}"]
+        command += [f"checkpoint.dir={self.folder / 'saved'}", f"checkpoint.every={SAVE_EVERY}", *self.more]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with open(self.folder / f"output-{node}", "a") as output:
             self.processes[node] = subprocess.Popen(
@@ -133,7 +134,7 @@ class Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | self.hidden,
             )
 
     def tend(self) -> bool:
@@ -185,6 +186,9 @@ class Job:
     def agent(self, node: int) -> int:
         return children(self.processes[node].pid)[0]
 
+    def ranks_of(self, node: int) -> list[int]:
+        return children(self.agent(node))
+
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
@@ -201,7 +205,7 @@ def hurt(job: Job, kind: str, node: int, local: int) -> str:
     """Do it; return how the report must name it."""
     rank, orders = node * job.ranks + local, job.folder / "orders"
     if kind in ("rank", "stop"):
-        os.kill(children(job.agent(node))[local], signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
+        os.kill(job.ranks_of(node)[local], signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
     elif kind == "agent":
         os.kill(job.agent(node), signal.SIGKILL)
     elif kind in ("node", "term"):
@@ -238,7 +242,7 @@ def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say
                 right = all(re.fullmatch(expected, line) for line in found)
             else:
                 job.until(lambda: len(job.rows("start")) > starts, f"recovery from {kind}")
-                seconds.append(time.time() - hit)
+                seconds.append((kind, time.time() - hit))
                 found = [record["cause"] for record in job.report()[records:]]
                 right = found == [expected]
             done, named = done + 1, named + right
@@ -278,7 +282,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"{args.faults} faults on {args.nodes} nodes of {args.ranks} ranks, in {folder}", flush=True)
     figures = soak(folder, faults, args.seed, args.nodes, args.ranks, lambda line: print(line, flush=True))
-    seconds, (calm, hurt_) = sorted(figures["seconds"]), figures["losses"]
+    seconds, (calm, hurt_) = sorted(s for _, s in figures["seconds"]), figures["losses"]
     parts = ", ".join(f"{name} {s:.1f}" for name, s in figures["parts"].items())
     print(f"{figures['faults']} faults, {figures['named']} named rightly; {figures['restarts']} restarts")
     if seconds:

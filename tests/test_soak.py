@@ -22,4 +22,6 @@ def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_pat
     assert figures["faults"] == figures["named"] == len(faults), "\n".join(said)
     calm, hurt = figures["losses"]
     assert hurt == pytest.approx(calm, rel=1e-6)  # float32, the same layout: only the order of arrival can differ
+    # From a fault to the first new step; how soon a hang is seen is train.hang_seconds' to say.
+    assert max(seconds for kind, seconds in figures["seconds"] if kind != "stop") < 30, "\n".join(said)
     assert figures["restarts"] >= len(faults) - faults.count("disk")

@@ -41,8 +41,8 @@ class Leader:
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
         self.seen: dict[int, tuple[str, float]] = {}  # the last text of each beat, and when it was new
-        self.looked = self.begun = monotonic()
-        self.since: tuple[str, float] = "", self.begun  # what the leader waits for, and since when
+        self.looked = monotonic()
+        self.since: tuple[str, float] = "", self.looked  # what the leader waits for, and since when
 
     # ---- the files --------------------------------------------------------------------------------------------------
 

@@ -119,8 +119,10 @@ class Supervisor:
         """Write the beat."""
         self.beat["count"] += 1
         self.beaten = monotonic()
-        with suppress(OSError):  # a full disk: the others see no beat until there is room
+        try:
             replace(self.folder / f"node-{self.args.node}.json", self.beat)
+        except OSError:  # the disk is full or away: beats that do not change say nothing of their nodes now
+            self.leader.seen.clear()
 
     def follow(self, round_: dict) -> int | None:
         """Do what the round asks of this node; return its status if there is no more to do for it."""
