@@ -46,6 +46,7 @@ from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
 from minitron.runtime.room import room_for
 from minitron.runtime.stop import Stop
+from minitron.runtime.stragglers import Stragglers
 
 
 @dataclass
@@ -246,6 +247,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     most_documents = data.most_documents() if cfg.data.separate_documents else None
     loader, meter = Loader(data.train, cfg, trainer.mesh, most_documents), Meter(log, trainer.mesh, stop)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
+    stragglers = Stragglers(trainer.mesh, log, t, kernels.gpu_clock(trainer.mesh.device))
     saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
     step = done
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
@@ -262,6 +264,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
             known["padding"] = sum(b.padding for b in batches)
         meter.step(torch.cat([stats.values, scale]), trainer.memory(), **known)
         replicas.step(step)
+        stragglers.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
@@ -278,6 +281,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     if trainer.graph is not None:
         trainer.graph.close()
     replicas.flush()
+    stragglers.flush()
     activity.begin("checkpoint")
     if saves is not None:
         if stop.agreed:

@@ -4,7 +4,8 @@
                      validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
-      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval"
+      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval";
+                     "places" and "ranks" say how long each rank computes (stragglers.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
@@ -79,6 +80,14 @@ class Log(AbstractContextManager):
     def start(self, **facts: float | str | None) -> None:
         """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy."""
         self._record("run", world=self.world, **facts)
+
+    def places(self, places: Sequence[str]) -> None:
+        """Record the host and the GPU of every rank."""
+        self._record("places", places=places)
+
+    def own_times(self, step: int, seconds: Sequence[float], slow: Sequence[int]) -> None:
+        """Record each rank's seconds of work of its own in the steps up to `step` (median), and which are slow."""
+        self._record("ranks", step=step, own_seconds=[float(f"{x:.4g}") for x in seconds], slow=slow)
 
     def iteration(self, it: Iteration) -> None:
         """Record a step; every log.every steps, and after the last, also print the line. Every rank calls it."""
@@ -248,7 +257,7 @@ class Log(AbstractContextManager):
         """Write one line to metrics.jsonl, whole or not at all, and its numbers to the sinks."""
         if self._metrics is not None:
             self._append(self._metrics, json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
-        if self._sinks and kind != "run":
+        if self._sinks and kind in ("step", "eval"):
             step = values.pop("step")
             scalars = log_formats.flattened(_finite(values), kind)
             for sink in self._sinks:
