@@ -47,6 +47,7 @@ from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
 from minitron.runtime.room import room_for
 from minitron.runtime.stop import Stop
+from minitron.runtime.stragglers import Stragglers
 
 
 @dataclass
@@ -258,6 +259,7 @@ def train(
     most_documents = data.most_documents() if cfg.data.separate_documents else None
     loader = Loader(data.train, cfg, trainer.mesh, most_documents)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
+    stragglers = Stragglers(trainer.mesh, log, t, kernels.gpu_clock(trainer.mesh.device))
     saves = Checkpointer(cfg, trainer.state, data.info, log, done, root) if cfg.checkpoint.dir is not None else None
     meter = Meter(log, trainer.mesh, stop, *filter(None, [saves]))
     step = done
@@ -276,6 +278,7 @@ def train(
         stalls = () if saves is None else saves.stalls()
         meter.step(torch.cat([stats.values, scale]), trainer.memory(), stalls, **known)
         replicas.step(step)
+        stragglers.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
@@ -292,6 +295,7 @@ def train(
     if trainer.graph is not None:
         trainer.graph.close()
     replicas.flush()
+    stragglers.flush()
     activity.begin("checkpoint")
     began = time.perf_counter()
     if saves is not None:

@@ -114,6 +114,11 @@ class TrainConfig:
         "save; if copies differ the run ends; 0: never",
         NOT_NEGATIVE,
     )
+    check_speed_every: int = key(
+        10,
+        "steps between comparisons of the time that ranks of a pipeline stage compute; a slower one is named; 0: never",
+        NOT_NEGATIVE,
+    )
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"

@@ -6,7 +6,8 @@
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
       metrics.jsonl  one JSON object a line, appended by rank 0, with the time: {"kind": "run"} at each start, then
                      "step", "eval" and "save"; after the first step "start", which says what the start took
-                     (startup.py); and "end" with the shares of the time that goodput.py finds in them all
+                     (startup.py); and "end" with the shares of the time that goodput.py finds in them all;
+                     "places" and "ranks" say how long each rank computes (stragglers.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
@@ -90,6 +91,14 @@ class Log(AbstractContextManager):
         """
         self._startup = startup
         self._record("run", world=self.world, **facts)
+
+    def places(self, places: Sequence[str]) -> None:
+        """Record the host and the GPU of every rank."""
+        self._record("places", places=places)
+
+    def own_times(self, step: int, seconds: Sequence[float], slow: Sequence[int]) -> None:
+        """Record each rank's seconds of work of its own in the steps up to `step` (median), and which are slow."""
+        self._record("ranks", step=step, own_seconds=[float(f"{x:.4g}") for x in seconds], slow=slow)
 
     def iteration(self, it: Iteration) -> None:
         """Record a step; every log.every steps, and after the last, also print the line. Every rank calls it."""
