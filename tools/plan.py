@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from minitron.planning.machine import Machine, read_machines
+from minitron.planning.lighter import lighter
+from minitron.planning.machine import SOFTWARE, Machine, read_machines
 from minitron.planning.plan import Plan, plan, room_gib
 from minitron.planning.work import HIDDEN
 from tools.command import Parser, run
@@ -35,12 +36,19 @@ MEANINGS = {
     "gemm": "matrix products",
     "attention": "attention",
     "pointwise": "norms, activations, casts, gaps",
+    "host": "waiting for the host",
     "tp_exposed": "tensor parallel",
     "cp_exposed": "context parallel",
     "pp_exposed": "between stages",
     "dp_exposed": "gradients and parameters",
     "bubble": "waiting for other stages",
+    "stragglers": "waiting for the slowest GPU",
     "optimizer": "optimizer",
+}
+
+HOST_REMEDY = {
+    False: "record steps as CUDA graphs, train.cuda_graph=auto",
+    True: "use larger microbatches, less tensor parallelism, or a faster CPU",
 }
 
 
@@ -73,6 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--world", type=_positive_int, required=True, help="GPUs in all")
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
+    add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
     add("--json", action="store_true", help="print one object instead of a table")
@@ -108,7 +117,7 @@ def chosen(o: argparse.Namespace) -> Machine:
     name = o.fabric or devices[o.device].fabric
     if name not in fabrics:
         raise ValueError(f"fabric {name} is not in {o.devices}; use --fabric {', '.join(fabrics)}")
-    return Machine(devices[o.device], fabrics[name])
+    return Machine(devices[o.device], fabrics[name], SOFTWARE[o.software])
 
 
 # ---- one plan --------------------------------------------------------------------------------------------------------
@@ -128,6 +137,7 @@ def record(job: Plan, tokens: float) -> dict:
         "days": tokens / job.tokens_per_second / 86400,
         "world": job.world,
         "gpu": job.machine.device.gpu,
+        "software": job.machine.software.name,
         "layout": {
             "tp": p.tp,
             "pp": p.pp,
@@ -185,7 +195,26 @@ def table(job: Plan, tokens: float) -> str:
                 f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
                 f"{meaning}{beside}"
             )
+    if job.seconds["host"] > 0.01 * seconds:
+        lines += [
+            "",
+            f"bound by the host, which launches kernels too slowly: {HOST_REMEDY[job.machine.software.eager]}",
+        ]
+    if not job.fits:
+        lines += ["", *memory_keys(job)]
     return "\n".join(lines)
+
+
+def memory_keys(job: Plan) -> list[str]:
+    """What each key that makes a job lighter would save and cost, in the order of what a step then takes."""
+    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"]
+    for keys, other in lighter(job):
+        cost = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
+        lines.append(
+            f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {cost:>8}   "
+            f"{' '.join(keys)}{': fits' if other.fits else ''}"
+        )
+    return lines
 
 
 # ---- a search --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ COLORS = {
     "pp_exposed": "#f5c9a4",
     "dp_exposed": "#c94f4f",
     "bubble": "#d9d9d9",
+    "stragglers": "#a6a6a6",
+    "host": "#c05050",
     "optimizer": "#6b8f5e",
 }
 
