@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.planning.failures import SOURCES, Failures, failures
-from minitron.planning.machine import Machine, read_machines
+from minitron.planning.lighter import lighter
+from minitron.planning.machine import SOFTWARE, Machine, read_machines
 from minitron.planning.plan import Plan, plan, room_gib
 from minitron.planning.work import HIDDEN
 from tools import plan_pictures
@@ -36,6 +37,11 @@ from tools.plan_pictures import MEANINGS
 from tools.plan_search import Found, changes, remedy, search, written
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
+
+HOST_REMEDY = {
+    False: "record steps as CUDA graphs, train.cuda_graph=auto",
+    True: "use larger microbatches, less tensor parallelism, or a faster CPU",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -71,6 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--world", type=_positive_int, required=True, help="GPUs in all")
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
+    add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
     add("--json", action="store_true", help="print one object instead of a table")
@@ -115,7 +122,7 @@ def chosen(o: argparse.Namespace) -> Machine:
     name = o.fabric or devices[o.device].fabric
     if name not in fabrics:
         raise ValueError(f"fabric {name} is not in {o.devices}; use --fabric {', '.join(fabrics)}")
-    return Machine(devices[o.device], fabrics[name])
+    return Machine(devices[o.device], fabrics[name], SOFTWARE[o.software])
 
 
 # ---- one plan --------------------------------------------------------------------------------------------------------
@@ -135,6 +142,7 @@ def record(job: Plan, tokens: float) -> dict:
         "days": tokens / job.tokens_per_second / 86400,
         "world": job.world,
         "gpu": job.machine.device.gpu,
+        "software": job.machine.software.name,
         "layout": {
             "tp": p.tp,
             "pp": p.pp,
@@ -192,7 +200,26 @@ def table(job: Plan, tokens: float) -> str:
                 f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
                 f"{meaning}{beside}"
             )
+    if job.seconds["host"] > 0.01 * seconds:
+        lines += [
+            "",
+            f"bound by the host, which launches kernels too slowly: {HOST_REMEDY[job.machine.software.eager]}",
+        ]
+    if not job.fits:
+        lines += ["", *memory_keys(job)]
     return "\n".join(lines)
+
+
+def memory_keys(job: Plan) -> list[str]:
+    """What each key that makes a job lighter would save and cost, in the order of what a step then takes."""
+    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"]
+    for keys, other in lighter(job):
+        cost = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
+        lines.append(
+            f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {cost:>8}   "
+            f"{' '.join(keys)}{': fits' if other.fits else ''}"
+        )
+    return lines
 
 
 # ---- with failures ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from minitron.planning.machine import read_machines
 from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools import pictures
 from tools.draw_pipeline import draw_svg
-from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, RED, tint
+from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
 MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
@@ -28,11 +28,13 @@ MEANINGS = {
     "gemm": "matrix products",
     "attention": "attention",
     "pointwise": "norms, activations, casts, gaps",
+    "host": "waiting for the host",
     "tp_exposed": "tensor parallel",
     "cp_exposed": "context parallel",
     "pp_exposed": "between stages",
     "dp_exposed": "gradients and parameters",
     "bubble": "waiting for other stages",
+    "stragglers": "waiting for the slowest GPU",
     "optimizer": "optimizer",
 }
 COLORS = {
@@ -44,6 +46,8 @@ COLORS = {
     "pp_exposed": tint(ORANGE, 0.45),
     "dp_exposed": RED,
     "bubble": tint(GREY, 0.6),
+    "stragglers": GREY,
+    "host": PURPLE,
     "optimizer": GREEN,
     # bytes
     "parameters": BLUE,
