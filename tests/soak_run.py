@@ -304,9 +304,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # the repository, not this folder
     if sys.argv[1:2] == ["--orders"]:
-        sys.path[0] = str(ROOT)
         rank(Path(sys.argv[2]), sys.argv[3:])
     else:
-        sys.path[0] = str(ROOT)
         main()
