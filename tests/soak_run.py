@@ -38,6 +38,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LEFT = 128 + signal.SIGTERM  # status of a supervisor without which the run goes on
 MODEL = [
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -118,7 +119,7 @@ class Job:
             "address": "localhost",
             "port": self.port + 100 * (self.starts % 20),
             "beat-seconds": 0.2,
-            "dead-seconds": 5,
+            "dead-seconds": 8,  # on a machine with other work, too
             "rejoin-seconds": PATIENCE,
         }
         command = [sys.executable, "-m", "minitron.runtime.supervisor"]
@@ -148,8 +149,9 @@ class Job:
             self.starts += 1
             for node in range(self.nodes):
                 self.start(node)
-        elif -signal.SIGKILL in ended.values():  # lost
-            for node in ended:
+            return False
+        for node, status in ended.items():
+            if status in (-signal.SIGKILL, LEFT):  # a machine that is up again
                 self.start(node)
         return False
 
@@ -275,6 +277,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2, help="of a node")
     parser.add_argument("--kinds", nargs="+", choices=EXPECTED, default=list(EXPECTED))
+    from benchmarks import record
+
+    record.add_options(parser, None)
     args = parser.parse_args()
     random_ = random.Random(args.seed)
     faults = [args.kinds[i % len(args.kinds)] for i in range(args.faults)]
@@ -292,13 +297,15 @@ def main() -> None:
         print(f"mean of the parts in seconds: {parts}")
     print(f"goodput measured: {100 * figures['goodput']:.0f} % of the time was steps that counted")
     print(f"final loss {hurt_:.6f}, without faults {calm:.6f}")
+    if args.results is not None:
+        record.append(args, "soak", {"nodes": args.nodes, "ranks": args.ranks, **figures})
     if figures["named"] < figures["faults"] or abs(hurt_ - calm) > 1e-5:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # the repository, not this folder
     if sys.argv[1:2] == ["--orders"]:
-        sys.path[0] = str(ROOT)
         rank(Path(sys.argv[2]), sys.argv[3:])
     else:
         main()

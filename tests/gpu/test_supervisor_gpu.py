@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 def test_a_killed_and_a_stopped_rank_cost_a_restart(tmp_path, graph):
     job = Job(tmp_path / "run", nodes=1, ranks=2, steps=400, port=27000, on_gpus=True)
     job.more = ["precision.dtype=bf16", f"train.cuda_graph={graph}", "train.global_batch_size=16"]
+    job.more += ["train.hang_seconds=40"]  # a first start compiles kernels
     try:
         job.until(lambda: job.step() > 10, "step 10")
         for kind, number in (("was killed by SIGKILL", signal.SIGKILL), ("stood still", signal.SIGSTOP)):
