@@ -7,8 +7,8 @@ what NVIDIA, Google, Juelich and Meta published, from published.json. Writes cal
 A configuration is fitted or held out, at all of its scales. `--fit` first finds the constants that no kernel alone
 tells, and writes them to devices.json:
 
-    in_step    on own runs of one GPU
-    copy_felt  on own runs of two GPUs
+    in_step                  on own runs of one GPU
+    copy_felt, piece_felt    on own runs of two GPUs
 
 by the least sum of squared relative errors, one constant after another until none moves. All devices get the same
 in_step, all fabrics the same share. Nothing is fitted on a published run, on Megatron, or on a single rank.
@@ -37,7 +37,7 @@ from minitron.planning.work import HIDDEN
 
 FOLDER = Path(__file__).resolve().parent
 DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"
-STEPS = {"in_step": 0.005, "copy_felt": 0.05}  # of the search, and its grid
+STEPS = {"in_step": 0.005, "copy_felt": 0.05, "piece_felt": 0.05}  # of the search, and its grid
 ROUNDS = 10  # each kind of row has its own error to make small, so that the two could chase each other
 
 
@@ -204,7 +204,7 @@ def fit(rows: list[Row], machines: Machines) -> Machines:
     neither moves, or ROUNDS times."""
     for _ in range(ROUNDS):
         before = machines
-        for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("copy_felt",))):
+        for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("copy_felt", "piece_felt"))):
             deciding = [row for row in rows if row.fitted == kind]
             if not deciding:
                 raise ValueError(
@@ -431,13 +431,14 @@ Written by `python benchmarks/calibration.py`; no figure is typed in. Constants:
 - Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; kernels of
   a block were counted on single ranks. Those of H100 and A100 are scaled by data sheets and by others' measurements,
   and networks between nodes are data sheets' or assumed; each source says which.
-- Fitted, two constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU, for
-  all devices; and copy_felt {felt:g}, the share of a hidden copy's time by which what runs beside it takes longer, on
-  own runs of two GPUs, for all fabrics. Only minitron copies so; NCCL's share is that of the multiprocessors it takes,
-  as its source says. Nothing is fitted on memory.
+- Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU,
+  for all devices; and the share of a hidden copy's time by which what runs beside it takes longer: copy_felt {copy:g}
+  of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two GPUs, for all fabrics.
+  Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on memory.
+  piece_felt stands at its end, 1: of what products in pieces cost, more is there than copies explain.
 - Held out: every published run at all scales, Megatron-core beside our own, own runs of four GPUs, single ranks.
 
-A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its own
+A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
 and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
 Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
 known. A3 Mega's row is planned without its recipe's attention dropout. Meta's stages are not published: planned are the
@@ -454,7 +455,7 @@ room leaves space for these), and the start of a run."""
 
 def _method(machines: Machines) -> str:
     device, fabric = next(iter(machines[0].values())), next(iter(machines[1].values()))
-    return METHOD.format(in_step=device.in_step, felt=fabric.copy_felt)
+    return METHOD.format(in_step=device.in_step, copy=fabric.copy_felt, piece=fabric.piece_felt)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -70,7 +70,8 @@ class Fabric:
     network_gb_s: float  # of a card
     network_seconds: MayBeZero
     felt: MayBeZero  # share of NCCL's time by which kernels beside it take longer: the multiprocessors that it takes
-    copy_felt: MayBeZero  # the same of copies, and of the barriers and sums that come with them
+    copy_felt: MayBeZero  # the same of copies in a node, of gradients and parameters
+    piece_felt: MayBeZero  # and of those of tensor parallelism, with barriers, sums and products in pieces
     source: str
 
 

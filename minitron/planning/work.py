@@ -98,7 +98,7 @@ class Work:
         self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
         self.pieces = self._pieces() if self.in_pieces else [1.0]
         fabric = machine.fabric  # user buffers' copies take no barrier between kernels
-        self.felt = fabric.copy_felt if self.in_pieces and not machine.software.ring else fabric.felt
+        self.felt = fabric.piece_felt if self.in_pieces and not machine.software.ring else fabric.felt
         self.fused, self.eager = machine.software.fused, machine.software.eager or t.cuda_graph == "off"
         self.split = p.schedule == "zb-h1"
         self.block = lru_cache(4)(self._block)
@@ -212,12 +212,12 @@ class Work:
         """
         if not self.in_pieces:
             return self._beside(parts, bytes_per_token, 0.0)
-        num_bytes, copy = bytes_per_token * self.tokens, self.machine.copy
-        copies, product, copied, done = 0.0, 0.0, 0.0, 0.0
-        for share in self.pieces if gather else reversed(self.pieces):
-            own = (share == self.pieces[0]) and (done == 0.0 if gather else product + share > 1 - 1e-9)
-            seconds = 0.0 if own else copy(num_bytes * share)
-            copies, product = copies + seconds, product + share
+        num_bytes = bytes_per_token * self.tokens
+        shares = self.pieces if gather else self.pieces[::-1]
+        own, copies, copied, done = 0 if gather else len(shares) - 1, 0.0, 0.0, 0.0
+        for i, share in enumerate(shares):
+            seconds = 0.0 if i == own else self.machine.copy(num_bytes * share)
+            copies += seconds
             if gather:
                 copied += seconds
                 done = max(done, copied) + share * product_seconds

@@ -436,7 +436,7 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
     one = next(iter(calibration.single_ranks(path)))
     predicted = calibration.rank_seconds(one, MACHINES)
     assert f"| {predicted:.3f} | {one['step_seconds']:.3f} |" in fitted.split("## One rank alone")[1]
-    for name in ("in_step*", "copy_felt*", "spread", "felt", "launch_seconds"):
+    for name in ("in_step*", "copy_felt*", "piece_felt*", "spread", "felt", "launch_seconds"):
         assert f"| {name} |" in fitted.split("## What each constant weighs")[1]
     monkeypatch.setattr(calibration, "DEVICES", tmp_path / "devices.json")
     (tmp_path / "devices.json").write_text(tool.DEVICES.read_text())
@@ -466,7 +466,9 @@ def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
 def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
     """Rows that the model itself predicts, with constants on the grid."""
     cases = [("8b-1gpu", "device"), ("70b-tp4", "fabric"), ("8b-s4096-dp4", "fabric")]
-    made = calibration._with(calibration._with(MACHINES, 0, {"in_step": 0.915}), 1, {"copy_felt": 0.25})
+    made = calibration._with(
+        calibration._with(MACHINES, 0, {"in_step": 0.915}), 1, {"copy_felt": 0.25, "piece_felt": 0.4}
+    )
     rows = [
         calibration.Row(
             name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind, software="minitron"
@@ -480,7 +482,7 @@ def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
     calibration.store(found, path)
     for devices, fabrics in (found, read_machines(path)):
         assert {one.in_step for one in devices.values()} == {0.915}
-        assert {one.copy_felt for one in fabrics.values()} == {0.25}
+        assert {(one.copy_felt, one.piece_felt) for one in fabrics.values()} == {(0.25, 0.4)}
 
 
 def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path):

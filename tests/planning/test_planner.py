@@ -61,6 +61,7 @@ IDEAL = Machine(
         network_seconds=0,
         felt=1,
         copy_felt=1,
+        piece_felt=1,
         source="",
     ),
 )
@@ -509,7 +510,7 @@ def test_which_messages_hide_behind_products():
     slow = replace(
         IDEAL,
         device=replace(IDEAL.device, gemm_tflops={"bf16": 0.01}),
-        fabric=replace(IDEAL.fabric, felt=0, copy_felt=0, network_gb_s=1),
+        fabric=replace(IDEAL.fabric, felt=0, piece_felt=0, network_gb_s=1),
     )
     far = replace(slow, fabric=replace(slow.fabric, gpus_per_node=1, cards_per_node=1))
     cfg = cli.load([*SMALL, "parallel.tp=2"])
@@ -529,7 +530,7 @@ def test_what_pieces_leave_exposed(tp, software, ratio):
     With two ranks half of the product needs no copy: what the copy of the other half, ratio / 2, takes beyond 0.5 s is
     waited for. With more ranks the same by a clock of small steps.
     """
-    machine = replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, copy_felt=0), software=SOFTWARE[software])
+    machine = replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, piece_felt=0), software=SOFTWARE[software])
     work = Work(cli.load([*SMALL, f"parallel.tp={tp}"]), machine)
     num_bytes = ratio * 1e9 / work.tokens  # a token
     ranks = [1] * tp if software == "megatron" else [1, *(2**i for i in range(tp.bit_length() - 1))]
@@ -558,15 +559,15 @@ def test_each_piece_reads_the_weight():
 
 
 def test_what_is_hidden_is_felt():
-    """Copies of a node by one share, NCCL's collectives by another; a ring's by NCCL's."""
+    """Copies in a node by shares of their own, NCCL's collectives by another; a ring's by NCCL's."""
     keys = [*SMALL, "train.global_batch_size=64"]
     for extra, share, part in (
-        (["parallel.tp=2"], "copy_felt", "tp"),
+        (["parallel.tp=2"], "piece_felt", "tp"),
         (["parallel.tp=2", "parallel.overlap_grads=false"], "felt", "tp"),
         (["parallel.cp=2"], "felt", "cp"),
         ([], "copy_felt", "dp"),
     ):
-        none = replace(H100.fabric, felt=0.0, copy_felt=0.0)
+        none = replace(H100.fabric, felt=0.0, copy_felt=0.0, piece_felt=0.0)
         if share == "felt" and part == "tp":
             none = replace(none, gpus_per_node=1, cards_per_node=1)
         some = replace(none, **{share: 0.25})
