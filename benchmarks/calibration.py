@@ -1,15 +1,17 @@
 """How far the planner's predictions are from measurements: `python benchmarks/calibration.py [--fit]`.
 
-Two kinds of rows: minitron's own runs, memory and step time, from the records of kind "compare" in results.jsonl (of
-each case the newest); and what NVIDIA, Google and Jülich published, from published.json. Writes calibration.md beside
-the results, a table with fitted rows and held-out rows apart. `--fit` first finds the constants that no kernel alone
+Three kinds of rows: minitron's own runs and Megatron-core's beside them, from the records of kind "compare" in
+results.jsonl (of each case the newest); single ranks of large jobs, alone on a GPU, from those of kind "one_rank"; and
+what NVIDIA, Google, Juelich and Meta published, from published.json. Writes calibration.md beside the results.
+
+A configuration is fitted or held out, at all of its scales. `--fit` first finds the constants that no kernel alone
 tells, and writes them to devices.json:
 
     in_step                  on own runs of one GPU
-    tp_exposed, dp_exposed   on the smallest scale of every table with H100
+    copy_felt, piece_felt    on own runs of two GPUs
 
 by the least sum of squared relative errors, one constant after another until none moves. All devices get the same
-in_step, all fabrics the same shares. Nothing is fitted on A100, A3 Mega or later software.
+in_step, all fabrics the same share. Nothing is fitted on a published run, on Megatron, or on a single rank.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -27,14 +29,15 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
 from benchmarks.cases import CASES
-from minitron.config import cli
+from minitron.config import cli, flops
 from minitron.config.schema import Config
-from minitron.planning.machine import Device, Fabric, Machine, read_machines
-from minitron.planning.plan import Plan, plan
+from minitron.planning.machine import SOFTWARE, Device, Fabric, Machine, read_machines
+from minitron.planning.plan import Plan, Step, plan
+from minitron.planning.work import HIDDEN
 
 FOLDER = Path(__file__).resolve().parent
 DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"
-STEPS = {"in_step": 0.005, "tp_exposed": 0.05, "dp_exposed": 0.05}  # of the search, and its grid
+STEPS = {"in_step": 0.005, "copy_felt": 0.05, "piece_felt": 0.05}  # of the search, and its grid
 ROUNDS = 10  # each kind of row has its own error to make small, so that the two could chase each other
 
 
@@ -55,11 +58,19 @@ class Row:
     fabric: str | None = None
     fitted: str = ""
     floor_share: float | None = None
+    software: str = "megatron"
+    source: str = ""
 
     @property
     def host_bound(self) -> bool:
-        """Whether products and attention leave the GPU idle for a third of the step: the plan knows no host time."""
+        """Whether products and attention leave the GPU idle for a third of the step: hosts differ by more than GPUs."""
         return self.floor_share is not None and self.floor_share < 2 / 3
+
+    @property
+    def kind(self) -> str:
+        if self.software == "minitron":
+            return "own"
+        return "Megatron-core beside them" if self.device == "h200" else "published"
 
 
 Machines = tuple[dict[str, Device], dict[str, Fabric]]
@@ -80,40 +91,48 @@ def own_rows(path: Path) -> list[Row]:
                 record["ours"]["step_seconds"],
                 record["ours_gib"],
                 record["ours"].get("floor_gemm_seconds"),
-                fitted="device" if case.gpus == 1 else "",
+                fitted={1: "device", 2: "fabric"}.get(case.gpus, ""),
                 floor_share=record["ours"].get("floor_share"),
+                software="minitron",
             )
+            if record["peer"] == "megatron":  # which ran without user buffers
+                found["Megatron", record["case"]] = replace(
+                    found[record["case"]],
+                    name=f"Megatron-core, {record['case']}",
+                    arguments=(*case.arguments(record["fp8"]), "parallel.overlap_tp=false"),
+                    seconds=record["peer_figures"]["step_seconds"],
+                    gib=record["peer_gib"],
+                    products=None,
+                    floor_share=None,
+                    fitted="",
+                    software="megatron",
+                )
     return list(found.values())
 
 
 def published_rows(path: Path) -> list[Row]:
     data, rows = json.loads(path.read_text(encoding="utf-8")), []
     for table in data["tables"]:
-        for i, (gpus, seconds) in enumerate(zip(table["cells"]["gpus"], table["cells"]["step_seconds"])):
-            rows.append(
-                Row(
-                    table["name"],
-                    int(gpus),
-                    _arguments(table, table["samples_per_gpu"] * int(gpus)),
-                    table["device"],
-                    float(seconds),
-                    fitted="" if i else "fabric",
-                )
-            )
-    for entry in data["reports"] + data["single"]:
+        for gpus, seconds in zip(table["cells"]["gpus"], table["cells"]["step_seconds"]):
+            arguments = _arguments(table, table["samples_per_gpu"] * int(gpus))
+            rows.append(Row(table["name"], int(gpus), arguments, table["device"], float(seconds)))
+    for entry in data["reports"] + data["single"] + data["sourced"]:
         batch = entry["global_batch_size"]
-        seconds = entry.get("step_seconds") or batch * entry["seq_len"] / float(entry["tokens_per_second"])
-        rows.append(
-            Row(
-                entry["name"],
-                entry["gpus"],
-                _arguments(entry, batch),
-                entry["device"],
-                float(seconds),
-                fabric=entry.get("fabric"),
-            )
-        )
+        row = Row(entry["name"], entry["gpus"], _arguments(entry, batch), entry["device"], 0.0)
+        row = replace(row, fabric=entry.get("fabric"), source=entry.get("source", ""))
+        rows.append(replace(row, seconds=_seconds(entry, row)))
     return rows
+
+
+def _seconds(entry: dict, row: Row) -> float:
+    """The seconds of a step, from what was printed: these, tokens a second, or a GPU's TFLOP/s with all scores."""
+    if "step_seconds" in entry:
+        return float(entry["step_seconds"])
+    if "tokens_per_second" in entry:
+        return entry["global_batch_size"] * entry["seq_len"] / float(entry["tokens_per_second"])
+    model = configuration(row.arguments).model
+    operations = flops.full(model, entry["seq_len"]) * entry["global_batch_size"]
+    return operations / (float(entry["tflops"]) * 1e12 * row.gpus)
 
 
 def _arguments(entry: dict, batch: int) -> tuple[str, ...]:
@@ -129,8 +148,52 @@ def predict(row: Row, machines: Machines) -> Plan:
     if row.device not in machines[0]:
         raise ValueError(f"{row.name} ran on {row.device}, of which {DEVICES.name} knows nothing; add its constants")
     device = machines[0][row.device]
-    machine = Machine(device, machines[1][row.fabric or device.fabric])
+    machine = Machine(device, machines[1][row.fabric or device.fabric], SOFTWARE[row.software])
     return plan(configuration(row.arguments), row.gpus, machine)
+
+
+def alone(machine: Machine) -> Machine:
+    """The machine of a rank whose partners are made up (one_rank.py): messages are copies on its own GPU, which hide
+    behind nothing, and no card and no other GPU is waited for."""
+    rate = machine.device.copy_tb_s * 1000 / 2
+    links = {
+        "nvlink_gb_s": rate,
+        "copy_gb_s": rate,
+        "network_gb_s": rate,
+        "cards_per_node": 10**6,
+        "copy_felt": 1.0,
+        "felt": 0.0,
+    }
+    return replace(machine, fabric=replace(machine.fabric, **links, nvlink_seconds=0.0, network_seconds=0.0))
+
+
+def rank_seconds(record: dict, machines: Machines) -> float:
+    """Predict the step of a record of one_rank.py: its microbatches and its update, without any other rank."""
+    arguments = tuple(f"configs/{name}.yaml" for name in record["recipe"].split()) + tuple(record["keys"])
+    cfg, world = configuration(arguments), record["world"]
+    software = SOFTWARE["minitron" if record["replayed"] else "minitron-eager"]
+    device = machines[0]["h200"]
+    step = Step(cfg, world, alone(Machine(device, machines[1][device.fabric], software)))
+    pp = cfg.parallel.pp
+    rank = record["rank"] * pp // world
+    of_one = sum(
+        seconds
+        for pair in step.parts[rank::pp]
+        for parts in pair
+        for part, seconds in parts.items()
+        if part not in HIDDEN or part == "cp_hidden"
+    )
+    return record["microbatches"] * of_one + step.update_seconds(rank)
+
+
+def single_ranks(path: Path) -> list[dict]:
+    """The newest record of every rank that was measured alone on an H200."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        record = json.loads(line)
+        if record["kind"] == "one_rank" and "H200" in (record["gpu"] or ""):
+            found[tuple(str(record[key]) for key in ("recipe", "keys", "world", "rank", "replayed"))] = record
+    return list(found.values())
 
 
 # ---- the fit ---------------------------------------------------------------------------------------------------------
@@ -141,7 +204,7 @@ def fit(rows: list[Row], machines: Machines) -> Machines:
     neither moves, or ROUNDS times."""
     for _ in range(ROUNDS):
         before = machines
-        for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("tp_exposed", "dp_exposed"))):
+        for section, kind, names in ((0, "device", ("in_step",)), (1, "fabric", ("copy_felt", "piece_felt"))):
             deciding = [row for row in rows if row.fitted == kind]
             if not deciding:
                 raise ValueError(
@@ -190,15 +253,17 @@ def store(machines: Machines, path: Path) -> None:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
+Predicted = list[tuple[Row, Plan]]
 
-def markdown(rows: list[Row], machines: Machines) -> str:
-    """The method, then a line a row: fitted first, and of each half the largest error."""
+
+def markdown(rows: list[Row], ranks: list[dict], machines: Machines) -> str:
+    """The method, then a line a row: held out first; then errors by group, and what each constant weighs."""
     lines = ["# Predicted against measured", "", _method(machines)]
+    planned = [(row, predict(row, machines)) for row in rows]
     for title, chosen in (
-        ("Held out", [row for row in rows if not row.fitted]),
-        ("Fitted", [row for row in rows if row.fitted]),
+        ("Held out", [(row, job) for row, job in planned if not row.fitted]),
+        ("Fitted", [(row, job) for row, job in planned if row.fitted]),
     ):
-        plans = [predict(row, machines) for row in chosen]
         lines += [
             "",
             f"## {title}",
@@ -206,27 +271,135 @@ def markdown(rows: list[Row], machines: Machines) -> str:
             "| run | device | GPUs | predicted s | measured s | error | predicted GiB | measured GiB | error |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
-        for row, job in zip(chosen, plans):
+        for row, job in chosen:
             name = f"{row.name}, bound by the host" if row.host_bound else row.name
             lines.append(
                 f"| {name} | {row.device} | {row.gpus} | {job.step_seconds:.3f} | {row.seconds:.3f} | "
                 f"{_error(job.step_seconds, row.seconds)} | {job.memory_gib:.1f} | "
                 + (f"{row.gib:.1f} | {_error(job.memory_gib, row.gib)} |" if row.gib else "| |")
             )
-        for what, errors in {
-            "published step times": [j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans) if not r.gib],
-            "own step times": [
-                j.step_seconds / r.seconds - 1 for r, j in zip(chosen, plans) if r.gib and not r.host_bound
-            ],
-            "own memory": [j.memory_gib / r.gib - 1 for r, j in zip(chosen, plans) if r.gib],
-        }.items():
-            if errors:
-                lines += [
-                    "",
-                    f"{what.capitalize()}: largest error {100 * max(errors, key=abs):+.1f} %, mean of the "
-                    f"magnitudes {100 * sum(map(abs, errors)) / len(errors):.1f} %, {len(errors)} rows.",
-                ]
-    return "\n".join(lines + products_alone(rows, machines)) + "\n"
+        for kind in dict.fromkeys(row.kind for row, _ in chosen):
+            mine = [(row, job) for row, job in chosen if row.kind == kind]
+            lines += summary(f"{kind}, step times", [_off(pair) for pair in mine if not pair[0].host_bound])
+            lines += summary(f"{kind}, memory", [job.memory_gib / row.gib - 1 for row, job in mine if row.gib])
+    lines += by_group(planned) + one_rank_table(ranks, machines) + products_alone(rows, machines)
+    return "\n".join(lines + sensitivity(rows, machines) + sources(rows)) + "\n"
+
+
+def _off(pair: tuple[Row, Plan]) -> float:
+    return pair[1].step_seconds / pair[0].seconds - 1
+
+
+def summary(what: str, errors: list[float]) -> list[str]:
+    if not errors:
+        return []
+    size, bias = (100 * sum(map(f, errors)) / len(errors) for f in (abs, float))
+    largest = 100 * max(errors, key=abs)
+    text = (
+        f"largest error {largest:+.1f} %, mean of the magnitudes {size:.1f} %, mean {bias:+.1f} %, {len(errors)} rows."
+    )
+    return ["", f"{what[0].upper() + what[1:]}: {text}"]
+
+
+def by_group(planned: Predicted) -> list[str]:
+    """Errors of published configurations (each the mean of its scales), and by what a reader may have in common."""
+    published = [pair for pair in planned if pair[0].kind == "published"]
+    configurations: dict[str, list] = {}
+    for pair in published:
+        configurations.setdefault(f"{pair[0].name}, {pair[0].device}", []).append(pair)
+    lines = ["", "## Published, by configuration and by kind", "", "A configuration counts once, with the mean of its "]
+    lines[-1] += "errors at all its scales; nothing is fitted on any of them."
+    for title, chosen in (("H100", "h100"), ("A100", "a100")):
+        means = [
+            sum(map(_off, pairs)) / len(pairs) for pairs in configurations.values() if pairs[0][0].device[:4] == chosen
+        ]
+        lines += summary(f"{title}, configurations", means)
+    lines += ["", "| published, by | rows | mean error | mean of the magnitudes | largest |", "|---|---|---|---|---|"]
+    keys: dict[str, Callable[[Row, Plan], str]] = {
+        "device": lambda row, _: row.device,
+        "tp": lambda _, job: f"tp {job.cfg.parallel.tp}",
+        "precision": lambda _, job: "bf16" if job.cfg.precision.fp8 == "none" else "FP8",
+        "task": lambda row, _: "fine-tuning" if "SFT" in row.name or "LoRA" in row.name else "pretraining",
+        "scale": lambda row, _: f"{'up to 64' if row.gpus <= 64 else 'up to 512' if row.gpus <= 512 else 'more'} GPUs",
+    }
+    for key, of in keys.items():
+        groups: dict[str, list[float]] = {}
+        for pair in published:
+            groups.setdefault(of(*pair), []).append(_off(pair))
+        for group, errors in sorted(groups.items()):
+            size, bias = (100 * sum(map(f, errors)) / len(errors) for f in (abs, float))
+            largest = f"{100 * max(errors, key=abs):+.1f} %"
+            lines.append(f"| {key}: {group} | {len(errors)} | {bias:+.1f} % | {size:.1f} % | {largest} |")
+    return lines
+
+
+def one_rank_table(ranks: list[dict], machines: Machines) -> list[str]:
+    """Steps of one rank alone, without traffic; eager ones say what the host's constant is worth."""
+    if not ranks:
+        return []
+    lines = ["", "## One rank alone", "", "Of jobs whose other ranks were made up; none is fitted.", ""]
+    lines += ["| rank | format | steps | predicted s | measured s | error |", "|---|---|---|---|---|---|"]
+    errors = []
+    for one in ranks:
+        predicted, measured = rank_seconds(one, machines), one["step_seconds"]
+        name = f"{one['recipe']}, {one['rank']} of {one['world']}"
+        kind = one["dtype"] if one["fp8"] == "none" else f"FP8 {one['fp8']}"
+        how = "recorded" if one["replayed"] else "eager"
+        line = f"| {name} | {kind} | {how} | {predicted:.3f} | {measured:.3f} | {_error(predicted, measured)} |"
+        lines.append(line)
+        errors.append(predicted / measured - 1)
+    return lines + summary("single ranks, step times", errors)
+
+
+def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
+    """What 10 % more of a constant, on all devices or fabrics, changes in the predictions."""
+    lines = [
+        "",
+        "## What each constant weighs",
+        "",
+        "The mean and the largest change of predicted steps if the constant",
+    ]
+    lines[-1] += " is 10 % larger everywhere; * is fitted, all others are measured alone or of the source in "
+    lines[-1] += "`devices.json`."
+    lines += ["", "| constant | on h200 | own runs | published, H100 | largest |", "|---|---|---|---|---|"]
+    # Of each configuration the first scale; deep pipelines of A100 take minutes.
+    chosen = [row for row in rows if row.fitted or row.kind == "published" and row.device == "h100"]
+    smallest = {row.name: row for row in reversed(chosen)}
+    before = {row: predict(row, machines).step_seconds for row in smallest.values()}
+    for section, of in ((0, Device), (1, Fabric)):
+        for field in fields(of):
+            if field.type == "str" or field.name in ("memory_gib", "reserved_gib", "gpus_per_node", "cards_per_node"):
+                continue
+            changed = tuple(
+                {name: _larger(one, field.name) for name, one in table.items()} if i == section else table
+                for i, table in enumerate(machines)
+            )
+            change = {row: predict(row, changed).step_seconds / seconds - 1 for row, seconds in before.items()}
+            means = [
+                f"{100 * sum(mine) / len(mine):+.2f} %" if mine else ""
+                for mine in ([x for row, x in change.items() if (row.kind == kind)] for kind in ("own", "published"))
+            ]
+            value = getattr(machines[section]["h200" if section == 0 else "ndr400"], field.name)
+            name = f"{field.name}{'*' if field.name in STEPS else ''}"
+            told = ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else f"{value:g}"
+            largest = f"{100 * max(change.values(), key=abs):+.2f} %"
+            lines.append(f"| {name} | {told} | {means[0]} | {means[1]} | {largest} |")
+    return lines
+
+
+def _larger(one: Device | Fabric, name: str) -> Device | Fabric:
+    value = getattr(one, name)
+    larger = {k: 1.1 * v for k, v in value.items()} if isinstance(value, dict) else 1.1 * value
+    return replace(one, **{name: round(larger) if name == "processors" else larger})
+
+
+def sources(rows: list[Row]) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.source:
+            found.setdefault(row.source, []).append(row.name)
+    lines = [f"- {source}: {'; '.join(dict.fromkeys(names))}." for source, names in found.items()]
+    return ["", "## Sources of published rows", "", *lines] if lines else []
 
 
 def products_alone(rows: list[Row], machines: Machines) -> list[str]:
@@ -255,31 +428,34 @@ def _error(predicted: float, measured: float) -> str:
 METHOD = """\
 Written by `python benchmarks/calibration.py`; no figure is typed in. Constants: `benchmarks/devices.json`.
 
-- Measured alone on an H200: products, attention, copies, NVLink. Those of H100 and A100 are scaled by data sheets, and
-  networks between nodes are data sheets' or assumed; each source says which. The share of memory traffic that
-  products do not hide is left open by their times from 0 to 0.6, and was chosen with the published FP8 runs in view.
-- Fitted: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU, for all devices;
-  the exposed shares tp {tp:g} and dp {dp:g} of communication, on the smallest scale of each table with H100, for all
-  fabrics. Nothing is fitted on memory.
-- Held out: larger scales, own runs of more GPUs, all of A100 and A3 Mega, later versions of the published software.
+- Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; kernels of
+  a block were counted on single ranks. Those of H100 and A100 are scaled by data sheets and by others' measurements,
+  and networks between nodes are data sheets' or assumed; each source says which.
+- Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU,
+  for all devices; and the share of a hidden copy's time by which what runs beside it takes longer: copy_felt {copy:g}
+  of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two GPUs, for all fabrics.
+  Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on memory.
+  piece_felt stands at its end, 1: of what products in pieces cost, more is there than copies explain.
+- Held out: every published run at all scales, Megatron-core beside our own, own runs of four GPUs, single ranks.
 
-The published runs are of other software (NeMo, Megatron-LM), so their rows ask for a well-tuned trainer of Megatron's
-kind; own rows are minitron's runs. Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed:
-what the published runs held is not known. A3 Mega's row is planned without its recipe's attention dropout, which
-minitron computes by plain formulas. Where a row has no measured memory, the predicted one is that of minitron in this
-layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs
-of a node share.
+A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
+and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
+Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
+known. A3 Mega's row is planned without its recipe's attention dropout. Meta's stages are not published: planned are the
+recipe's; its software is none of these, and whether its TFLOP/s count all scores or half is not told, which at s 131072
+is a factor of 1.4. Where a row has no measured memory, the predicted one is that of minitron in this layout, and above
+the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
-Left out of the model of time: stragglers and congestion, which grow with the scale, host time, data, checkpoints,
-evaluation, and that power limits slow some kernels more than others; of packed documents, that their kernel is another
-one. A run whose products and attention fill less than two thirds of its step is bound by the host: its prediction says
-what the GPUs need, and does not count among the errors of step times. Left out of that of memory: padding and
-fragments, NCCL's buffers and the CUDA context (the room leaves space for these), and the start of a run."""
+Left out of the model of time: congestion above the first switch, data, checkpoints, evaluation, and that power limits
+slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and
+attention fill less than two thirds of its step is bound by the host: hosts differ by half, so it does not count among
+the errors of step times. Left out of that of memory: padding and fragments, NCCL's buffers and the CUDA context (the
+room leaves space for these), and the start of a run."""
 
 
 def _method(machines: Machines) -> str:
     device, fabric = next(iter(machines[0].values())), next(iter(machines[1].values()))
-    return METHOD.format(in_step=device.in_step, tp=fabric.tp_exposed, dp=fabric.dp_exposed)
+    return METHOD.format(in_step=device.in_step, copy=fabric.copy_felt, piece=fabric.piece_felt)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -292,7 +468,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.fit:
             machines = fit(rows, machines)
             store(machines, DEVICES)
-        text = markdown(rows, machines)
+        text = markdown(rows, single_ranks(args.results), machines)
         args.results.with_name("calibration.md").write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

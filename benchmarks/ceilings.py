@@ -146,7 +146,7 @@ def write_device(rows: list[Row], properties, path: Path) -> None:
         memory_gib=round(properties.total_memory / 2**30, 2),
         processors=properties.multi_processor_count,
         **constants(rows, devices[like]),
-        source=f"benchmarks/ceilings.py on {gpu}; in_step, pointwise and gap_seconds are those of {like}",
+        source=f"benchmarks/ceilings.py on {gpu}; the rest is that of {like}",
     )
     fabric, bus = fabrics[devices[like].fabric], [row[2] for row in rows if row[3] == "GB/s"]
     if bus:
@@ -194,7 +194,7 @@ def _predicted(device: Device, kind: str, weight_grad: bool, rate: float, shape:
     """TFLOP/s of a product alone, by the planner's formula, at this rate of its arithmetic."""
     m, n, k = shape
     alone = replace(device, gemm_tflops={kind: rate}, weight_grad={kind: 1.0}, in_step=1.0, gap_seconds=0.0)
-    machine = Machine(alone, Fabric(1, 1, 0, 1, 0, 0, 0, ""))
+    machine = Machine(alone, Fabric(1, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0, ""))
     return 2 * m * n * k / machine.product(m, n, k, fp8=kind == "fp8", weight_grad=weight_grad) / 1e12
 
 

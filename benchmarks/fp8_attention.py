@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("error: FP8 attention is a GPU's, and there is none")
+    import transformer_engine.pytorch  # noqa: F401, before torch loads its cuDNN: see kernels/fp8.py
+
     steps = {row["case"]: row for row in record.rows(args.results) if row["kind"] == "compare"}
     return [record.append(args, "fp8_attention", measured(name, steps.get(name))) for name in CALLS]
 
@@ -99,7 +101,7 @@ def transformer_engine(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v:
     dout = dout.flatten(-2)
 
     def run() -> list[torch.Tensor]:
-        with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+        with te.autocast(enabled=True, recipe=recipe):
             out = layer(*leaves, qkv_format="sbhd")
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 

@@ -6,11 +6,14 @@
 #   MIN_NODES         what counts as too few, for trials
 #   CHECKPOINT_DIR    (default: the job's own folder) or none: what a stopped job has learned is lost
 #   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2": they win
+#   RESTARTS          how often the ranks may be started again without leaving the queue (default: 20; 0: plain torchrun)
+#   SPARE_NODES       how many of the job's nodes wait until another one dies (default: 0)
 #   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the job's first node, a port from the job's id)
 #
 # Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
 # goes back to the queue, which holds it for two minutes; under the same id it goes on from there. A job that Slurm
-# itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime).
+# itself pre-empts or requeues gets SIGTERM: it saves as well, if Slurm leaves it the time (KillWait, GraceTime). A job
+# that has lost more nodes than it has spares goes back to the queue without them: FOLDER/excluded_nodes lists them.
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 [ $# = 0 ] || fail "'$*' would not be read; give overrides as EXTRA_ARGS='train.steps=500' sbatch ..."
 unset HF_TOKEN # for launch/setup.sh alone: what a job does not know, it cannot log
@@ -22,7 +25,13 @@ check_job() {
     fp8) precision=(precision.fp8=delayed) ;;
     *) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
     esac
-    nodes=$SLURM_JOB_NUM_NODES
+    : "${SPARE_NODES:=0}" "${RESTARTS:=20}"
+    [[ $SPARE_NODES =~ ^[0-9]+$ && $RESTARTS =~ ^[0-9]+$ ]] ||
+        fail "SPARE_NODES=$SPARE_NODES or RESTARTS=$RESTARTS is no number; set SPARE_NODES=1, RESTARTS=20"
+    [ "$SPARE_NODES" = 0 ] || [ "$RESTARTS" != 0 ] ||
+        fail "SPARE_NODES=$SPARE_NODES would wait for nothing with RESTARTS=0; set RESTARTS=20, or no SPARE_NODES"
+    export SPARE_NODES RESTARTS
+    nodes=$((SLURM_JOB_NUM_NODES - SPARE_NODES))
     local least=${MIN_NODES:-$2} count
     [ "$nodes" -ge "$least" ] || fail "$nodes node(s) are too few for $1; submit with -N $least or more"
     gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
@@ -44,7 +53,8 @@ check_job() {
 # run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
 # It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
 run_job() {
-    local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended
+    local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended excluded
+    local round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
@@ -70,8 +80,10 @@ run_job() {
     unset SLURM_GPUS_PER_NODE
     echo "$name in $DTYPE on $nodes x $gpus GPUs, start number $((${SLURM_RESTART_COUNT:-0} + 1)); output: $output"
     before=$(stat -c %s "$output" 2>/dev/null || echo 0) # bytes that an earlier start wrote
-    # The whole node for one task, which is torchrun: no binding to a core.
-    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+    # The whole node for one task, which starts the ranks: no binding to a core. With restarts a node may die alone.
+    local alone=(--kill-on-bad-exit=1)
+    [ "$RESTARTS" = 0 ] || alone=(--kill-on-bad-exit=0 --no-kill --wait=0)
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none "${alone[@]}" \
         --output="$output" --open-mode=append "${gres[@]}" "${container[@]}" \
         bash launch/node.sh "$python" "$gpus" -m "$module" "${arguments[@]}" &
     srun=$!
@@ -82,11 +94,22 @@ run_job() {
         kill -0 "$srun" 2>/dev/null || break
     done
 
+    # srun's is the highest status of a node; the run's is what the nodes have agreed upon.
+    status=$(grep -o '"status": [0-9]*' "$round" 2>/dev/null | grep -o '[0-9]*$' || echo "$status")
+
     # A summary may follow the line that says why the run ended.
     last=$({ tail -n 2 "$run/rank-0.log" | grep "stopped after iteration" || tail -n 1 "$run/rank-0.log"; } 2>/dev/null ||
         true)
     if [ -n "$ended_by_slurm" ]; then
         fail "Slurm ended the job; $last"
+    elif [ "$status" = 75 ]; then
+        line=$(grep -oE 'round [0-9]+ ended .*' "$output" | tail -n 1) || true
+        excluded=$({ scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *ExcNodeList=\([^ (].*\)/\1/p'
+            cat "$run/excluded_nodes"; } 2>/dev/null | sort -u | paste -sd ,)
+        echo "$line; back to the queue${excluded:+ without $excluded}"
+        scontrol requeue "$SLURM_JOB_ID"
+        # Only a job that waits takes it; and this shell has still a moment.
+        [ -z "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"
     elif [ "$status" != 0 ]; then
         # The line that says why comes last: torchrun adds a page of its own.
         line=$(tail -c +$((before + 1)) "$output" 2>/dev/null | grep -oE '(^|:)error: .*' | tail -n 1) || true

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.hf import FolderReader, dropout_note
-from minitron.checkpoint.load import Start, check_data, find, restore
+from minitron.checkpoint.load import Start, check_data, find, prefer_local, restore
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -104,6 +105,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             trainer.base = start.mark
             startup.mark("build")
             mesh.activity.begin("load")
+            load_began = time.perf_counter()
+            start = prefer_local(cfg, start, data.info, trainer.state, log)
             restore(start, trainer.state)
             startup.mark("load")
             mesh.activity.begin("start")
@@ -113,6 +116,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 device=name,
                 torch=torch.__version__,
                 first_step=start.step + 1,
+                started=listener.begun,
+                load_seconds=time.perf_counter() - load_began,
                 **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")},
             )
             if data.note:
@@ -130,13 +135,14 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                         log.info(dropout_note(reader))
             with stop:
                 try:
-                    train(trainer, data, log, stop, start.step, start.consumed_samples)
+                    waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root)
                 except ValueError:  # a run's own error, raised between steps: graphs must end before NCCL does
                     if trainer.graph is not None:
                         trainer.graph.close()
                     raise
                 if finetune:
                     log.summary()
+                log.end(waited)
                 mesh.activity.begin("end")
                 all_reduce_(through := torch.zeros(1, device=device), mesh.world)
                 through.item()  # keep rank 0, which may host the store, alive until every rank is done with it

@@ -10,6 +10,7 @@ goes on without a pause; the figures of n are logged after that.
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
 from minitron.runtime.room import room_for
 from minitron.runtime.stop import Stop
+from minitron.runtime.stragglers import Stragglers
 
 
 @dataclass
@@ -233,8 +235,19 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     return trainer
 
 
-def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0, consumed: int = 0) -> None:
+def train(
+    trainer: Trainer,
+    data: Datasets,
+    log: Log,
+    stop: Stop,
+    done: int = 0,
+    consumed: int = 0,
+    root: tuple[int, str] | None = None,
+) -> float:
     """Run the steps after the `done` ones, which took `consumed` samples, to the last or until `stop`.
+
+    root: the checkpoint in checkpoint.dir that they descend from, see Checkpointer. Returns the seconds that the end
+    waited for a save.
 
     Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
     different copies of a parameter.
@@ -244,9 +257,11 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
     if trainer.graph is not None:
         trainer.graph.log, trainer.graph.steps = log, t.steps - done
     most_documents = data.most_documents() if cfg.data.separate_documents else None
-    loader, meter = Loader(data.train, cfg, trainer.mesh, most_documents), Meter(log, trainer.mesh, stop)
+    loader = Loader(data.train, cfg, trainer.mesh, most_documents)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
-    saves = Checkpointer(cfg, trainer.state, data.info, log, done) if cfg.checkpoint.dir is not None else None
+    stragglers = Stragglers(trainer.mesh, log, t, kernels.gpu_clock(trainer.mesh.device))
+    saves = Checkpointer(cfg, trainer.state, data.info, log, done, root) if cfg.checkpoint.dir is not None else None
+    meter = Meter(log, trainer.mesh, stop, *filter(None, [saves]))
     step = done
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
         activity.begin_step(step)
@@ -260,8 +275,10 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
         if cfg.data.separate_documents:
             known["squared_lengths"] = sum(b.squared_lengths for b in batches)
             known["padding"] = sum(b.padding for b in batches)
-        meter.step(torch.cat([stats.values, scale]), trainer.memory(), **known)
+        stalls = () if saves is None else saves.stalls()
+        meter.step(torch.cat([stats.values, scale]), trainer.memory(), stalls, **known)
         replicas.step(step)
+        stragglers.step(step)
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
@@ -269,21 +286,24 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
             meter.restart()
         if stop.agreed:
             break
-        if saves is not None and saves.due(step):
+        if saves is not None and ((shared := saves.due(step)) or saves.local_due(step)):
             replicas.require_equal(step)
             activity.begin("checkpoint")
-            saves.save(step, consumed)
+            saves.save(step, consumed, local=not shared)
     meter.flush()
     loader.close()
     if trainer.graph is not None:
         trainer.graph.close()
     replicas.flush()
+    stragglers.flush()
     activity.begin("checkpoint")
+    began = time.perf_counter()
     if saves is not None:
         if stop.agreed:
             replicas.require_equal(step)
             saves.save(step, consumed)
         saves.close(stop.agreed)
+    waited = time.perf_counter() - began
     if stop.agreed:
         stop.report(step, saves is not None and saves.saved == step)
     if saves is not None and saves.saved != step and (stop.agreed or saves.due(step)):  # no success for a scheduler
@@ -291,6 +311,7 @@ def train(trainer: Trainer, data: Datasets, log: Log, stop: Stop, done: int = 0,
             f"the run ends after step {step}, of which there is no checkpoint in "
             f"{cfg.checkpoint.dir}: its save failed, as said above"
         )
+    return waited
 
 
 def keep_collector_out() -> None:
@@ -307,7 +328,7 @@ def evaluate(trainer: Trainer, loader: Loader, log: Log, stop: Stop, step: int) 
 
     `stop` ends it, without a result. Closes the loader.
     """
-    t = trainer.cfg.train
+    t, began = trainer.cfg.train, time.perf_counter()
     total = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
     for i in range(t.eval_steps):
         total += trainer.evaluate(loader.step(i * t.global_batch_size, step=0))
@@ -315,5 +336,5 @@ def evaluate(trainer: Trainer, loader: Loader, log: Log, stop: Stop, step: int) 
             break
     else:
         loss_sum, count = total.tolist()
-        log.evaluation(step, loss_sum / count)
+        log.evaluation(step, loss_sum / count, time.perf_counter() - began)
     loader.close()

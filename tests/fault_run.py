@@ -5,6 +5,7 @@ fault_run.py FAULT[+FAULT...] CONFIG...
 none
 sleep@2       rank 2 sleeps forever before its forward of microbatch 1 in step 3
 halt@2        rank 2 sleeps forever before step 9, which is replayed on a GPU with train.cuda_graph=on
+slow@2        rank 2 takes 0.1 s longer for each forward, on a GPU some milliseconds of products
 nan           a weight becomes NaN before step 3
 overflow@N    a gradient of rank 0 becomes infinite in every N-th step
 drift@R       from step 3 on rank R updates a norm's weight differently
@@ -152,6 +153,21 @@ def halt(rank):
     Trainer.step = stuck
 
 
+def slow(rank):
+    forward = executor.Run.forward
+
+    def dawdles(run, op):
+        if os.environ["RANK"] == rank and run.executor.device.type == "cpu":
+            time.sleep(0.1)
+        elif os.environ["RANK"] == rank:
+            x = torch.ones(4096, 4096, device=run.executor.device, dtype=torch.bfloat16)
+            for _ in range(20):
+                x @ x
+        return forward(run, op)
+
+    executor.Run.forward = dawdles
+
+
 def nan():
     step = Trainer.step
 
@@ -233,7 +249,7 @@ def late(port):
 
 
 if __name__ == "__main__":
-    faults = sleep, halt, nan, overflow, drift, unrecorded, replay, late
+    faults = sleep, halt, slow, nan, overflow, drift, unrecorded, replay, late
     for planted in sys.argv[1].split("+"):
         fault, *arguments = planted.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)

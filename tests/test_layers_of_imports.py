@@ -30,6 +30,7 @@ DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}
 # Tools read configurations, datasets and schedules, and plan a job, without torch, whose import takes seconds.
 NO_TORCH = {"config", "data", "pipeline", "planning"}
+AND = {"runtime.goodput"}
 BUT = {"data.batch", "data.loader", "pipeline.executor", "planning.dryrun", "planning.fits", "planning.memory_walk"}
 
 
@@ -40,7 +41,7 @@ def layer_of(module):
 
 
 def knows_no_torch(module):
-    return layer_of(module) in NO_TORCH and module not in BUT
+    return module in AND or layer_of(module) in NO_TORCH and module not in BUT
 
 
 def imports_of(tree, modules):

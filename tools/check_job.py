@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +28,8 @@ from minitron.data.build import check_maker, check_vocabulary, parse_paths, spli
 from minitron.data.indexed import IndexedDataset
 from minitron.data.sft import encode_line
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.planning.failures import state_bytes
 from minitron.planning.machine import Machine
-from minitron.planning.memory import Memory
 from minitron.planning.plan import plan, room_gib
 from tools.command import Parser, run
 from tools.plan import DEVICES, chosen
@@ -209,9 +208,8 @@ def disk(job: Job) -> str:
             raise ValueError(f"{key}={place} cannot be made: {there} is no folder to write in; name another")
     if c.dir is None:
         return "no checkpoints: checkpoint.dir=null"
-    alone = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
-    one = 12 * Memory(replace(cfg, parallel=alone), cfg.train.global_batch_size, gpus_per_node=1).trained(0)
-    saves = 1 if not c.every else -(-cfg.train.steps // c.every)
+    one = state_bytes(cfg)
+    saves = 1 if not c.every else c.keep + 1 if c.every == "auto" else -(-cfg.train.steps // c.every)
     count = min(saves, c.keep + 1 if c.keep else saves)  # the oldest goes when a new one is whole
     free, there = shutil.disk_usage(existing(c.dir)).free, existing(c.dir)
     size = f"{one / 1e9:,.1f} GB" if one >= 1e9 else f"{one / 1e6:,.1f} MB"

@@ -178,7 +178,8 @@ def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
         f'viewBox="0 0 {width:g} {height}" font-family="{pictures.FONT}, Verdana, sans-serif" '
         f'font-size="{pictures.SMALL}" fill="{pictures.INK}">',
         '<defs><pattern id="idle" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="4" height="4" fill="#f6f6f6"/><rect width="1" height="4" fill="#d4d4d4"/></pattern></defs>',
+        '<rect width="4" height="4" fill="white"/>'
+        f'<rect width="1" height="4" fill="{pictures.tint(pictures.GREY, 0.6)}"/></pattern></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{LEFT}" y="14" font-size="{pictures.TITLE}" font-weight="bold">{heading(timeline.schedule)}</text>',
         f'<text x="{LEFT}" y="26" font-size="{pictures.TEXT}">{bubble or bubble_of(timeline)}</text>',

@@ -4,6 +4,7 @@
     python tools/plan.py configs/llama31_70b.yaml train.seq_len=4096 --world 64 --device h100 --json
     python tools/plan.py configs/gpt3_175b.yaml train.global_batch_size=4096 --world 2048 --device h100 --search
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --draw plan/
+    python tools/plan.py configs/gpt3_175b.yaml --world 2048 --device h100 --mtbf-hours 4
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --search --sweep world=128,256 \
         --sweep train.global_batch_size=256,512
 
@@ -11,7 +12,8 @@
 fell. --sweep plans the job for several values of a key, or of the GPUs (world); with --search the best layout of
 each. A job that does not fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics:
 benchmarks/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
-predictions are from measurements: benchmarks/results/calibration.md. Needs no torch.
+predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of the days,
+and how often the job had best save; the rest of what it takes is printed with its source. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from minitron.planning.machine import Machine, read_machines
+from minitron.planning.failures import SOURCES, Failures, failures
+from minitron.planning.lighter import lighter
+from minitron.planning.machine import SOFTWARE, Machine, read_machines
 from minitron.planning.plan import Plan, plan, room_gib
 from minitron.planning.work import HIDDEN
 from tools import plan_cost, plan_pictures
@@ -38,6 +42,11 @@ from tools.plan_pictures import MEANINGS
 from tools.plan_search import Found, changes, remedy, search, written
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
+
+HOST_REMEDY = {
+    False: "record steps as CUDA graphs, train.cuda_graph=auto",
+    True: "use larger microbatches, less tensor parallelism, or a faster CPU",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -57,7 +66,13 @@ def main(argv: list[str]) -> None:
             raise ValueError(remedy(job, given))
         print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
-    print(json.dumps(record(job, o.tokens)) if o.json else table(job, o.tokens))
+    hard = None
+    if o.mtbf_hours is not None:
+        hard = failures(cfg, o.world, 3600 * o.mtbf_hours, o.recovery_seconds, o.save_cost_seconds, o.save_seconds)
+    if o.json:
+        print(json.dumps(record(job, o.tokens) | ({} if hard is None else {"failures": life_record(job, hard, o)})))
+    else:
+        print(table(job, o.tokens), *([] if hard is None else ["", life(job, hard, o)]), sep="\n")
     if o.draw is not None:
         for path in plan_pictures.draw(job, o.draw, o.tokens):
             print(path, file=sys.stderr)
@@ -72,6 +87,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--world", type=_positive_int, required=True, help="GPUs in all")
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
+    add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
     add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
     add("--json", action="store_true", help="print one object instead of a table")
@@ -79,7 +95,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
     add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling, cost")
     add("--sweep", type=_values, action="append", metavar="KEY=V,V", help="plan each value; KEY is world or a key")
+    add("--mtbf-hours", type=_positive, help="mean time between failures of the job: what they make of the days")
+    add("--recovery-seconds", type=_positive, help="from a failure to the first new step")
+    add("--save-cost-seconds", type=_positive, help="that training loses to a save")
+    add("--save-seconds", type=_positive, help="until a save is whole")
     o = parser.parse_intermixed_args(argv)
+    more = [name for name in ("recovery_seconds", "save_cost_seconds", "save_seconds") if getattr(o, name) is not None]
+    if more and o.mtbf_hours is None:
+        raise ValueError(f"--{more[0].replace('_', '-')} is of a job that fails; give --mtbf-hours, too")
+    if o.search and o.mtbf_hours is not None:
+        raise ValueError("--mtbf-hours is of one plan; leave --search out, and give the layout that it found")
     if o.search and o.draw is not None:
         raise ValueError("--draw shows one plan; leave --search out, and give the layout that it found")
     if o.sweep and o.draw is not None:
@@ -117,7 +142,7 @@ def chosen(o: argparse.Namespace) -> Machine:
     name = o.fabric or devices[o.device].fabric
     if name not in fabrics:
         raise ValueError(f"fabric {name} is not in {o.devices}; use --fabric {', '.join(fabrics)}")
-    return Machine(devices[o.device], fabrics[name])
+    return Machine(devices[o.device], fabrics[name], SOFTWARE[o.software])
 
 
 # ---- one plan --------------------------------------------------------------------------------------------------------
@@ -138,6 +163,7 @@ def record(job: Plan, tokens: float) -> dict:
         "gpu_hours": plan_cost.cost(job, tokens).gpu_hours,
         "world": job.world,
         "gpu": job.machine.device.gpu,
+        "software": job.machine.software.name,
         "layout": {
             "tp": p.tp,
             "pp": p.pp,
@@ -200,7 +226,69 @@ def table(job: Plan, tokens: float) -> str:
                 f"  {part:12} {job.seconds[part]:8.3f} s   {100 * job.seconds[part] / seconds:5.1f} %   "
                 f"{meaning}{beside}"
             )
+    if job.seconds["host"] > 0.01 * seconds:
+        lines += [
+            "",
+            f"bound by the host, which launches kernels too slowly: {HOST_REMEDY[job.machine.software.eager]}",
+        ]
+    if not job.fits:
+        lines += ["", *memory_keys(job)]
     return "\n".join([*lines, "", plan_cost.told(job, tokens)])
+
+
+def memory_keys(job: Plan) -> list[str]:
+    """What each key that makes a job lighter would save and cost, in the order of what a step then takes."""
+    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"]
+    for keys, other in lighter(job):
+        cost = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
+        lines.append(
+            f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {cost:>8}   "
+            f"{' '.join(keys)}{': fits' if other.fits else ''}"
+        )
+    return lines
+
+
+# ---- with failures ---------------------------------------------------------------------------------------------------
+
+
+def life_record(job: Plan, hard: Failures, o: argparse.Namespace) -> dict:
+    """What --json prints of a job that fails."""
+    days = o.tokens / job.tokens_per_second / 86400
+    return {
+        "mtbf_seconds": hard.mtbf,
+        "recovery_seconds": hard.recovery,
+        "save_cost_seconds": hard.cost,
+        "save_seconds": hard.save,
+        "interval_seconds": hard.interval,
+        "interval_steps": max(1, round(hard.interval / job.step_seconds)),
+        "goodput": hard.goodput(),
+        "days": days / hard.goodput() if hard.goodput() else None,
+    }
+
+
+def life(job: Plan, hard: Failures, o: argparse.Namespace) -> str:
+    """The same in words, with the source of each number, and what checkpoint.every of the configuration would give."""
+    found, every = life_record(job, hard, o), job.cfg.checkpoint.every
+    days = "no end" if found["days"] is None else f"{found['days']:,.1f} days"
+    head = f"failures every {o.mtbf_hours:g} h: {100 * found['goodput']:.2f} % of the time counts, {days}"
+    lines = [
+        head + f" for {o.tokens:g} tokens",
+        f"  best interval {hard.interval:8.1f} s   checkpoint.every={found['interval_steps']}, or auto with "
+        f"checkpoint.mtbf_hours={o.mtbf_hours:g}, which measures",
+    ]
+    if isinstance(every, int) and every:
+        share = hard.goodput(every * job.step_seconds)
+        lines.append(
+            f"  as configured {every * job.step_seconds:8.1f} s   checkpoint.every={every}: {100 * share:.2f} %"
+        )
+    for name, key, given in (
+        ("recovery", "recovery", o.recovery_seconds),
+        ("a save costs", "cost", o.save_cost_seconds),
+        ("a save takes", "save", o.save_seconds),
+    ):
+        source = "as given" if given is not None else SOURCES[key]
+        lines.append(f"  {name:13} {getattr(hard, key):8.3g} s   {source}")
+    return "\n".join(lines)
 
 
 # ---- a search --------------------------------------------------------------------------------------------------------

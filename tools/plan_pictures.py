@@ -19,7 +19,7 @@ from minitron.planning.machine import read_machines
 from minitron.planning.plan import Plan, Step, plan, room_gib
 from tools import pictures, plan_cost
 from tools.draw_pipeline import draw_svg
-from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, RED, tint
+from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
 MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
@@ -28,11 +28,13 @@ MEANINGS = {
     "gemm": "matrix products",
     "attention": "attention",
     "pointwise": "norms, activations, casts, gaps",
+    "host": "waiting for the host",
     "tp_exposed": "tensor parallel",
     "cp_exposed": "context parallel",
     "pp_exposed": "between stages",
     "dp_exposed": "gradients and parameters",
     "bubble": "waiting for other stages",
+    "stragglers": "waiting for the slowest GPU",
     "optimizer": "optimizer",
 }
 COLORS = {
@@ -44,6 +46,8 @@ COLORS = {
     "pp_exposed": tint(ORANGE, 0.45),
     "dp_exposed": RED,
     "bubble": tint(GREY, 0.6),
+    "stragglers": GREY,
+    "host": PURPLE,
     "optimizer": GREEN,
     # bytes
     "parameters": BLUE,
@@ -190,24 +194,31 @@ def time_bars(plans: list[Plan]):
     ]
     same = [part for part in parts if len(plans) > 1 and spread(plans, part) < SAME * first.step_seconds]
     parts = [part for part in parts if part not in same]
-    figure, axes = pictures.new(1.3 + 0.36 * len(plans))
     longest = max(sum(p.seconds[part] for part in parts) for p in plans) or SAME
     unit, scale = ("ms", 1e3) if longest < 1 else ("s", 1)
-    left, beside = [0.0] * len(plans), [[] for _ in plans]
-    for part in parts:
-        widths = [scale * p.seconds[part] for p in plans]
+    values = {part: [scale * p.seconds[part] for p in plans] for part in parts}
+    beside = [
+        [
+            f"{MEANINGS[part]} {value[row]:.3g}"
+            for part, value in values.items()
+            if value[row] < NARROW * scale * longest
+        ]
+        for row in range(len(plans))
+    ]
+    lines = 1 + max(map(len, beside))
+    figure, axes = pictures.new(1.3 + max(0.36, 0.13 * lines) * len(plans))
+    left = [0.0] * len(plans)
+    for part, widths in values.items():
         axes.barh(range(len(plans)), widths, 0.7, left, color=COLORS[part], label=MEANINGS[part])
         ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else pictures.INK
         for row, width in enumerate(widths):
-            if width > NARROW * scale * longest:
+            if width >= NARROW * scale * longest:
                 middle = left[row] + width / 2
                 axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=pictures.SMALL)
-            else:
-                beside[row].append(f"{MEANINGS[part]} {width:.3g}")
         left = [x + width for x, width in zip(left, widths)]
     for row, p in enumerate(plans):
-        whole = "\n".join(filter(None, (f"{p.step_seconds:.3f} s a step", "; ".join(beside[row]))))
-        axes.text(left[row] + 0.01 * scale * longest, row, whole, va="center", fontsize=pictures.SMALL)
+        text = "\n".join([f"{p.step_seconds:.3f} s a step", *beside[row]])
+        axes.text(left[row] + 0.01 * scale * longest, row, text, va="center", fontsize=pictures.SMALL)
     axes.set_yticks(range(len(plans)), [f"{p.world} GPUs" for p in plans])
     axes.set(xlim=(0, 1.5 * scale * longest), ylim=(len(plans) - 0.5, -0.5), xlabel=unit)
     axes.set_title("Where the time of a step goes")

@@ -9,7 +9,8 @@ what a model reaches that knows how often each token occurs and nothing else: a 
 
 The terminal has no pixels, but braille characters have eight dots in a 2 x 4 grid, one bit each: a plot of 60 x 16
 characters is a bitmap of 120 x 64. Where the terminal cannot show them, every cell with a dot becomes a `*`.
-A run started again appends to its file: from its first step on, it replaces what the earlier attempt wrote.
+A run started again appends to its file: from its first step on, it replaces what the earlier attempt wrote. What all
+starts together made of their time is said below: training that counted, steps made again, starts, saves, waiting.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.runtime.goodput import Goodput, measure, read_rows
 from tools import command, pictures
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
@@ -51,6 +54,7 @@ class Run:
     memory_gib: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     learning_rate: list[float] = field(default_factory=list)
+    goodput: Goodput | None = None
 
     def rewind(self, step: int) -> None:
         """Forget `step` and what came after it."""
@@ -102,14 +106,17 @@ def read_run(directory: Path) -> Run:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
-            if restarted and "step" in record:
+            figures = record["kind"] in ("step", "eval")
+            if restarted and figures:
                 run.rewind(record["step"])
-            restarted = record["kind"] == "run" or restarted and "step" not in record
+            restarted = record["kind"] == "run" or restarted and not figures
             add_record(run, record)
         except (ValueError, KeyError, TypeError, OverflowError):
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
     if not finite(run.loss):
         raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
+    with suppress(KeyError, TypeError):  # rows that some other program has written
+        run.goodput = measure(read_rows(path))
     return run
 
 
@@ -268,6 +275,8 @@ def verdict(run: Run) -> str:
         lines.append(f"Throughput: {mean(rates):,.0f} tokens/s, mean of the last {len(rates)} steps.")
     if memory := finite(run.memory_gib):
         lines.append(f"Memory: {max(memory):.1f} GiB at most, of the GPU that needs most.")
+    if run.goodput is not None:
+        lines.append(f"G{str(run.goodput)[1:]}.")
     if entropy is not None:
         if loss < entropy - WELL_BELOW:
             judgement = f"well below the unigram entropy, by {entropy - loss:.3f}: it learned from context"

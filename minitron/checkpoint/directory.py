@@ -192,8 +192,8 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
 
 def commit(
     temporary: Path, about: dict, shards: Iterable[tuple], keep: int = 0, after: int = 0, owner: str | None = None
-) -> None:
-    """Make a filled temporary folder the newest checkpoint. Raises CheckpointError.
+) -> str:
+    """Make a filled temporary folder the newest checkpoint. Returns its index's checksum. Raises CheckpointError.
 
     about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
     checkpoints stay, 0: all. after: the iteration of its save before this one, or that it went on from. What lies
@@ -201,7 +201,7 @@ def commit(
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
     with disk_errors(directory):
-        files.write_index(temporary, about, shards)
+        mark = files.write_index(temporary, about, shards)
         files.write_file(temporary / "latest", [_pointer(folder.name).encode()])
         _sync(temporary)
         check_owner(directory, owner)
@@ -219,6 +219,7 @@ def commit(
             for step in passed.keys() - set(ours[-keep:]):
                 if _is_saved(passed[step]):
                     _remove(passed[step])
+    return mark
 
 
 def _remove(folder: Path) -> None:

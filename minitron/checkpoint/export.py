@@ -31,16 +31,20 @@ class Exporter:
     def __init__(self, cfg: Config, log: Log):
         self.cfg, self.log = cfg, log
         self.running: subprocess.Popen | None = None
-        self.target = Path()
+        self.target, self.saves = Path(), 0
 
     def due(self, step: int) -> bool:
         """Tell whether the save after this step is to have an export."""
-        every = (self.cfg.checkpoint.every or 0) * self.cfg.checkpoint.export_every
+        c = self.cfg.checkpoint
+        if c.every == "auto":
+            return step == self.cfg.train.steps or self.saves % c.export_every == 0
+        every = (c.every or 0) * c.export_every
         return step == self.cfg.train.steps or (every > 0 and step % every == 0)
 
     def saved(self, checkpoint: Path, step: int) -> None:
         """Begin to export a checkpoint that has been saved, if it is due, and report the export before it."""
         target = checkpoint.with_name(f"{checkpoint.name}-hf")
+        self.saves += 1
         if not self.due(step) or target.exists():
             return
         if step == self.cfg.train.steps:

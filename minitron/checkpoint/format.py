@@ -64,8 +64,8 @@ def file_size(path: Path) -> int:
 # ---- the index -------------------------------------------------------------------------------------------------------
 
 
-def write_index(folder: Path, about: dict, shards: Iterable[tuple[dict, list]]) -> None:
-    """Write index.json: `about`, and what `write_shard` returned for each file. Raises OSError."""
+def write_index(folder: Path, about: dict, shards: Iterable[tuple[dict, list]]) -> str:
+    """Write index.json, `about` and what `write_shard` returned for each file; return its checksum. Raises OSError."""
     files, tensors = {}, {}
     for record, boxes in shards:
         files |= record
@@ -73,16 +73,18 @@ def write_index(folder: Path, about: dict, shards: Iterable[tuple[dict, list]]) 
             kinds = tensors.setdefault(name, {"shape": whole, "kinds": {}})["kinds"]
             kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
     body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
-    write_file(folder / INDEX, [INDEX_BEGIN + f'{checksum(body)}",\n'.encode(), body])
+    write_file(folder / INDEX, [INDEX_BEGIN + f'{(mark := checksum(body))}",\n'.encode(), body])
+    return mark
 
 
 def read_index(path: Path) -> dict:
-    """Read an index and check its checksum, format and version. Raises CheckpointError; ValueError for bad JSON."""
+    """Read an index; check its checksum, format and version. Raises CheckpointError; ValueError for bad JSON."""
     with disk_errors(path):
         first, _, body = read_bytes(path, INDEX_BYTES).partition(b"\n")
-    if first.decode(errors="replace") != f'{{"checksum": "{checksum(body)}",':
+    mark = checksum(body)
+    if first.decode(errors="replace") != f'{{"checksum": "{mark}",':
         raise CheckpointError(f"{path} is damaged, or no index of minitron: its first line is no checksum of the rest")
-    index = parse_json(b"{" + body)
+    index = parse_json(b"{" + body) | {"checksum": mark}
     if (found := {key: index.get(key) for key in FORMAT}) != FORMAT:
         raise CheckpointError(f"{path} is of {found}, and this code reads {FORMAT}; use the minitron that wrote it")
     return index

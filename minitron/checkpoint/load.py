@@ -9,7 +9,7 @@ gives the weights of a new run. Where adapters are trained the frozen weights co
 be the ones that the adapters were first trained with. What is damaged, missing or of another model ends the run before
 its first step. An older checkpoint is used when the user says so: checkpoint.resume_step=10 goes back, once. A
 checkpoint whose own configuration has that key descends from that step and is resumed in its place, so the same command
-may be started again.
+may be started again. A newer save on the nodes' own disks (local.py) is preferred where it is whole, and else skipped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, ma
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import State, decide, pieces
+from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
+from minitron.runtime.log import Log
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
@@ -40,7 +42,8 @@ class Start(NamedTuple):
     """What a run starts from: nothing, the weights of a checkpoint, or with `resume` all of it.
 
     step, consumed_samples: done already. data: what identified the saved run's data, empty for a new run.
-    frozen, mark: the weights beside which adapters are trained, and their fingerprint.
+    frozen, mark: the weights beside which adapters are trained, and their fingerprint. root: step and index checksum of
+    the checkpoint in checkpoint.dir that is resumed. local: a newer one is, of checkpoint.local_dir, and verified.
     """
 
     reader: Weights | None = None
@@ -50,6 +53,8 @@ class Start(NamedTuple):
     data: Mapping = {}
     frozen: Weights | None = None
     mark: str | None = None
+    root: tuple[int, str] | None = None
+    local: bool = False
 
 
 def find(cfg: Config) -> Start:
@@ -79,17 +84,76 @@ def find(cfg: Config) -> Start:
             why = "is in the way of a save of this run: it holds what no save wrote"
             raise CheckpointError(f"{stranger} {why}; move it away, or use another checkpoint.dir")
         if reader is not None:
-            _check_model(reader, cfg, STRUCTURE + MEANING)
-            _check_keys(reader, "run", _trained(config_of(reader)), _trained(cfg), "checkpoint.dir")
+            _check_run(reader, cfg)
             if not {"data", "optimizer_steps"} <= reader.state.keys():
                 fix = f"start from it with checkpoint.load={reader.path} and another checkpoint.dir"
                 raise CheckpointError(f"{reader.path} holds weights only; {fix}")
             if base is not None:
                 check_base(reader, base, mark)
-            return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state["data"], base, mark)
+            root = reader.iteration, reader.mark
+            return _resumed(reader)._replace(frozen=base, mark=mark, root=root)
     if base is not None:
         return Start(frozen=base, mark=mark)
     return Start(None if cfg.finetune.kind is None and c.load is None else open_base(cfg))
+
+
+def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log) -> Start:
+    """Return a start from the newest local save after `start` that is whole; `start` if none is. Collective over the
+    world.
+
+    info: this run's `Datasets.info`. Whatever local save is newer and cannot be used is named in the log.
+    """
+    if cfg.checkpoint.local_dir is None or start.root is None:
+        return start
+    mesh, directory = state.optimizer.gradients.mesh, Path(cfg.checkpoint.local_dir).expanduser()
+    found: dict[int, Reader] = {}
+
+    def look() -> tuple[dict[int, str], list[str]]:
+        problems = []
+        for step, folder in checkpoints(directory).items():
+            try:
+                if step > start.step and _descends(reader := Reader(folder), start, cfg):
+                    _check_run(reader, cfg)
+                    check_data(_resumed(reader), info)
+                    found[step] = reader
+            except CheckpointError as error:
+                problems.append(str(error))
+        return {step: reader.mark for step, reader in found.items()}, problems
+
+    def compare(ranks: list[tuple[dict[int, str], list[str]]]) -> tuple[list[int], list[str]]:
+        everywhere, problems = [], [problem for _, problems in ranks for problem in problems]
+        for step in sorted({step for marks, _ in ranks for step in marks}, reverse=True):
+            lacking = [rank for rank, (marks, _) in enumerate(ranks) if marks.get(step) != ranks[0][0].get(step, "")]
+            if not lacking:
+                everywhere.append(step)
+            else:
+                problems.append(f"{directory / STEP_NAME(step)} is not the same on all nodes: see {listed(lacking)}")
+        return everywhere, sorted(set(problems))
+
+    steps, problems = decide(look, compare, mesh)
+    for step in steps:
+        local = _resumed(found[step])._replace(frozen=start.frozen, mark=start.mark, root=start.root, local=True)
+        try:
+            decide(lambda: found[step].verify(_files(found[step], list(_wanted(local, state)))), lambda _: None, mesh)
+            break
+        except CheckpointError as error:
+            problems.append(str(error))
+    else:
+        local = start
+    for problem in problems:
+        log.warn(f"{problem}: this local save is not used")
+    return local
+
+
+def _descends(reader: Reader, start: Start, cfg: Config) -> bool:
+    """Tell whether a local save was made after the checkpoint from which the run would start, and not before it went
+    back to that."""
+    went_back = reader.config.get("checkpoint", {}).get("resume_step")
+    return reader.state.get("root") == list(start.root or ()) and went_back == cfg.checkpoint.resume_step
+
+
+def _resumed(reader: Reader) -> Start:
+    return Start(reader, True, reader.iteration, reader.consumed_samples, reader.state.get("data", {}))
 
 
 def check_data(start: Start, info: dict) -> None:
@@ -115,8 +179,8 @@ def restore(start: Start, state: State) -> None:
         if start.frozen is not None:
             _fill(start.frozen, list(_frozen(start.frozen, state)), mesh)
         if reader is not None:
-            with _or_another(reader.path.parent, reader) if start.resume else nullcontext():
-                _fill(reader, list(_wanted(start, state)), mesh)
+            with _or_another(reader.path.parent, reader) if start.resume and not start.local else nullcontext():
+                _fill(reader, list(_wanted(start, state)), mesh, verified=start.local)
 
     decide(fill, lambda _: None, mesh)
     if start.resume:
@@ -128,12 +192,17 @@ def restore(start: Start, state: State) -> None:
     optimizer.write_parameters()  # in FP8 with the scales of the histories
 
 
-def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh) -> None:
+def _files(reader: Reader, wanted: list[Piece]) -> list[str]:
+    """List the files that hold the pieces."""
+    return sorted({file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)})
+
+
+def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh, verified: bool = False) -> None:
     """Verify the files that hold the pieces, and this rank's share of the others; then read every piece."""
-    if isinstance(reader, Reader):
-        files = {file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)}
-        reader.verify(sorted(files.union(list(reader.files)[mesh.rank :: mesh.world.size])))
-    else:
+    if isinstance(reader, Reader) and not verified:
+        share = list(reader.files)[mesh.rank :: mesh.world.size]
+        reader.verify(sorted({*_files(reader, wanted), *share}))
+    elif not verified:
         reader.verify()
     for piece in wanted:
         piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
@@ -240,6 +309,12 @@ def _trained(cfg: Config) -> dict:
     if cfg.finetune.kind == "lora":
         keys |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets)}
     return keys
+
+
+def _check_run(reader: Reader, cfg: Config) -> None:
+    """Raise CheckpointError unless the saved run had this model, and trained the same of it."""
+    _check_model(reader, cfg, STRUCTURE + MEANING)
+    _check_keys(reader, "run", _trained(config_of(reader)), _trained(cfg), "checkpoint.dir")
 
 
 def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:

@@ -34,7 +34,7 @@ class Reader:
     """An open checkpoint: its folder, or a directory of checkpoints, then the newest of them.
 
     Opening reads the index alone, and checks all of it; `verify` checks the files. Attributes: path, iteration,
-    consumed_samples, config, layout, state and files as in the index. Raises CheckpointError.
+    consumed_samples, config, layout, state and files as in the index; mark, its checksum. Raises CheckpointError.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -46,7 +46,7 @@ class Reader:
             index = read_index(self.index)
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
             self.config, self.layout, self.state = (_mapping(index, part) for part in ("config", "layout", "state"))
-            self.files, self._tensors = index["files"], index["tensors"]
+            self.files, self._tensors, self.mark = index["files"], index["tensors"], index["checksum"]
             self._check_head()
             self._check_tensors()
         except CheckpointError:

@@ -19,7 +19,7 @@ All ranks write, and nothing twice: of a parameter that is replicated over tp or
 is written. The threads agree over a gloo group of their own, apart from the collectives of training: rank 0 makes the
 folder, every rank reports what it wrote or what went wrong, and rank 0 commits or clears up. So a failing disk
 costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once
-more, in a folder aside, and ends.
+more, in a folder aside, and ends. When saves are due is cadence.py's; those on the nodes' own disks are local.py's.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
+from minitron.checkpoint.cadence import Cadence
 from minitron.checkpoint.directory import STEP_NAME, TakenOver, begin, check_owner, claim, commit
 from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, write_shard
+from minitron.checkpoint.local import LocalSaves
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
@@ -52,7 +54,8 @@ from minitron.optim.buckets import Gradients
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.parallel.linear import ParallelLinear
-from minitron.runtime.log import Log
+from minitron.runtime.log import Iteration, Log
+from minitron.runtime.meter import Mark, Pause, Stall
 
 PATIENCE = timedelta(days=1)  # a save may take long; a rank that dies ends the wait for it at once
 
@@ -103,15 +106,24 @@ def pieces(gradients: Gradients, slices: Mapping[str, Sequence[Tensor]]) -> Iter
 
 
 class Checkpointer:
-    """Saves a run into checkpoint.dir. Make it, `save` and `wait` on all ranks alike.
+    """Saves a run into checkpoint.dir and checkpoint.local_dir. Make it, `save` and `wait` on all ranks alike.
 
-    data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins, saved or 0.
+    data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins. root: step
+    and index checksum of the checkpoint in checkpoint.dir that it descends from; None: none, or nobody asks.
     Raises CheckpointError, on all ranks: where a host has no memory for the copy, where nothing can be saved, and in
     `save` and `wait` if another run has taken the directory over.
+
+    saved: the last step that was saved in checkpoint.dir.
     """
 
-    def __init__(self, cfg: Config, state: State, data: dict, log: Log, step: int = 0):
-        self.cfg, self.state, self.data, self.log, self.saved = cfg, state, data, log, step
+    def __init__(
+        self, cfg: Config, state: State, data: dict, log: Log, step: int = 0, root: tuple[int, str] | None = None
+    ):
+        self.cfg, self.state, self.data, self.log = cfg, state, data, log
+        self.saved, self.root = (step, None) if root is None else root
+        c = cfg.checkpoint
+        self.cadence, self.local_cadence = (Cadence(n, c.mtbf_hours, step) for n in (c.every, c.local_every))
+        self.pauses: list[Stall] = []
         self.mesh = mesh = state.optimizer.gradients.mesh
         group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
         self.decide = partial(decide, mesh=mesh, group=group)
@@ -128,22 +140,43 @@ class Checkpointer:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
         self.owner = self.decide(take_memory, lambda _: claim(self.directory))
+        local = c.local_dir
+        self.local = None if local is None else LocalSaves(local, mesh.rank, step, self.decide)
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(gradients, self.host))
 
     def due(self, step: int) -> bool:
-        """Tell whether the configuration asks for a save after this step."""
-        every = self.cfg.checkpoint.every
-        return every is not None and (step == self.cfg.train.steps or (every > 0 and step % every == 0))
+        """Tell whether the configuration asks for a save in checkpoint.dir after this step."""
+        return self.cfg.checkpoint.every is not None and (step == self.cfg.train.steps or self.cadence.due(step))
 
-    def save(self, step: int, consumed_samples: int) -> None:
+    def local_due(self, step: int) -> bool:
+        """Tell whether it asks for one on the nodes' own disks."""
+        return self.local is not None and self.local_cadence.due(step)
+
+    def saw(self, it: Iteration) -> None:
+        """Measure what saves cost by the figures of a step."""
+        for cadence in (self.cadence, self.local_cadence):
+            cadence.saw(it)
+
+    def stalls(self) -> list[Stall]:
+        """Return what training has waited for since the last call."""
+        taken, self.pauses = self.pauses, []
+        return taken
+
+    def save(self, step: int, consumed_samples: int, local: bool = False) -> None:
         """Begin to save the state after `step`; without checkpoint.async_save, also finish. Never the same step twice.
 
-        Errors of the disk are logged; `saved` is the last step that was saved.
+        local: on the nodes' own disks, unless there is nothing in checkpoint.dir yet. Errors of the disk are logged.
         """
+        began = Mark(self.mesh.device)
         self.wait()
         if step == self.saved:
             return
+        local = local and self.root is not None
+        cadences = [self.local_cadence] if local else [self.cadence, self.local_cadence]
+        for cadence in cadences:
+            cadence.begin(step)
+        self._agree(cadences[0], "local_every" if local else "every")
         mine = self.pieces
         if self.mesh.tp.rank == self.mesh.dp_cp.rank == 0:
             histories = (piece for chunk in self.state.chunks for piece in self.state.histories(chunk))
@@ -152,11 +185,19 @@ class Checkpointer:
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
-            self.state.optimizer.snapshot_done = copied
+            self.state.optimizer.snapshot_done = Snapshot(copied, self.mesh.device, self.pauses)
         progress = {"iteration": step, "consumed_samples": consumed_samples}
-        self.running = self.thread.submit(self._write, progress, mine, scalars, copied)
+        self.running = self.thread.submit(self._write, progress, mine, scalars, copied, local, time.perf_counter())
         if not self.cfg.checkpoint.async_save:
             self.wait()
+        self.pauses.append(Pause(began, Mark(self.mesh.device)))
+
+    def _agree(self, cadence: Cadence, key: str) -> None:
+        """Choose the interval to the next save, on all ranks alike. No thread of theirs communicates meanwhile."""
+        if cadence.auto:
+            why = cadence.agree(self.decide(cadence.costs, cadence.best))
+            if why:
+                self.log.info(f"checkpoint.{key}=auto: {why}")
 
     def wait(self) -> None:
         """Wait until no save is running."""
@@ -171,7 +212,13 @@ class Checkpointer:
             self.decide(lambda: None if self.exporter is None else self.exporter.close(stopped), lambda _: None)
 
     def _write(
-        self, progress: dict, mine: list[Piece], scalars: dict[str, Tensor], copied: torch.cuda.Event | None
+        self,
+        progress: dict,
+        mine: list[Piece],
+        scalars: dict[str, Tensor],
+        copied: torch.cuda.Event | None,
+        local: bool,
+        begun: float,
     ) -> None:
         """Make a checkpoint of the copy, together with the other ranks' threads. Runs in the thread."""
         if copied is not None:
@@ -182,24 +229,40 @@ class Checkpointer:
         about = progress | {"config": asdict(self.cfg), "layout": layout, "state": state}
         step = progress["iteration"]
         try:
-            self._to_disk(about, mine)
+            if local:
+                assert self.local is not None
+                self.local.write(about | {"state": state | {"root": self.root}}, mine)
+                return self._report(step, mine, begun, local)
+            self._to_disk(about, mine, begun)
             if self.exporter is not None:
                 self.exporter.saved(self.directory / STEP_NAME(step), step)
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
             self.directory /= f"aside.{self.owner}"
-            self._to_disk(about, mine)
+            self._to_disk(about, mine, begun)
             raise TakenOver(f"{error}; this run's step {step} is in {self.directory}") from error
         except CheckpointError as error:
-            self.log.warn(f"checkpoint of step {step} failed, training goes on: {error}")
+            what = "local save" if local else "checkpoint"
+            self.log.warn(f"{what} of step {step} failed, training goes on: {error}")
+        finally:
+            self.cadence.end(None)
+            self.local_cadence.end(None)
 
-    def _to_disk(self, about: dict, mine: list[Piece]) -> None:
+    def _report(self, step: int, mine: list[Piece], begun: float, local: bool) -> None:
+        """Measure, record and log a save that is whole."""
+        seconds, size = time.perf_counter() - begun, sum(piece.tensor.nbytes for piece in mine) / 1e6
+        (self.local_cadence if local else self.cadence).end(seconds)
+        self.log.saved(step, seconds, local)
+        where = f"step {step} saved on the nodes' own disks" if local else f"checkpoint of step {step} saved"
+        self.log.info(f"{where}: {size:.1f} MB of this rank in {seconds:.2f} s")
+
+    def _to_disk(self, about: dict, mine: list[Piece], begun: float) -> None:
         """Write and commit the checkpoint. Raises CheckpointError and TakenOver, on all ranks alike."""
-        started, temporary, rank = time.perf_counter(), None, self.mesh.rank
+        temporary, rank = None, self.mesh.rank
         step, size = about["iteration"], sum(piece.tensor.nbytes for piece in mine)
         try:
             temporary = self.decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), self.owner))
-            self.decide(
+            mark = self.decide(
                 lambda: write_shard(temporary / f"rank_{rank:05d}.safetensors", mine),
                 lambda shards: commit(temporary, about, shards, self.cfg.checkpoint.keep, self.saved, self.owner),
             )
@@ -209,8 +272,8 @@ class Checkpointer:
             # Whoever took the directory over may have cleared this save away, in the midst of a file.
             self.decide(lambda: None, lambda _: check_owner(self.directory, self.owner))
             raise
-        self.saved, seconds = step, time.perf_counter() - started
-        self.log.info(f"checkpoint of step {step} saved: {size / 1e6:.1f} MB of this rank in {seconds:.2f} s")
+        self.saved, self.root = step, (step, mark)
+        self._report(step, mine, begun, local=False)
 
 
 def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
@@ -246,7 +309,29 @@ def copy_beside(stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, 
     with torch.cuda.stream(stream):  # of None: where it is
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
-    return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True))
+    return None if stream is None else stream.record_event(torch.cuda.Event(blocking=True, enable_timing=True))
+
+
+class Snapshot:
+    """The end of a copy, for which an update waits; tells how long the device stood still for it.
+
+    stalls: where it notes itself when an update has come to it.
+    """
+
+    def __init__(self, copied: torch.cuda.Event, device: torch.device, stalls: list[Stall]):
+        self.copied, self.device, self.stalls = copied, device, stalls
+        self.reached: Mark | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copy."""
+        if self.reached is None:
+            self.reached = Mark(self.device)
+            self.stalls.append(self)
+        self.copied.wait()
+
+    def seconds(self) -> float:
+        assert self.reached is not None and self.reached.event is not None
+        return self.reached.event.elapsed_time(self.copied) / 1000
 
 
 def decide(own: Callable, rule: Callable, mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:

@@ -27,15 +27,29 @@ class Ranks(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
 
+class Stopwatch(Protocol):
+    """Times what a rank computes, see runtime/stragglers.py."""
+
+    def takes(self, action: Any, num_microbatches: int) -> bool: ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
 class Activity:
     """What this rank is doing. Written by the thread that trains, read by others at any moment.
 
     action: of the schedule, or a word. collective: (kind, axis, bytes) of the collective that the host is in; after a
     failed one it is kept. since: when any of this changed last, by `time.monotonic`. progress: on a GPU, what the
-    device itself is doing.
+    device itself is doing. stopwatch: of the time in which it waits for no other rank, if that is taken.
     """
 
-    __slots__ = ("step", "action", "collective", "since", "progress")
+    __slots__ = ("step", "action", "collective", "since", "progress", "stopwatch")
 
     def __init__(self) -> None:
         self.step = 0
@@ -43,6 +57,7 @@ class Activity:
         self.collective: tuple[str, Ranks, int] | None = None
         self.since = monotonic()
         self.progress: Progress | None = None
+        self.stopwatch: Stopwatch | None = None
 
     def begin_step(self, step: int) -> None:
         """Note that the host begins a step."""
@@ -75,9 +90,11 @@ class Activity:
         if self.progress is not None:
             self.progress.queued[-1][1].extend(actions)
 
-    def enter(self, kind: str, axis: Ranks, num_bytes: int) -> None:
-        """Note that the host enters a collective."""
+    def enter(self, kind: str, axis: Ranks, num_bytes: int, waits: bool = True) -> None:
+        """Note that the host enters a collective. waits: for its end, or on a GPU lets the current stream do so."""
         self.collective, self.since = (kind, axis, num_bytes), monotonic()
+        if waits:
+            self.pause()
 
     def record(self, kind: str, axis: Ranks, x: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """Do nothing. A dry run lists x here, the input of a collective of `ranks` or a message to or from one."""
@@ -85,6 +102,17 @@ class Activity:
     def leave(self) -> None:
         """Note that the host has left the collective."""
         self.collective, self.since = None, monotonic()
+        self.resume()
+
+    def pause(self) -> None:
+        """Note that what the current stream does next depends on other ranks."""
+        if self.stopwatch is not None:
+            self.stopwatch.pause()
+
+    def resume(self) -> None:
+        """Note that what the current stream does from here on depends on this rank alone."""
+        if self.stopwatch is not None:
+            self.stopwatch.resume()
 
     def idle(self) -> float:
         """Return the seconds since the last change."""

@@ -71,7 +71,7 @@ def _start(
     """Call `call(*tensors)` over `axis`, and wait for it or not. The last tensor is this rank's input."""
     num_bytes = tensors[-1].nbytes
     axis.activity.record(kind, axis, tensors[-1], axis.ranks)
-    axis.activity.enter(kind, axis, num_bytes)
+    axis.activity.enter(kind, axis, num_bytes, wait)
     work = call(*tensors, group=axis.group, async_op=not wait, **options)
     axis.activity.leave()
     return Done() if wait else Pending(kind, axis, num_bytes, [work], tensors)
@@ -114,7 +114,7 @@ def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tu
             ops.append(dist.P2POp(direction, x, axis.ranks[peer], group=axis.group))
     tensors = [op.tensor for op in ops]
     num_bytes = sum(x.nbytes for x in tensors)
-    axis.activity.enter("exchange", axis, num_bytes)  # posting waits for nobody, but fails if a peer has died
+    axis.activity.enter("exchange", axis, num_bytes, False)  # posting waits for nobody, but fails if a peer has died
     works = dist.batch_isend_irecv(ops)
     axis.activity.leave()
     return Pending("exchange", axis, num_bytes, works, tensors)

@@ -74,6 +74,8 @@ def convert(accepted: tuple, value: Any) -> Any:
         return None
     if plain and value in BOOLEANS and bool in accepted:
         return BOOLEANS[value]
+    if any(get_origin(other) is Literal and value in get_args(other) for other in accepted[1:]):
+        return str(value)
     if get_origin(kind) is tuple and isinstance(value, list):
         items = get_args(kind)
         if Ellipsis in items or len(items) == len(value):
@@ -145,4 +147,5 @@ def type_name(accepted: tuple, within: str | None = None) -> str:
         name = f"a list of {'' if args[-1] is Ellipsis else f'{len(args)} '}{PLURALS[args[0]]}"
     else:
         name = "a section" if is_dataclass(kind) else NAMES[kind]
-    return ", or ".join([name + (f" in {within}" if within else ""), *(NAMES[other] for other in accepted[1:])])
+    others = (" or ".join(get_args(other)) if get_origin(other) is Literal else NAMES[other] for other in accepted[1:])
+    return ", or ".join([name + (f" in {within}" if within else ""), *others])

@@ -66,8 +66,10 @@ def _typed(accepted: tuple, within: str | None = None) -> dict[str, Any]:
     else:
         first = ["string"] if kind is str and bool in accepted else JSON_TYPES[kind]
         rest = _bounds(within) if within else {}
-    names = [*first, *(name for other in accepted[1:] for name in JSON_TYPES[other])]
-    return {"type": names if len(names) > 1 else names[0], **rest}
+    words = [word for other in accepted[1:] if get_origin(other) is Literal for word in get_args(other)]
+    names = [*first, *(name for other in accepted[1:] for name in JSON_TYPES.get(other, ["string"]))]
+    pattern = {"pattern": f"^({'|'.join(words)})$"} if words else {}
+    return {"type": names if len(names) > 1 else names[0], **rest, **pattern}
 
 
 def _described(accepted: tuple, f: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ COMMANDS = {
     "minitron-generate": "tools/generate.py",
     "minitron-metrics": "tools/training_metrics.py",
     "minitron-plot": "tools/plot_run.py",
+    "minitron-stragglers": "tools/stragglers.py",
 }
 
 

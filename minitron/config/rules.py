@@ -50,6 +50,8 @@ IDLE = (
     Idle("checkpoint.export", "checkpoint.dir", ()),
     Idle("checkpoint.export_every", "checkpoint.export", ("hf",)),
     Idle("checkpoint.resume_step", "checkpoint.resume", (True,)),
+    Idle("checkpoint.local_dir", "checkpoint.dir", ()),
+    Idle("checkpoint.local_every", "checkpoint.local_dir", ()),
     Idle("finetune.base", "finetune.kind", ("sft", "lora")),
     Idle("lora.", "finetune.kind", ("lora",)),
 )
@@ -68,6 +70,7 @@ def check(cfg: Config, world: int, capability: tuple[int, int] | None = None) ->
     _check_data(cfg)
     _check_finetune(cfg)
     _check_export(cfg)
+    _check_saves(cfg)
     _check_log(cfg, world)
 
 
@@ -302,6 +305,22 @@ def _check_export(cfg: Config) -> None:
         if getattr(m, key) != value:
             why = f"model.{key.replace('kv_', 'num_kv_')}={getattr(m, key)}, and transformers' {m.family} has {value}"
             raise ValueError(f"checkpoint.export=hf cannot write {why}; set checkpoint.export=none, or another model")
+
+
+def _check_saves(cfg: Config) -> None:
+    c = cfg.checkpoint
+    if auto := [f"checkpoint.{name}=auto" for name in ("every", "local_every") if getattr(c, name) == "auto"]:
+        if c.dir is not None and c.mtbf_hours is None:
+            fix = "set checkpoint.mtbf_hours, for example to the hours between the last failures, or a number of steps"
+            raise ValueError(f"{auto[0]} follows from how often the job fails; {fix}")
+    elif c.mtbf_hours is not None:
+        why = "has no effect without checkpoint.every=auto or checkpoint.local_every=auto"
+        raise ValueError(f"checkpoint.mtbf_hours={c.mtbf_hours} {why}; drop it, or set one of them")
+    if c.local_dir is not None and c.dir is not None:
+        home = [os.path.realpath(os.path.expanduser(place)) for place in (c.local_dir, c.dir)]
+        if home[0] == home[1]:
+            fix = "name a folder on each node's own disk, or drop it"
+            raise ValueError(f"checkpoint.local_dir={c.local_dir} is checkpoint.dir, which all nodes share; {fix}")
 
 
 def _check_log(cfg: Config, world: int) -> None:

@@ -114,6 +114,11 @@ class TrainConfig:
         "save; if copies differ the run ends; 0: never",
         NOT_NEGATIVE,
     )
+    check_speed_every: int = key(
+        10,
+        "steps between comparisons of the time that ranks of a pipeline stage compute; a slower one is named; 0: never",
+        NOT_NEGATIVE,
+    )
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"
@@ -183,7 +188,20 @@ class DataConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     dir: str | None = key(None, "where checkpoints are saved, and resumed from if there are; null: nowhere")
-    every: int | None = key(100, "steps between saves, 0: only at the run's end, null: not even there", NOT_NEGATIVE)
+    every: int | Literal["auto"] | None = key(
+        100,
+        "steps between saves; auto: as often as costs least; 0: only at the run's end, null: not even there",
+        NOT_NEGATIVE,
+    )
+    mtbf_hours: float | None = key(
+        None, "mean time between failures of the whole job, from which auto follows with what saves cost", POSITIVE
+    )
+    local_dir: str | None = key(
+        None, "on each node's own disk, beside dir: more saves, which a start prefers if they are newer and all there"
+    )
+    local_every: int | Literal["auto"] = key(
+        20, "steps between saves in local_dir; auto: as often as costs least", COUNT
+    )
     keep: int = key(
         2,
         "the newest checkpoints of this run that are kept, 0: all; those that it left by going back do "

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from minitron.config.schema import Config
 from minitron.kernels import attention, fp8, meta, plain
@@ -71,6 +72,15 @@ def choose_ops(device: torch.device) -> ModuleType:
     from minitron.kernels import fused
 
     return fused
+
+
+def gpu_clock(device: torch.device) -> Callable[[Tensor, int], None] | None:
+    """Return what adds the time to a total on a GPU (`fused_clock.add_now`); None elsewhere."""
+    if device.type != "cuda":
+        return None
+    from minitron.kernels.fused_clock import add_now
+
+    return add_now
 
 
 def choose_apex(kernels: str, device: torch.device) -> ModuleType | None:

@@ -96,7 +96,8 @@ HIDDEN = (
     "cast cast_master largest transpose add_norm add_norm_backward "
     "swiglu_forward swiglu_backward swiglu_cast swiglu_backward_cast "
     "gelu_forward gelu_backward gelu_cast gelu_backward_cast "
-    "split_heads_backward merge_ sum_parts add_product add_rows_ softmax_sums softmax_gradient_ drop_elements"
+    "split_heads_backward merge_ sum_parts square_sum add_product add_rows_ "
+    "softmax_sums softmax_gradient_ drop_elements"
 )
 globals().update((name, hidden(getattr(plain, name))) for name in HIDDEN.split())
 

@@ -237,8 +237,11 @@ class Bucket:
             self.gather = self.arrived
 
     def wait_gather(self) -> None:
-        self.gather.wait()
-        self.gather = Done()
+        if not isinstance(self.gather, Done):
+            self.slices.axis.activity.pause()
+            self.gather.wait()
+            self.slices.axis.activity.resume()
+            self.gather = Done()
 
 
 # ---- all buckets of this rank ---------------------------------------------------------------------------------------

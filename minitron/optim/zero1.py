@@ -23,6 +23,7 @@ CUDA the update and the cast are one kernel. Left out: a choice of optimizers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,14 +61,20 @@ class Stats:
         return dict(zip(self.FIELDS, self.values.tolist(), strict=True))
 
 
+class Waitable(Protocol):
+    """Something that the current stream, or the host, can wait for."""
+
+    def wait(self) -> None: ...
+
+
 class Zero1Optimizer:
     """AdamW over this rank's slices of the buckets. Make it after the parameters have got their first values.
 
     Making it is collective over dp_cp where weights are kept in FP8, which then get their first bytes.
 
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
-    float32, updates so far. snapshot_done: whoever reads the state on another stream puts the event of the end here,
-    and an update waits for it.
+    float32, updates so far. snapshot_done: whoever reads the state on another stream puts the end of that here, and an
+    update waits for it.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
@@ -77,7 +84,7 @@ class Zero1Optimizer:
         self.exp_avg = [torch.zeros_like(master) for master in self.masters]
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.masters]
         self.steps = torch.zeros((), dtype=torch.float32, device=gradients.mesh.device)
-        self.snapshot_done: torch.cuda.Event | Done = Done()
+        self.snapshot_done: Waitable = Done()
         self.adamw_ = kernels.adamw_
         self.fp8_weights = Fp8Weights(gradients, self.masters, kernels.ops.cast_master)
         self.states = [

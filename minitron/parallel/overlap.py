@@ -215,6 +215,7 @@ class SymmetricMemoryComm:
         """Return product(x of all ranks, weight) [tp m, n], and x of all ranks if it is to be kept."""
         m = x.rows.shape[0]
         y = weight.new_empty(self.axis.size * m, n, dtype=self.dtype)
+        self.axis.activity.pause()
         parts, whole, memory = self._begin_gather(x)
         main, pieces = self._main(), [parts]  # the own piece is first: it needs no copy
         self._after(self.side, main)
@@ -233,11 +234,13 @@ class SymmetricMemoryComm:
                     product(x.of(pieces[i]), weight, y[self._groups[i].rows(m)])
         self._after(main, self.side)
         self._after(main, self.copies)
+        self.axis.activity.resume()
         return y, x.of(whole) if keep else None
 
     def matmul_scatter(self, x: Payload, product: Product, weight: Tensor, n: int) -> Tensor:
         """Return this rank's rows [m/tp, n] of the sum over the ranks of product(x, weight)."""
         main, m = self._main(), x.rows.shape[0] // self.axis.size
+        self.axis.activity.pause()
         partial, received, memory = self._begin_scatter(x.rows, n)
         self._after(self.side, main)
         for i, group in enumerate(reversed(self._groups)):  # the own piece is last: no rank waits for it
@@ -252,6 +255,7 @@ class SymmetricMemoryComm:
                     self._receive(memory, group, received)
         self._after(main, self.side)
         self._after(main, self.copies)
+        self.axis.activity.resume()
         return self._sum_parts(received)
 
     def start_gather(self, x: Payload) -> Arriving[Payload]:
@@ -349,7 +353,9 @@ class _Copied(Arriving[T]):
         comm._pending.add(use)
 
     def wait(self) -> T:
+        self.comm.axis.activity.pause()
         self.comm._main().wait_event(self.comm._arrival[self.use])
+        self.comm.axis.activity.resume()
         self.comm._pending.remove(self.use)
         self.parts = ()
         return self.result

@@ -142,10 +142,14 @@ class Run:
         """Run these actions, which follow on those that were run before."""
         executor, activity = self.executor, self.executor.pp.activity
         forwards = sum(isinstance(action, Forward) for action in actions)
+        stopwatch = None if self.seed is None else activity.stopwatch
         executor.begin_pass()
         with executor.mode(training=self.seed is not None):
             for action in actions:
                 activity.begin(action)
+                timed = stopwatch if stopwatch is not None and stopwatch.takes(action, len(self.batches)) else None
+                if timed is not None:
+                    timed.begin()
                 if isinstance(action, Forward):
                     self.forward(action)
                     forwards -= 1
@@ -158,6 +162,8 @@ class Run:
                 else:
                     self.exchange(action)  # the device is through with it when it begins what waits for it
                     continue
+                if timed is not None:
+                    timed.end()
                 activity.ended()
 
     def forward(self, op: Forward) -> None:

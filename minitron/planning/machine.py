@@ -3,19 +3,23 @@
 Problem: a data sheet's peak says little about a product of [2048, 9216] by [9216, 3072]. The idea: few constants a
 device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
 
-    product      operations / (rate * share of all waves that is full) + bytes / copy rate * `unhidden`; a weight
-                 gradient's rate is `weight_grad` of that: its operands are transposed
+    product      operations / rate + bytes / copy rate * `unhidden`; a weight gradient's rate is `weight_grad` of that:
+                 its operands are transposed. A product with fewer tiles than the GPU has processors leaves some idle
     attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
                  between 64, 128 and 256 cost what the next of these does
     pointwise    bytes read and written / (copy rate * `pointwise`)
     collective   bytes * (P - 1) / P / bus + latency of the hops; the bus is the slowest link that the ring crosses
+    copy         bytes / copy engines' rate + a barrier, between GPUs of a node that see each other's memory
 
     A weight gradient [n, k] += dy^T x also reads and writes 8 n k bytes of float32, 2e-12 n k seconds at 4 TB/s; with
     m = 2048 rows its 4096 n k operations take 6e-12 n k at 700 TFLOP/s. That is why short sequences train slower.
 
-In a step kernels run a little slower than alone, by heat, gaps and messages beside them: `in_step` is that share.
-Where ranks of a ring share a node, each brings its own network card: k ranks a node have k times a card's rate.
-`benchmarks/devices.json` holds the constants with their sources. Left out: congestion, stragglers, host time.
+That a last wave of tiles fills the GPU in part is not counted: where power is the limit the others run faster for it.
+In a step kernels run a little slower than alone, by heat, gaps and what runs beside them: `in_step` is that share.
+GPUs of one kind differ, and a step waits for the slowest: of n, whose speeds vary by `spread` (a standard deviation),
+that is the expected largest of n normal numbers, 2.6 of them for 128 and 4.0 for 16,384.
+Ranks of a ring that share a node share its network cards: each has cards / GPUs of one.
+`benchmarks/devices.json` holds the constants with their sources. Left out: congestion above the first switch.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil, inf
 from pathlib import Path
+from statistics import NormalDist
 
 from minitron.config.files import read_json
 
@@ -38,7 +43,7 @@ class Device:
     memory_gib: float  # that CUDA reports
     reserved_gib: MayBeZero  # of it outside of torch's allocator: context, NCCL
     processors: int  # streaming multiprocessors
-    gemm_tflops: dict[str, float]  # bf16, fp8: of a product with full waves and no memory traffic
+    gemm_tflops: dict[str, float]  # bf16, fp8: of a product without its memory traffic
     weight_grad: dict[str, float]  # share of it that weight gradients reach
     unhidden: MayBeZero  # share of a product's memory traffic that its arithmetic does not hide
     attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
@@ -46,22 +51,52 @@ class Device:
     copy_tb_s: float  # bytes read plus bytes written
     pointwise: float  # share of it that fused pointwise kernels reach
     in_step: float  # rate of kernels in a step over that alone
-    gap_seconds: MayBeZero  # between two kernels
+    gap_seconds: MayBeZero  # from one kernel to the next, with what the shortest takes
+    launch_seconds: MayBeZero  # of the host, for a kernel or copy that it launches eagerly
+    spread: MayBeZero  # standard deviation of the speeds of GPUs of this kind, as a share
     source: str
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """How GPUs are joined. Rates in GB/s of one GPU in one direction, as NCCL's bus bandwidth counts."""
+    """How GPUs are joined. Rates in GB/s in one direction, of collectives as NCCL's bus bandwidth counts."""
 
     gpus_per_node: int
-    nvlink_gb_s: float
+    cards_per_node: int  # of the network
+    nvlink_gb_s: float  # of a GPU, by NCCL
     nvlink_seconds: MayBeZero  # latency of a step of a ring
-    network_gb_s: float  # of the card that one GPU has
+    copy_gb_s: float  # of a GPU, by copy engines from another GPU's memory
+    barrier_seconds: MayBeZero  # of GPUs that do
+    network_gb_s: float  # of a card
     network_seconds: MayBeZero
-    tp_exposed: MayBeZero  # share of tensor-parallel traffic that overlap does not hide
-    dp_exposed: MayBeZero  # of gradients and parameters
+    felt: MayBeZero  # share of NCCL's time by which kernels beside it take longer: the multiprocessors that it takes
+    copy_felt: MayBeZero  # the same of copies in a node, of gradients and parameters
+    piece_felt: MayBeZero  # and of those of tensor parallelism, with barriers, sums and products in pieces
     source: str
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a trainer does the same work. Its memory is taken to be minitron's: measured, Megatron's is 1 % off on
+    average."""
+
+    name: str
+    eager: bool = False  # the host launches every kernel, in every step; else only with train.cuda_graph=off
+    # Whether norms, residual sums, casts and adapters are kernels of their own, as Transformer Engine's and Megatron's.
+    fused: bool = True
+    # Pieces of a product whose operand or result travels: minitron's have the rows of 1, 1, 2, 4, ... ranks, those of
+    # user buffers the rows of one rank each.
+    ring: bool = False
+
+
+SOFTWARE = {
+    one.name: one
+    for one in (
+        Software("minitron"),
+        Software("minitron-eager", eager=True),
+        Software("megatron", eager=True, fused=False, ring=True),
+    )
+}
 
 
 def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
@@ -95,36 +130,37 @@ class Machine:
     device: Device
     fabric: Fabric
 
-    TILE = (256, 128)  # of the output, that one multiprocessor makes at a time
+    software: Software = SOFTWARE["minitron"]
 
-    def product(self, m: int, n: int, k: int, *, fp8: bool, weight_grad: bool = False, grad_bytes: int = 4) -> float:
+    TILE = 128  # rows and columns of the output that one multiprocessor makes at a time, at least
+
+    def product(
+        self, m: int, n: int, k: int, *, fp8: bool, weight_grad: bool = False, grad_bytes: int = 4, pieces: int = 1
+    ) -> float:
         """Time y [m, n] = x [m, k] W [k, n], or the gradient [n, k] += dy [n, m] x [m, k] of its weight.
 
-        grad_bytes: of an element of the gradient, which is read and written.
+        grad_bytes: of an element of the gradient, which is read and written. pieces: of x, each of which reads all
+        of W.
         """
         rows, columns = (n, k) if weight_grad else (m, n)
-        d, item = self.device, 1 if fp8 else 2
-        tiles = min((ceil(rows / a) * ceil(columns / b) for a, b in (self.TILE, self.TILE[::-1])))
-        waves = ceil(tiles / d.processors)
-        kind = "fp8" if fp8 else "bf16"
+        d, item, kind = self.device, 1 if fp8 else 2, "fp8" if fp8 else "bf16"
+        idle = max(1.0, d.processors / (ceil(rows / self.TILE) * ceil(columns / self.TILE)))
         rate = d.gemm_tflops[kind] * (d.weight_grad[kind] if weight_grad else 1) * 1e12
-        arithmetic = waves * d.processors / tiles * 2 * m * n * k / rate
-        traffic = (
-            item * m * k + 2 * grad_bytes * n * k + item * m * n if weight_grad else item * (m * k + n * k) + 2 * m * n
-        )
-        return (arithmetic + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step + d.gap_seconds
+        traffic = item * (m * k + m * n) + 2 * grad_bytes * n * k
+        if not weight_grad:
+            traffic = item * (m * k + pieces * n * k) + 2 * m * n
+        return (idle * 2 * m * n * k / rate + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step
 
     def attention(self, operations: float, keys: float, head_dim: int) -> float:
         """Time a kernel's call of `operations` under the mask, over `keys` positions."""
         d = self.device
         size = next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
         rate = d.attention_tflops * keys / (keys + d.half_keys) * head_dim / size * 1e12
-        return operations / rate / d.in_step + d.gap_seconds
+        return operations / rate / d.in_step
 
-    def moved(self, num_bytes: float, kernels: int = 1) -> float:
+    def moved(self, num_bytes: float) -> float:
         """Time pointwise kernels that read and write num_bytes together."""
-        d = self.device
-        return num_bytes / (d.copy_tb_s * 1e12 * d.pointwise) + kernels * d.gap_seconds
+        return num_bytes / (self.device.copy_tb_s * 1e12 * self.device.pointwise)
 
     def copied(self, num_bytes: float) -> float:
         """Time one long pass over memory, such as the optimizer's."""
@@ -139,14 +175,28 @@ class Machine:
         f = self.fabric
         if ranks == 1:
             return 0.0
-        together = min(ranks, max(1, f.gpus_per_node // stride))  # ranks of the ring in a node, each with its card
+        together = min(ranks, max(1, f.gpus_per_node // stride))  # ranks of the ring in a node, each with its share
         nodes = ceil(ranks / together)
-        bus = f.nvlink_gb_s if nodes == 1 else min(f.nvlink_gb_s, together * f.network_gb_s)
+        bus = f.nvlink_gb_s if nodes == 1 else min(f.nvlink_gb_s, together * self.network_gb_s)
         latency = (ranks - nodes) * f.nvlink_seconds + (nodes - 1) * f.network_seconds
         return num_bytes * (ranks - 1) / ranks / (bus * 1e9) + latency
+
+    @property
+    def network_gb_s(self) -> float:
+        """A GPU's share of the node's cards; a GPU alone cannot use two."""
+        f = self.fabric
+        return f.network_gb_s * min(1.0, f.cards_per_node / f.gpus_per_node)
+
+    def copy(self, num_bytes: float) -> float:
+        """Time what a GPU reads from others of its node, and the barrier before it."""
+        return num_bytes / (self.fabric.copy_gb_s * 1e9) + self.fabric.barrier_seconds
 
     def message(self, num_bytes: float, ranks: int, stride: int) -> float:
         """Time a message from a rank to the next one of the axis."""
         f, near = self.fabric, self.inside(ranks, stride)
-        rate, latency = (f.nvlink_gb_s, f.nvlink_seconds) if near else (f.network_gb_s, f.network_seconds)
+        rate, latency = (f.nvlink_gb_s, f.nvlink_seconds) if near else (self.network_gb_s, f.network_seconds)
         return num_bytes / (rate * 1e9) + latency if ranks > 1 else 0.0
+
+    def slowest(self, world: int) -> float:
+        """The share by which the slowest of `world` GPUs is expected to be slower than they are on average."""
+        return self.device.spread * NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) if world > 1 else 0.0

@@ -6,7 +6,8 @@
 A data rank's reduction of a chunk begins with the chunk's last backward and runs beside whatever follows; what is left
 of it when the schedule is over is exposed. A gather may take until the first forward of its chunk in the next step. The
 parts are those of the rank that computes longest, so that they add up to the step: the time that it waits is the
-bubble, and what messages between stages add to that is `pp_exposed`.
+bubble, and what messages between stages add to that is `pp_exposed`. GPUs differ, and each rank waits for the slowest
+at every message: `stragglers` is what that adds to the schedule.
 
 GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 has 12: 25,882 actions, 0.2 s.
 """
@@ -108,7 +109,7 @@ class Step:
             key, other = ("dtype", "bf16") if precision.dtype == "fp32" else ("fp8", "none")
             given, fix = f"{key}={getattr(precision, key)}", f"use precision.{key}={other}, or another device"
             raise ValueError(f"precision.{given} has no rate in the table of {gpu}; {fix}")
-        self.cfg, self.machine = cfg, machine
+        self.cfg, self.world, self.machine = cfg, world, machine
         self.microbatches = cfg.num_microbatches(cfg.dp(world))
         self.memory = Memory(cfg, world, gpus_per_node=machine.fabric.gpus_per_node)
         self.work = work = Work(cfg, machine)
@@ -154,6 +155,7 @@ class Step:
         exchanged = timeline.makespan - self.timeline(0.0).makespan if pp > 1 else 0.0
         parts["pp_exposed"] = exchanged
         parts["bubble"] = timeline.makespan - self.busy - exchanged
+        parts["stragglers"] = timeline.makespan * self.machine.slowest(self.world)
         parts["dp_exposed"], parts["dp_hidden"] = self.data_parallel(timeline)
         parts["optimizer"] = self.update_seconds(self.slowest)
         return parts
@@ -195,5 +197,7 @@ class Step:
             late = max(late, there + head - chunks[chunk][0], there + gather[chunk] - chunks[chunk][0] - forward)
             there += gather[chunk]
         alone = max(0.0, over - makespan) + late
-        hidden = max(0.0, both - alone) * (1 - self.machine.fabric.dp_exposed)
+        copied = self.machine.software.fused and self.machine.inside(self.memory.shards, p.tp)
+        felt = self.machine.fabric.copy_felt if copied else self.machine.fabric.felt
+        hidden = max(0.0, both - alone) * (1 - felt)
         return both - hidden, hidden

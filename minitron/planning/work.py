@@ -11,12 +11,24 @@ width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
     tp messages   forward gather, scatter, gather, scatter; backward the same, and the two inputs gathered again
     cp messages   keys and values around the ring, twice, and their gradients
 
-Hidden or exposed: a message beside a product hides up to that product's time, but for the share `tp_exposed` of it (the
-first piece, barriers, a product cut into pieces). Between nodes the four messages of the forward and the gathers of dy
-are exposed (parallel/overlap.py, ProcessGroupComm); without overlap all messages are. `full` recomputation repeats the
-forward inside the backward, `selective` its norms and activations. A split backward gathers dy once more, for its
-weight gradients, whose share of its seconds is `put_off`. LoRA leaves out the products for dW and what only they need,
-and adds an adapter's passes: x and y forward (y read and written), x twice, dx, and dy twice backward.
+What a tp message costs depends on how it meets the products (parallel/overlap.py):
+
+    in pieces     copies between GPUs of a node, of pieces of the operand or of the result of one product: the first
+                  copy waits for nothing, or the last product for no copy, and the rest hides as far as it is shorter;
+                  each piece reads the whole weight. The forward's four, and the gathers of dy
+    beside        the whole message, beside a product that does not depend on it: what is longer than it shows
+    alone         the forward's four, and the gathers of dy, between nodes; all messages without overlap
+
+What is hidden is felt: NCCL takes multiprocessors, copies bring barriers and sums, and what runs beside them takes
+longer by a share of their time.
+
+`full` recomputation repeats the forward inside the backward, `selective` its norms and activations, or what Megatron
+means by it, attention. A split backward gathers dy once more, for its weight gradients, whose share of its seconds is
+`put_off`. LoRA leaves out the products for dW and what only they need, and adds an adapter's passes: x and y forward (y
+read and written), x twice, dx, and dy twice backward.
+
+Host: a block's kernels and copies, times what launching one takes the host; with a recorded step nothing. A forward or
+backward is as long as the larger of both; what the GPU waits is `host`.
 
 The lengths of documents that are kept apart are known from the data alone; here they are those of random documents.
 Left out: adapters' messages, r numbers a token.
@@ -26,6 +38,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from math import log2
 
 from minitron.config.schema import Config
 from minitron.config.sizes import (
@@ -40,10 +53,15 @@ from minitron.config.sizes import (
 from minitron.planning.machine import Machine
 from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
 
-Parts = Counter  # seconds by part: gemm, attention, pointwise, {tp,cp}_exposed, {tp,cp}_hidden
+Parts = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_exposed, {tp,cp}_hidden
 # Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
 # at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
 FUSED_ATTENTION = 2.45
+# Kernels and copies of a block, forward and backward, as counted on single ranks (results/recipes.md: 94 for tp 2,
+# 138 and 153 for tp 4 in bf16 and FP8, 207 for tp 8 with cp 2; 111 by NCCL), and the shares of both in the host's time.
+NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
+SHARES = 0.37, 0.63
+UNFUSED_ATTENTION_BACK = 2.0  # its backward makes four products of whole matrices, its forward two
 HIDDEN = ("tp_hidden", "cp_hidden", "dp_hidden", "put_off")  # beside or within other parts: no time of their own
 
 
@@ -78,8 +96,19 @@ class Work:
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.slice = stream_length(cfg) * t.micro_batch_size  # rows between the products
         self.in_pieces = machine.inside(p.tp, 1) and in_pieces(p.tp, p.sequence_parallel, p.overlap_tp)
+        self.pieces = self._pieces() if self.in_pieces else [1.0]
+        fabric = machine.fabric  # user buffers' copies take no barrier between kernels
+        self.felt = fabric.piece_felt if self.in_pieces and not machine.software.ring else fabric.felt
+        self.fused, self.eager = machine.software.fused, machine.software.eager or t.cuda_graph == "off"
         self.split = p.schedule == "zb-h1"
         self.block = lru_cache(4)(self._block)
+
+    def _pieces(self) -> list[float]:
+        """Return the shares of a product's rows that are computed together, the rank's own first."""
+        tp = self.cfg.parallel.tp
+        if self.machine.software.ring:
+            return [1 / tp] * tp
+        return [1 / tp, *(2**i / tp for i in range(tp.bit_length() - 1))]
 
     def stage(self, layers: range, first: bool, last: bool) -> tuple[Parts, Parts]:
         """Time (forward, backward) of the blocks `layers`, with the embedding if `first` and the head if `last`."""
@@ -103,71 +132,119 @@ class Work:
             self._linear(n, k, message, fp8, apart, forward, backward)
         for layer, adapter in self.adapters.items():
             x, y = (self.slice, self.tokens / p.tp) if layer in COLUMN_PARALLEL else (self.tokens / p.tp, self.slice)
-            x, y, some = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM, adapter.targets
-            forward["pointwise"] += self.machine.moved(x + 2 * y, 1 + some)
-            backward["pointwise"] += self.machine.moved(3 * x + 2 * y, 2 + 2 * some)
+            x, y = x * adapter.inputs * ITEM, y * adapter.outputs * ITEM
+            forward["pointwise"] += self.machine.moved(x + 2 * y)
+            backward["pointwise"] += self.machine.moved(3 * x + 2 * y)
             if apart:
-                backward["put_off"] += self.machine.moved(x + y, 1 + some)
-        self._attention(forward, backward)
-        passes = self._passes(fp8, nd, w, f, inner)
-        for whole, (moved, kernels) in zip((forward, backward), passes):
-            whole["pointwise"] += self.machine.moved(moved, kernels)
+                backward["put_off"] += self.machine.moved(x + y)
+        attend = self._attention(forward, backward)
+        nodes = self._nodes(fp8)
+        for whole, moved, share in zip((forward, backward), self._passes(fp8, nd, w, f, inner), SHARES):
+            whole["pointwise"] += self.machine.moved(moved) + self.machine.device.gap_seconds * nodes * share
         recompute = self.cfg.train.recompute
         if recompute == "full":
             backward.update(forward)
+        elif recompute == "selective" and not self.fused:  # as Megatron: attention's core
+            backward["attention"] += attend
         elif recompute == "selective":  # norms and the activation once more, where a product's input is needed again
             norm = 2 * self.slice * h
             remade = {"attention.qkv": norm, "mlp.up": norm, "mlp.down": self.tokens * (inner + f)}
             for layer, size in remade.items():
                 if not self.frozen or layer in self.adapters:
                     backward["pointwise"] += self.machine.moved(size * ITEM)
+        if self.eager:
+            self._add_host(nodes, forward, backward)
         return forward, backward
+
+    def _nodes(self, fp8: bool) -> float:
+        """Count a block's kernels and copies, forward and backward."""
+        p = self.cfg.parallel
+        nodes = NODES + NODES_OF_FP8 * fp8 + NODES_OF_RING * (p.cp > 1)
+        in_python = self.in_pieces and self.fused  # user buffers launch their pieces in one call
+        nodes += NODES_PER_DOUBLING * log2(p.tp) if in_python else NODES_OF_MESSAGES * (p.tp > 1)
+        return nodes + NODES_OF_ADAPTER * sum(adapter.targets for adapter in self.adapters.values())
+
+    def _add_host(self, nodes: float, forward: Parts, backward: Parts) -> None:
+        """Add the time that the GPU waits for the host to launch a block's kernels; recomputation launches again."""
+        again = SHARES[0] if self.cfg.train.recompute == "full" else 0.0
+        for parts, share in ((forward, SHARES[0]), (backward, SHARES[1] + again)):
+            host = self.machine.device.launch_seconds * nodes * share
+            parts["host"] += max(0.0, host - total(parts))
 
     def _linear(self, n: int, k: int, message: str, fp8: bool, apart: bool, forward: Parts, backward: Parts) -> None:
         """Add three products, two of a frozen weight, and their messages, "gather" or "scatter" in the forward."""
-        product, t, frozen = self.machine.product, self.tokens, self.frozen
-        y, dx = product(t, n, k, fp8=fp8), product(t, k, n, fp8=fp8)
+        product, t, frozen, pieces = self.machine.product, self.tokens, self.frozen, len(self.pieces)
+        apart = apart and not frozen
+        # In pieces are the forward's, and the products for dx that need what a message brings.
+        y = product(t, n, k, fp8=fp8, pieces=pieces)
+        dx = product(t, k, n, fp8=fp8, pieces=pieces if apart or message == "scatter" else 1)
         dw = 0.0 if frozen else product(t, n, k, fp8=fp8, weight_grad=True, grad_bytes=self.grad_bytes)
         forward["gemm"] += y
         backward["gemm"] += dx
         weights = Parts(gemm=dw)
-        apart = apart and not frozen
         width = k if message == "gather" else n  # h: what crosses ranks is hidden-sized
         cast = 1 if fp8 else ITEM
         split = self.cfg.parallel.sequence_parallel
         if message == "gather":
             if split:
-                self._tp(forward, cast * width, y, pieces=True)
+                self._with(forward, cast * width, y, gather=True)
                 if not frozen:
-                    self._tp(weights, cast * width, dw if apart else dx)  # x is gathered again beside dx or another dW
+                    self._beside(weights, cast * width, dw if apart else dx)  # x again, beside dx or another dW
             if apart:
-                self._tp(backward, ITEM * width, dx, pieces=True)
+                self._with(backward, ITEM * width, dx, gather=False)
             else:
-                self._tp(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
+                self._beside(backward, ITEM * width, dw)  # dx is scattered, or reduced, beside dW
         else:
-            self._tp(forward, ITEM * width, y, pieces=True)
+            self._with(forward, ITEM * width, y, gather=False)
             if split:
-                self._tp(backward, cast * width, dx, pieces=True)
+                self._with(backward, cast * width, dx, gather=True)
                 if apart:
-                    self._tp(weights, cast * width, dw)
+                    self._beside(weights, cast * width, dw)
         backward.update(weights)
         if apart:
             backward["put_off"] += total(weights)
 
-    def _tp(self, parts: Parts, bytes_per_token: int, product_seconds: float, *, pieces: bool = False) -> None:
-        """Add a message over tp that runs beside a product. pieces: one needs the other, piece by piece."""
-        p, exposed_share = self.cfg.parallel, self.machine.fabric.tp_exposed
-        seconds = self.machine.collective(bytes_per_token * self.tokens, p.tp, 1)
-        if not p.sequence_parallel:
-            seconds *= 2  # an all-reduce
-        can_hide = 0.0 if not p.overlap_tp or (pieces and not self.in_pieces) else product_seconds
-        if pieces:
-            can_hide /= 2  # the largest piece is half of the product
-        hidden = min(seconds, can_hide) * (1 - exposed_share)
+    def _with(self, parts: Parts, bytes_per_token: int, product_seconds: float, *, gather: bool) -> None:
+        """Add a message over tp that a product needs, or that needs the product: in pieces, or alone.
+
+        A gather's pieces arrive one after another, and each is multiplied when it is there; a rank's own is there. What
+        is scattered is multiplied in the opposite order, and each piece leaves when it is made.
+        """
+        if not self.in_pieces:
+            return self._beside(parts, bytes_per_token, 0.0)
+        num_bytes = bytes_per_token * self.tokens
+        shares = self.pieces if gather else self.pieces[::-1]
+        own, copies, copied, done = 0 if gather else len(shares) - 1, 0.0, 0.0, 0.0
+        for i, share in enumerate(shares):
+            seconds = 0.0 if i == own else self.machine.copy(num_bytes * share)
+            copies += seconds
+            if gather:
+                copied += seconds
+                done = max(done, copied) + share * product_seconds
+            else:
+                done += share * product_seconds
+                copied = max(copied, done) + seconds
+        exposed = max(done, copied) - product_seconds
+        hidden = max(0.0, copies - exposed) * (1 - self.felt)
+        parts["tp_hidden"] += hidden
+        parts["tp_exposed"] += copies - hidden
+
+    def _beside(self, parts: Parts, bytes_per_token: int, product_seconds: float) -> None:
+        """Add a message over tp beside a product that is independent of it; 0 seconds: there is none."""
+        p = self.cfg.parallel
+        num_bytes = bytes_per_token * self.tokens
+        if self.in_pieces:
+            seconds = self.machine.copy(num_bytes * (1 - 1 / p.tp))
+        else:
+            seconds = self.machine.collective(num_bytes, p.tp, 1) * (1 if p.sequence_parallel else 2)  # an all-reduce
+        # Transformer Engine hides these without user buffers, too.
+        hides = p.overlap_tp or not self.fused
+        hidden = min(seconds, product_seconds) * (1 - self.felt) if hides else 0.0
         parts["tp_hidden"] += hidden
         parts["tp_exposed"] += seconds - hidden
 
-    def _attention(self, forward: Parts, backward: Parts) -> None:
+    def _attention(self, forward: Parts, backward: Parts) -> float:
+        """Add attention and its messages; return the seconds of its forward."""
         m, p, t = self.model, self.cfg.parallel, self.cfg.train
         keys = document_tokens(self.cfg)
         share = m.num_heads * m.head_dim // p.tp
@@ -176,33 +253,48 @@ class Work:
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim) for x in (1, 2.5))
-        if m.attention == "fused" or m.attention == "auto" and m.attention_dropout:
+        if m.attention == "reference":
+            attend, back = self._unfused(share)
+        elif m.attention == "fused" or m.attention_dropout and self.fused:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
-        elif m.attention_dropout:  # the reference backend writes every score, in float32, and passes over them
-            scores = 4 * share // m.head_dim * t.micro_batch_size * t.seq_len**2
-            attend += self.machine.moved(12 * scores, 6)
-            back += self.machine.moved(20 * scores, 10)
         forward["attention"] += attend
         backward["attention"] += back
         if p.cp == 1:
-            return
+            return attend
         kv = 2 * m.kv_heads * m.head_dim // p.tp
         if p.cp_style == "ulysses":
             moved = self.machine.collective(self.tokens * (2 * share + kv) * ITEM, p.cp, p.tp)
             forward["cp_exposed"] += moved
             backward["cp_exposed"] += moved
-            return
+            return attend
         hops, hop = p.cp - 1, self.machine.message(self.tokens * kv * ITEM, p.cp, p.tp)
         sums = hop * (2 if p.cp > ROUNDED_ONCE else 1)  # in float32
         for parts, kernels, step in ((forward, attend, hop), (backward, back, hop + sums)):
-            hidden = min(step, kernels / p.cp)
+            hidden = min(step, kernels / p.cp) * (1 - self.machine.fabric.felt)
             parts["cp_hidden"] += hops * hidden
             parts["cp_exposed"] += hops * (step - hidden)
-            parts["pointwise"] += self.machine.moved(hops * self.tokens * share * 3 * ITEM, hops)
+            parts["pointwise"] += self.machine.moved(hops * self.tokens * share * 3 * ITEM)
         backward["cp_exposed"] += sums  # the last hop brings the gradients home
+        return attend
 
-    def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[tuple[float, int], tuple[float, int]]:
-        """Count (bytes, kernels) of the forward and of the backward; kernels/fused.py says what each kernel moves."""
+    def _unfused(self, share: int) -> tuple[float, float]:
+        """Time attention that writes every score, (forward, backward): products of whole matrices, and passes.
+
+        `reference` keeps scores in float32: a mask, a softmax and what they read and write; Megatron's unfused
+        attention in bf16, with one kernel for scale, mask and softmax. Dropout reads and writes them once more.
+        """
+        m, p, t = self.model, self.cfg.parallel, self.cfg.train
+        side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
+        matrices = m.num_heads // p.tp * t.micro_batch_size * (t.seq_len // side if p.cp > 1 else 1)
+        scores = matrices * side**2 * (4 if self.fused else ITEM)
+        product = self.machine.product(matrices * side, side, m.head_dim, fp8=False)
+        passes = (6, 10) if self.fused else (4, 6)  # written by the product, softmax's two, read by the next; dp, ds
+        dropped = (2, 2) if m.attention_dropout else (0, 0)
+        forward, backward = (self.machine.moved((a + b) * scores) for a, b in zip(passes, dropped))
+        return 2 * product + forward, 2 * UNFUSED_ATTENTION_BACK * product + backward
+
+    def _passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[float, float]:
+        """Count the bytes of the forward and of the backward; kernels/fused.py says what each kernel moves."""
         m, p = self.model, self.cfg.parallel
         h, llama, t, rows = m.hidden_size, m.family == "llama", self.tokens, self.slice
         forward = backward = 2 * 4 * h * ITEM * rows
@@ -215,11 +307,13 @@ class Work:
             backward += (w + f) * ITEM * t + 2 * h * ITEM * rows  # bias gradients
         if m.hidden_dropout:
             forward, backward = forward + 2 * 5 * h * ITEM * rows, backward + 2 * 2 * h * ITEM * rows
+        if not self.fused:
+            more = self._unfused_passes(fp8, nd, w, f, inner)
+            forward, backward = forward + more[0], backward + more[1]
         if self.in_pieces:  # a scatter ends in a sum of tp pieces
             forward, backward = (x + 2 * h * ITEM * (t + rows) for x in (forward, backward))
-        kernels = (4, 5) if llama else (3, 8)
         if not fp8:
-            return (forward, kernels[0]), (backward, kernels[1])
+            return forward, backward
         # Read, rows written, and columns for a weight gradient; what is gathered gets its columns afterwards.
         written = 1 if self.frozen else 2
         cast = ITEM + written
@@ -230,7 +324,26 @@ class Work:
             backward += ((f + inner) * ITEM + written * inner) * t
         else:
             forward, backward = forward + cast * f * t, backward + cast * inner * t
-        return (forward, kernels[0] + 4), (backward, kernels[1] + 6)
+        return forward, backward
+
+    def _unfused_passes(self, fp8: bool, nd: int, w: int, f: int, inner: int) -> tuple[float, float]:
+        """Count the bytes that Transformer Engine's and Megatron's kernels move beyond those of kernels/fused.py.
+
+        Residual sums are not part of norms: a sum reads 2 and writes 1, a norm reads 1 and writes 1, backward 3 and 3.
+        q, k, v are split and joined by copies. In FP8 the activation is written in bf16 and cast by a kernel of its
+        own, as are its gradients; an adapter's input and its result are written out, scaled and added.
+        """
+        h, t, rows = self.model.hidden_size, self.tokens, self.slice
+        forward, backward = 2 * h * ITEM * rows, 4 * h * ITEM * rows
+        if self.model.positions == "rope":
+            backward += 2 * (w - (w - nd) // 2) * ITEM * t
+        if fp8 and self.model.family == "llama":
+            forward, backward = forward + 2 * f * ITEM * t, backward + 2 * inner * ITEM * t
+        for layer, adapter in self.adapters.items():
+            x, y = (rows, t / self.cfg.parallel.tp) if layer in COLUMN_PARALLEL else (t / self.cfg.parallel.tp, rows)
+            extra = 2 * x * adapter.inputs + 3 * y * adapter.outputs
+            forward, backward = forward + extra * ITEM, backward + extra * ITEM
+        return forward, backward
 
     # ---- the ends
 
@@ -238,7 +351,7 @@ class Work:
         rows = self.model.hidden_size * self.tokens
         moved = self.machine.collective(rows * ITEM, self.cfg.parallel.tp, 1)
         forward, backward = (
-            Parts(pointwise=self.machine.moved(num_bytes, 3), tp_exposed=moved)
+            Parts(pointwise=self.machine.moved(num_bytes), tp_exposed=moved)
             for num_bytes in (3 * ITEM * rows, 5 * self.grad_bytes * rows)
         )
         return forward, Parts() if self.frozen else backward
@@ -248,6 +361,6 @@ class Work:
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
         self._linear(v, h, "gather", False, apart, forward, backward)
-        forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens) * ITEM, 6)
-        backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM, 4)
+        forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens) * ITEM)
+        backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM)
         return forward, backward

@@ -41,8 +41,8 @@ class Leader:
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
         self.seen: dict[int, tuple[str, float]] = {}  # the last text of each beat, and when it was new
-        self.looked = self.begun = monotonic()
-        self.since: tuple[str, float] = "", self.begun  # what the leader waits for, and since when
+        self.looked = monotonic()
+        self.since: tuple[str, float] = "", self.looked  # what the leader waits for, and since when
 
     # ---- the files --------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ class Leader:
         try:
             return json.loads((self.folder / "round.json").read_text())
         except FileNotFoundError:
-            return {"number": 0, "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": []}
+            return {"number": 0, "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": [], "left": ""}
 
     def alive(self, node: int) -> dict | None:
         """Read the beat of a node; None if it is dead or never was."""
@@ -109,12 +109,11 @@ class Leader:
         states = {beat["state"] if beat is not None else "lost" for beat in members}
         statuses = {status for beat in members if beat is not None for status in beat["ended"].values()}
         if states == {"done"}:
-            left = [f"{beat['host']} {beat['leaving']}" for beat in members if beat["leaving"]]
-            stopping = any(beat["stopping"] for beat in members)
-            if left and not stopping and len(usable) >= self.args.nodes:
-                self.report(round_, left[0])
-                return self.next(round_, usable)
-            return self.end(round_, 0, left[0] if left else "")
+            left = "; ".join(f"{beat['host']} {beat['leaving']}" for beat in members if beat["leaving"])
+            go_on = len(usable) >= self.args.nodes or self.args.rejoin_seconds
+            if left and go_on and not any(beat["stopping"] for beat in members):
+                return round_ | {"state": "stop", "stopped": time.time(), "parts": {}, "left": left}
+            return self.end(round_, 0, left)
         if not states & {"failed", "lost"} or HUNG in statuses and self.waited(round_, "hung") < SETTLE_SECONDS:
             return None
         row = self.args.dir / "metrics.jsonl"
@@ -125,8 +124,8 @@ class Leader:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
         if any(beat is not None and beat["state"] in ("running", "failed") for beat in members):
             return None
-        status, node, cause = self.cause(round_, members)
-        failures = [*round_["failures"], [self.step(), node]]
+        status, node, cause = (0, None, round_["left"]) if round_["left"] else self.cause(round_, members)
+        failures = [*round_["failures"], [self.step(), node]] if status != 0 else round_["failures"]
         known = round_ | {"failures": failures}
         if status == BROKEN or node is not None and [n for _, n in failures[-2:]] == [node] * 2:
             others = [beat for beat in usable if beat["host"] != node]
@@ -134,15 +133,15 @@ class Leader:
                 usable, known = others, known | {"excluded": [*round_["excluded"], node]}
         if any(beat["stopping"] for beat in alive.values()):
             return self.end(known, REQUEUE, cause)
-        if over := self.verdict(status, failures):
+        if status != 0 and (over := self.verdict(status, failures)):
             return self.end(known, 1, f"{cause}; {over}")
         if len(usable) < self.args.nodes:
             if self.waited(round_, "nodes") < self.args.rejoin_seconds:
-                return None
+                return None if status != 0 or round_["left"] else round_ | {"left": cause}  # a node that leaves may go
             lost = [member["host"] for member, beat in zip(round_["nodes"], members) if beat is None]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
             return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
-        if self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):
+        if status != 0 and self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):
             return None
         self.report(known, cause)
         return self.next(known, usable)
@@ -178,7 +177,7 @@ class Leader:
                 found.append((1, None, host, f"node {node['node']} ({host}) is lost"))
                 continue
             if beat["leaving"]:
-                found.append((0, None, host, f"{host} {beat['leaving']}"))
+                found.append((0, 0, host, f"{host} {beat['leaving']}"))
             for local, status in beat["ended"].items():
                 name = f"rank {i * self.args.ranks + int(local)}" if local != "agent" else "the agent"
                 how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -200,7 +199,8 @@ class Leader:
         nodes = [{key: b[key] for key in ("node", "life", "host", "address")} for b in usable[: self.args.nodes]]
         ended = {"end_seconds": round(time.time() - round_["stopped"], 2)} if round_["state"] == "stop" else {}
         self.say(f"round {number} on {', '.join(node['host'] for node in nodes)}")
-        return round_ | {"number": number, "state": "run", "nodes": nodes, "parts": round_["parts"] | ended}
+        parts = round_["parts"] | ended
+        return round_ | {"number": number, "state": "run", "nodes": nodes, "parts": parts, "left": ""}
 
     def end(self, round_: dict, status: int, why: str) -> dict:
         if why:

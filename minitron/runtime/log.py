@@ -4,8 +4,10 @@
                      validation line, or NeMo's bar with val_loss; messages, from rank 0
     log.dir/
       config.yaml    every key of the run, resolved; `python -m minitron.pretrain config.yaml` repeats it
-      metrics.jsonl  one JSON object a line, appended by rank 0: {"kind": "run"} at each start, then "step" and "eval";
-                     after the first step "start", which says what the start took (startup.py)
+      metrics.jsonl  one JSON object a line, appended by rank 0, with the time: {"kind": "run"} at each start, then
+                     "step", "eval" and "save"; after the first step "start", which says what the start took
+                     (startup.py); and "end" with the shares of the time that goodput.py finds in them all;
+                     "places" and "ranks" say how long each rank computes (stragglers.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
       rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
@@ -28,11 +30,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 
 from minitron.config import flops
@@ -40,6 +44,7 @@ from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
+from minitron.runtime.goodput import measure, read_rows
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import SINKS, File, Sink
 from minitron.runtime.startup import Startup
@@ -87,6 +92,14 @@ class Log(AbstractContextManager):
         self._startup = startup
         self._record("run", world=self.world, **facts)
 
+    def places(self, places: Sequence[str]) -> None:
+        """Record the host and the GPU of every rank."""
+        self._record("places", places=places)
+
+    def own_times(self, step: int, seconds: Sequence[float], slow: Sequence[int]) -> None:
+        """Record each rank's seconds of work of its own in the steps up to `step` (median), and which are slow."""
+        self._record("ranks", step=step, own_seconds=[float(f"{x:.4g}") for x in seconds], slow=slow)
+
     def iteration(self, it: Iteration) -> None:
         """Record a step; every log.every steps, and after the last, also print the line. Every rank calls it."""
         self._skipped_total += int(it.skipped)
@@ -104,13 +117,34 @@ class Log(AbstractContextManager):
             self._print_from(self.world - 1, self._format(self._line()))
             self._since_line = []
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Record and print the mean loss on the validation data after `step`."""
+    def evaluation(self, step: int, loss: float, seconds: float = 0.0) -> None:
+        """Record and print the mean loss on the validation data after `step`, which took so many seconds."""
         self._val_loss = loss
-        self._record("eval", step=step, loss=loss)
+        self._record("eval", step=step, loss=loss, seconds=seconds)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         line = f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else line)
+
+    def saved(self, step: int, seconds: float, local: bool) -> None:
+        """Record that a save of `step` is whole, so long after it began. From any thread."""
+        self._record("save", step=step, seconds=seconds, local=local)
+
+    def end(self, stall_seconds: float) -> None:
+        """Record the end of the training, and what the time of all its starts went to; write that to the log, too.
+
+        stall_seconds: how long the end waited for a save.
+        """
+        if self._metrics is None or not self._recent:
+            return
+        last = {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds}
+        try:
+            goodput = measure(chain(read_rows(self._metrics.path), [last]))
+        except (OSError, KeyError, TypeError):  # the disk has failed, or a row in the file is not ours
+            goodput = None
+        shares = {} if goodput is None else goodput.shares
+        self._record("end", step=self._recent[-1].step, stall_seconds=stall_seconds, shares=shares)
+        if goodput is not None:
+            self.info(str(goodput))
 
     def summary(self) -> None:
         """Report the mean of the last steps, as NVIDIA's fine-tuning recipes do, since the first steps are slower."""
@@ -247,6 +281,7 @@ class Log(AbstractContextManager):
             learning_rate=it.lr,
             loss_scale=it.loss_scale,
             step_seconds=it.seconds,
+            stall_seconds=it.stall_seconds,
             samples_per_second=t.global_batch_size / it.seconds,
             tokens_per_second=t.global_batch_size * t.seq_len / it.seconds,
             tflops=rates,
@@ -257,10 +292,11 @@ class Log(AbstractContextManager):
         )
 
     def _record(self, kind: str, **values) -> None:
-        """Write one line to metrics.jsonl, whole or not at all, and its numbers to the sinks."""
+        """Write one line to metrics.jsonl, whole or not at all, and numbers of steps and evaluations to the sinks."""
         if self._metrics is not None:
-            self._append(self._metrics, json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
-        if self._sinks and kind not in ("run", "start"):
+            row = {"kind": kind, "time": time.time(), **_finite(values)}
+            self._append(self._metrics, json.dumps(row, allow_nan=False) + "\n")
+        if self._sinks and kind in ("step", "eval"):
             step = values.pop("step")
             scalars = log_formats.flattened(_finite(values), kind)
             for sink in self._sinks:

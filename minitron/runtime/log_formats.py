@@ -30,7 +30,8 @@ class Iteration:
     step: 1 for the first; consumed_samples: this step's included. loss: mean over the counted tokens; grad_norm: before
     clipping; skipped: nothing was updated; nan: the loss is not finite. squared_lengths: sum over the documents of the
     global batch without padding, if they are kept apart (None: every sample is one document). padding: positions that
-    only fill a sample. memory_gib: the GPU's peak. allocated_gib: what stays allocated between steps.
+    only fill a sample. memory_gib: the GPU's peak. allocated_gib: what stays allocated between steps. stall_seconds: of
+    the step's time, how long it waited for a save.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Iteration:
     padding: float = 0
     memory_gib: float | None = None
     allocated_gib: float | None = None
+    stall_seconds: float = 0.0
 
     @property
     def advanced(self) -> bool:

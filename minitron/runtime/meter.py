@@ -8,6 +8,8 @@ log it. A step's time is taken on the device, between the copies of two steps.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,29 +18,44 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
-from minitron.runtime.stop import Stop
 
 GIB = 2**30
 
 
-class Meter:
-    """Logs the figures of each step, device tensors, one step late. Collective over the world."""
+class Watcher(Protocol):
+    """Whoever looks at the figures of every step."""
 
-    def __init__(self, log: Log, mesh: Mesh, stop: Stop):
-        self.log, self.mesh, self.stop = log, mesh, stop
-        self.waiting: tuple[dict, Tensor, Mark] | None = None
+    def saw(self, it: Iteration) -> None: ...
+
+
+class Stall(Protocol):
+    """Something that a step waited for; `seconds` is asked when the device is through with the step."""
+
+    def seconds(self) -> float: ...
+
+
+class Meter:
+    """Logs the figures of each step, device tensors, one step late. Collective over the world.
+
+    watchers: whom each step's figures are handed to, after the log.
+    """
+
+    def __init__(self, log: Log, mesh: Mesh, *watchers: Watcher):
+        self.log, self.mesh, self.watchers = log, mesh, watchers
+        self.waiting: tuple[dict, Tensor, Mark, Sequence[Stall]] | None = None
         self.restart()
 
     def restart(self) -> None:
         """Begin the next step's time now, so that it does not include an evaluation since the last step."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, memory: tuple[int, int], **known) -> None:
+    def step(self, values: Tensor, memory: tuple[int, int], stalls: Sequence[Stall] = (), **known) -> None:
         """Take the figures of a step that may still run, log those of the step before.
 
         values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. memory: bytes
-        of the GPU at the peak, and now. known: the other fields of `Iteration` that the host has;
-        squared_lengths and padding are those of this data rank, and missing if each sample is one document.
+        of the GPU at the peak, and now. stalls: the saves that the step waited for. known: the other fields of
+        `Iteration` that the host has; squared_lengths and padding are those of this data rank, and missing if each
+        sample is one document.
         """
         self.mesh.activity.begin("figures")
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
@@ -54,7 +71,7 @@ class Meter:
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = Mark(values.device)
         self.flush()
-        self.waiting = known, host, copied
+        self.waiting = known, host, copied, stalls
         if not values.is_cuda:  # a CPU has finished the step already
             self.flush()
 
@@ -62,14 +79,17 @@ class Meter:
         """Log the step that is still waiting, if there is one."""
         if self.waiting is None:
             return
-        (known, host, copied), self.waiting = self.waiting, None
+        (known, host, copied, stalls), self.waiting = self.waiting, None
         seconds, self.last = copied.seconds_since(self.last), copied
         *common, squares, padding, memory, allocated = host.tolist()
         figures = dict(zip(("loss", "grad_norm", "skipped", "nan", "loss_scale"), common, strict=True))
         measured = {"squared_lengths": squares, "padding": padding, "memory_gib": memory, "allocated_gib": allocated}
-        it = Iteration(**figures, **{k: measured.get(k, v) for k, v in known.items()}, seconds=seconds)
+        known = {k: measured.get(k, v) for k, v in known.items()}
+        stalled = min(seconds, sum(max(0.0, stall.seconds()) for stall in stalls))
+        it = Iteration(**figures, **known, seconds=seconds, stall_seconds=stalled)
         self.log.iteration(it)
-        self.stop.saw(it)
+        for watcher in self.watchers:
+            watcher.saw(it)
 
 
 class Mark:
@@ -89,3 +109,13 @@ class Mark:
             return self.time - earlier.time
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
+
+
+class Pause(NamedTuple):
+    """The time that the device had nothing to do between two moments at which the host was at the same place."""
+
+    begin: Mark
+    end: Mark
+
+    def seconds(self) -> float:
+        return self.end.seconds_since(self.begin)

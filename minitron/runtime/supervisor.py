@@ -42,6 +42,7 @@ from minitron.runtime.lead import Leader, replace
 from minitron.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.1
+LEFT = 128 + signal.SIGTERM
 KILL_SECONDS = 30.0  # what SIGKILL does not end in this time hangs in a driver: the node is of no use any more
 
 
@@ -49,7 +50,7 @@ class Supervisor:
     """One node's part: its beat, its ranks, and the lead if it is the lowest node that lives."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.folder = args, args.dir / "rounds" / args.id
+        self.args, self.folder = args, (args.rounds or args.dir / "rounds") / args.id
         self.folder.mkdir(parents=True, exist_ok=True)
         self.agent = Agent(args.command, args.preload)
         self.beat: dict = {
@@ -69,8 +70,10 @@ class Supervisor:
         self.ending = self.beaten = 0.0
 
     def run(self) -> int:
-        """Return the status of the run, the same on every node."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # they are waited for, below
+        """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
+        numbers = [n for n in SIGNALS if n == signal.SIGUSR1 or signal.getsignal(n) != signal.SIG_IGN]
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # they are waited for, below
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch/node.sh had it ignored until here
         self.agent.open()
         try:
             while True:
@@ -79,9 +82,9 @@ class Supervisor:
                     self.show()
                     with suppress(OSError):  # a full disk: once more, a beat later
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
-                        if self.follow(round_):
-                            return round_.get("status", 0)
-                if (got := signal.sigtimedwait(SIGNALS, POLL_SECONDS)) is not None:
+                        if (status := self.follow(round_)) is not None:
+                            return status
+                if (got := signal.sigtimedwait(numbers, POLL_SECONDS)) is not None:
                     self.hear(signal.Signals(got.si_signo))
         finally:
             self.agent.close()
@@ -116,11 +119,13 @@ class Supervisor:
         """Write the beat."""
         self.beat["count"] += 1
         self.beaten = monotonic()
-        with suppress(OSError):  # a full disk: the others see no beat until there is room
+        try:
             replace(self.folder / f"node-{self.args.node}.json", self.beat)
+        except OSError:  # the disk is full or away: beats that do not change say nothing of their nodes now
+            self.leader.seen.clear()
 
-    def follow(self, round_: dict) -> bool:
-        """Do what the round asks of this node; return whether it was the last one for it."""
+    def follow(self, round_: dict) -> int | None:
+        """Do what the round asks of this node; return its status if there is no more to do for it."""
         members = [(node["node"], node["life"]) for node in round_["nodes"]]
         mine, beat = (self.args.node, self.beat["life"]), self.beat
         if round_["state"] == "run" and mine in members and round_["number"] > beat["round"] and not self.ending:
@@ -128,9 +133,11 @@ class Supervisor:
         elif beat["state"] in ("running", "failed") and not (round_["state"] == "run" and mine in members):
             self.ending = monotonic()
             self.agent.signal(signal.SIGKILL)
-        if round_["state"] == "end" or beat["leaving"] and mine not in members and beat["state"] != "running":
-            return not self.ending
-        return False
+        if self.ending or round_["state"] != "end" and beat["state"] in ("running", "failed"):
+            return None
+        if round_["state"] == "end":
+            return round_["status"]
+        return LEFT if beat["leaving"] and (mine not in members or round_["left"]) else None
 
     def start(self, round_: dict, node_rank: int) -> None:
         local, world = self.args.ranks, self.args.ranks * len(round_["nodes"])
@@ -157,6 +164,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--spares", type=int, default=0, help="more nodes, which wait")
     flag("--ranks", type=int, required=True, help="ranks of a node")
     flag("--dir", type=Path, required=True, help="the run's folder (log.dir), which all nodes see")
+    flag("--rounds", type=Path, help="where the nodes agree (default: rounds/ in the run's folder)")
     flag("--id", required=True, help="another one for every start of the job")
     flag("--host", default=socket.gethostname(), help="the node's name, as its scheduler knows it")
     flag("--address", default=socket.gethostname(), help="where other nodes reach this one")

@@ -353,7 +353,7 @@ def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
         for arguments in ([recipe("gpt3_175b_jube")], of_jube("175", folder=tmp_path))
     )
     seconds = [20_000_000 / job.tokens_per_second for job in (own, default)]
-    assert seconds[1] < 560 < seconds[0]
+    assert seconds[1] < 0.8 * seconds[0] < seconds[0] < 560
     assert own.cfg.model == default.cfg.model and own.cfg.precision == default.cfg.precision
     assert own.cfg.train == default.cfg.train and own.cfg.optimizer == default.cfg.optimizer
     text = (ROOT / "launch/jube/nlp_benchmark.yaml").read_text()

@@ -34,7 +34,8 @@ def test_a_profiled_run(tmp_path, kind, left):
     )
     assert done.returncode == 0, done.stderr
     assert "profiled iterations 3 to 4: " in done.stdout and "6/6 [" in done.stdout
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
     assert len(steps) == 6 and all(step["memory_gib"] > 0 for step in steps)
     if left is not None:
         assert (tmp_path / left).stat().st_size > 1000

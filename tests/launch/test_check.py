@@ -98,6 +98,11 @@ def test_a_job_that_would_run(stage):
         ({"EXTRA_ARGS": "checkpoint.load=/nowhere"}, "base", "/nowhere"),
         ({"CHECKPOINT_DIR": "/dev/null/a"}, "disk", "checkpoint.dir=/dev/null/a cannot be made: /dev/null is no"),
         ({"EXTRA_ARGS": "checkpoint.every=9"}, "disk", "2 checkpoints of 2,095.4 GB may be there at once; free some"),
+        (
+            {"EXTRA_ARGS": "checkpoint.every=auto checkpoint.mtbf_hours=4"},
+            "disk",
+            "2 checkpoints of 2,095.4 GB may be there at once; free some",
+        ),
     ],
 )
 def test_mistakes_that_a_queue_would_tell_of_hours_later(stage, more, part, message):

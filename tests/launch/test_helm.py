@@ -23,6 +23,8 @@ import yaml
 
 from minitron.config import cli, rules
 from minitron.config.schema import Config, keys, kinds
+from minitron.runtime.lead import REQUEUE
+from slurm_cluster import until
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "launch" / "helm"
@@ -84,6 +86,10 @@ ENV = [
 A3MEGA = ("-f", str(CHART / "a3mega.yaml"))
 CASES = {
     "a3mega": (A3MEGA, {}),
+    "restarts": (
+        ("--set-json", f"workload.volumes={json.dumps(VOLUMES)}"),
+        {"workload__restarts": 9, "workload__spareNodes": 1, "workload__rounds": "/ssd/rounds", "workload__gpus": 16},
+    ),
     "one GPU": ((), {"workload__gpus": 1, "workload__serviceAccount": "trainer"}),
     "elsewhere": (
         (),
@@ -298,6 +304,11 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ({"workload__volumes[0].name": "a"}, "/workload/volumes/0"),
         ({"workload__env[0].name": "A"}, "/workload/env/0"),
         ({"workload__resources.nvidia\\.com/gpu": 4}, "invalid propertyName 'nvidia.com/gpu'"),
+        (
+            {"workload__restarts": 9},
+            "workload.restarts needs a file system that all pods see, for which a bucket is too",
+        ),
+        ({"workload__spareNodes": 1}, "workload.spareNodes=1 pods would wait for nothing; set workload.restarts, too"),
         ({"workload__gpu": 8}, "additional properties 'gpu' not allowed"),
         ({"network__stack": "tcpx"}, "/network/stack"),
         ({"config": None}, "config is empty; give the run's YAML: --set-file config="),
@@ -369,6 +380,47 @@ def test_two_nodes_train(tmp_path):
     assert len(steps) == 3 and all(line.startswith("DLLL {") for line in steps)
     for rank in (0, 1):
         assert f"rank {rank}: " in (artifacts / f"rank-{rank}.log").read_text()
+
+
+def test_pods_that_may_restart_and_one_to_spare():
+    args, settings = CASES["restarts"]
+    documents = rendered(*args, **settings)
+    job, env = documents["Job"]["spec"], environment(pod_of(documents)["containers"][0])
+    assert job["parallelism"] == job["completions"] == 3 and job["backoffLimit"] == 9
+    rules = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
+    assert rules["FailJob"]["onExitCodes"]["values"] == [1, REQUEUE]  # not LEFT, nor a pod that was killed
+    assert rules["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert {name: env[name] for name in ("NNODES", "SPARE_NODES", "RESTARTS", "ROUNDS")} == {
+        "NNODES": "2",
+        "SPARE_NODES": "1",
+        "RESTARTS": "9",
+        "ROUNDS": "/ssd/rounds",
+    }
+    plain = rendered()["Job"]["spec"]
+    assert plain["backoffLimit"] == 0 and "podFailurePolicy" not in plain
+
+
+def test_a_pod_that_is_lost_is_made_again_and_rejoins(tmp_path):
+    volume = {"workload__gcsBucketForDataCataPath": "", "workload__volume.persistentVolumeClaim.claimName": "runs"}
+    arguments = [*TINY, "checkpoint.dir=/gcs/saved", "checkpoint.every=2", "train.steps=40"]
+    arguments = [word.replace("/gcs", str(tmp_path / "artifacts")) for word in arguments]
+    settings = {"workload__gpus": 2, "workload__gpusPerNode": 1, "workload__restarts": 3}
+    documents = rendered(workload__arguments=f"{{{','.join(arguments)}}}", **settings, **volume)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    artifacts = artifacts_of(documents, tmp_path)
+    pods = [start_pod(documents, index, tmp_path, address) for index in (0, 1)]
+    metrics = artifacts / "metrics.jsonl"
+    until(lambda: metrics.exists() and '"step": 5' in metrics.read_text(), 120)
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pods[1].pid)], capture_output=True, text=True).stdout
+    os.kill(int(listed), signal.SIGKILL)  # its supervisor
+    assert pods[1].wait(60) == 137
+    pods[1] = start_pod(documents, 1, tmp_path, address)
+    outputs = [pod.communicate(timeout=120)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], "".join(outputs)
+    (record,) = (artifacts / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(record)["cause"].endswith("is lost") and '"step": 40' in metrics.read_text()
 
 
 @pytest.fixture

@@ -63,7 +63,8 @@ def test_the_wheel_holds_what_users_name(wheel):
         for path in (ROOT / folder).glob("*"):
             if path.suffix in (".py", ".yaml", ".json"):
                 assert f"minitron/share/{folder}/{path.name}" in names
-    assert "minitron/share/benchmarks/devices.json" in names and "minitron/config/names.yaml" in names
+    assert {f"minitron/share/benchmarks/{name}.json" for name in ("devices", "published")} <= names
+    assert "minitron/config/names.yaml" in names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minitron").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py") and not name.startswith("minitron/share/")}
     assert not [name for name in names if not name.startswith(("minitron/", "minitron-"))]

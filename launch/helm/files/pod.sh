@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What every pod of the Indexed Job runs: bash pod.sh [section.key=value ...]
 #
-#   MODULE CONFIG ARTIFACTS MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE   from the chart
+#   MODULE CONFIG ARTIFACTS MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE RESTARTS SPARE_NODES ROUNDS   from the chart
 #   JOB_COMPLETION_INDEX                                            from Kubernetes: which node of the job this is
 #
-# The static rendezvous, because it takes the node's rank from us: with c10d the order of arrival decides, and rank 0,
+# With RESTARTS our supervisor starts the ranks, and starts them again after a failure; a pod that is made anew rejoins.
+# Else torchrun, by the static rendezvous, because it takes the node's rank from us: with c10d the order of arrival decides, and rank 0,
 # its logs and the pipeline's neighbours would be on another node in every run.
 set -euo pipefail
 NODE_RANK=$JOB_COMPLETION_INDEX
@@ -34,11 +35,18 @@ fi
 # In the background, with Kubernetes' SIGTERM handed on: ranks save and end, see "When something goes wrong" in
 # launch/README.md.
 # Pods start minutes apart where images are pulled: half an hour for all of them to meet.
-# torchrun adds a page of its own to the line of the rank that failed: its copy of the line is said again, last.
+# Of 143 the run goes on without this node. torchrun adds a page of its own to the line of the rank that failed: its copy of the line is said again, last.
 logs=$(mktemp -d)
-PET_LOG_DIR=$logs "${profiler[@]}" torchrun --tee 3 --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "$NODE_RANK" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --rdzv-conf timeout=1800 --max-restarts 0 \
-    -m "$MODULE" "$CONFIG" "$@" log.dir="$ARTIFACTS" &
+if [ "$RESTARTS" != 0 ] && [ ${#profiler[@]} = 0 ]; then
+    start=(python -m minitron.runtime.supervisor --node "$NODE_RANK" --nodes "$NNODES" --spares "$SPARE_NODES"
+        --ranks "$GPUS_PER_NODE" --dir "$ARTIFACTS" --rounds "${ROUNDS:-$ARTIFACTS/rounds}"
+        --id "$(basename "$ARTIFACTS")" --host "$(hostname)" --address "${MASTER_ADDR/-0./-$NODE_RANK.}"
+        --port "$MASTER_PORT" --max-restarts "$RESTARTS" --rejoin-seconds 3600 --)
+else
+    start=("${profiler[@]}" torchrun --tee 3 --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "$NODE_RANK"
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --rdzv-conf timeout=1800 --max-restarts 0)
+fi
+PET_LOG_DIR=$logs "${start[@]}" -m "$MODULE" "$CONFIG" "$@" log.dir="$ARTIFACTS" &
 trainer=$!
 trap 'kill -TERM "$trainer"' TERM
 status=0
@@ -48,7 +56,7 @@ while kill -0 "$trainer" 2>/dev/null; do # a signal ends `wait`, not the trainin
     wait "$trainer" || status=$?
 done
 
-if [ "$NODE_RANK" -eq 0 ] && [ -f "$ARTIFACTS/dllogger.json" ]; then
+if [ "$NODE_RANK" -eq 0 ] && [ "$status" != 143 ] && [ -f "$ARTIFACTS/dllogger.json" ]; then
     mkdir -p "$ARTIFACTS/dllogger/rank-0"
     mv "$ARTIFACTS/dllogger.json" "$ARTIFACTS/dllogger/rank-0/dllogger.json"
 fi

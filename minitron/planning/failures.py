@@ -1,0 +1,79 @@
+"""A job on paper that fails now and then: how much of its time counts, and how often it had best save.
+
+Problem: a plan's days are those of machines that never fail. The idea: four numbers say what failures cost, and
+`runtime/goodput.py` the rest: how often they come, how long a recovery takes, what a save costs training, and how long
+it takes. The first is the user's, the others have defaults, each with its source in `SOURCES`:
+
+    a save costs     its wait for the copy, and the share by which steps are slower while files are written
+    a save takes     the state, 12 bytes a trained parameter, at what all GPUs can write and the shared disk takes
+    a recovery       finding the failure and ending the ranks, a start, and reading the state again
+
+Left out: failures of half a job, spare nodes that are missing, evaluations, and saves on the nodes' own disks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from minitron.config.schema import Config
+from minitron.planning.memory import Memory
+from minitron.runtime.goodput import best_interval, predict
+
+STATE_BYTES = 12  # of a trained parameter: master and two moments, float32
+WRITE_GB_S, READ_GB_S = 0.91, 0.95  # of a GPU
+SHARED_GB_S = 50.0  # of the shared disk, all together
+COPY_SECONDS, SLOWER = 0.007, 0.004
+NOTICE_SECONDS, START_SECONDS = 60.0, 10.0
+_MEASURED = "benchmarks/checkpoint.py on an H200"
+SOURCES = {
+    "recovery": f"assumed {NOTICE_SECONDS:g} s to notice it and end the ranks; a start of {START_SECONDS:g} s, "
+    f"{_MEASURED}; reading the state",
+    "cost": f"{1000 * COPY_SECONDS:g} ms of waiting, and steps {100 * SLOWER:g} % slower while files are written, "
+    f"{_MEASURED}",
+    "save": f"{WRITE_GB_S} GB/s of a GPU, {_MEASURED}; assumed {SHARED_GB_S:g} GB/s of the shared disk",
+}
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What failures and saves do to a job; all in seconds. mtbf: mean time between failures of the whole job."""
+
+    mtbf: float
+    recovery: float
+    cost: float
+    save: float
+
+    @property
+    def interval(self) -> float:
+        """The seconds of training between two saves that cost least."""
+        return best_interval(self.cost, self.save, self.mtbf)
+
+    def goodput(self, interval: float | None = None) -> float:
+        """Return the share of time that counts, with saves this many seconds of training apart; None: the best."""
+        return predict(interval or self.interval, self.cost, self.save, self.recovery, self.mtbf)
+
+
+def failures(
+    cfg: Config,
+    world: int,
+    mtbf: float,
+    recovery: float | None = None,
+    cost: float | None = None,
+    save: float | None = None,
+) -> Failures:
+    """Take the numbers that are given, and defaults for those that are None."""
+    gigabytes = state_bytes(cfg) / 1e9
+    if save is None:
+        save = gigabytes / min(world * WRITE_GB_S, SHARED_GB_S)
+    if cost is None:
+        cost = COPY_SECONDS + SLOWER * save
+    if recovery is None:
+        recovery = NOTICE_SECONDS + START_SECONDS + gigabytes / min(world * READ_GB_S, SHARED_GB_S)
+    return Failures(mtbf, recovery, cost, save)
+
+
+def state_bytes(cfg: Config) -> int:
+    """Count the bytes of a checkpoint, of all ranks together."""
+    alone = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
+    memory = Memory(replace(cfg, parallel=alone), cfg.train.global_batch_size, gpus_per_node=1)
+    return STATE_BYTES * memory.trained(0)

@@ -1,0 +1,182 @@
+"""Goodput: the share of the time since a run's first start that became training steps which counted.
+
+Problem: step times look the same whether a run is stopped once or fifty times; what the stops cost lies between the
+steps, and in steps that were made twice. The idea: every row of metrics.jsonl has the time it was written, a start has
+the time its process began, and rows of all starts are in one file. So the time since the first start can be cut up:
+
+    start 1       |start|load|step 1|step 2|save|step 3|step 4|    killed      step 4 is made again: it was lost
+    start 2                                                   waiting |start|load|step 4|step 5| ...
+
+    training      steps that no later start made again
+    lost          steps that one did
+    start         imports, model, memory; of the first steps what they take beyond the others (compilers, recordings)
+    load          reading the checkpoint
+    saves         how long steps, and the run's end, waited for saves
+    evaluation    losses on validation data
+    waiting       from the last row of a start to the next start: the step that was cut off, finding out, the queue
+    other         what no row tells of
+
+`predict` says what to expect: failures come at random, on average one in `mtbf` seconds, also while a run recovers;
+each costs the recovery and what was not yet on the disk. `best_interval` balances that with what saves cost. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from minitron.config.files import size_of
+
+PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
+FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (graph.py)
+FIRST_TIMES = 2.0  # how many times the median one of them takes before what is beyond it counts as start
+IDLE_BETWEEN = 2.0  # saves begin this many times their own duration apart, so that disks are idle for half of the time
+
+
+class Goodput(NamedTuple):
+    """Where the time of a run went: seconds of each of PARTS; how often it was started, how many steps were lost."""
+
+    seconds: dict[str, float]
+    starts: int
+    lost_steps: int
+
+    @property
+    def total(self) -> float:
+        """Seconds since the first start."""
+        return sum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part; together 1."""
+        total = self.total or 1.0
+        return {part: seconds / total for part, seconds in self.seconds.items()}
+
+    def __str__(self) -> str:
+        shares, starts = self.shares, f"{self.starts} start{'s' * (self.starts > 1)}"
+        rest = ", ".join(f"{part} {100 * shares[part]:.1f} %" for part in PARTS[1:] if shares[part] >= 5e-4)
+        steps = f", {self.lost_steps} steps made again" if self.lost_steps else ""
+        head = f"goodput {100 * shares['training']:.1f} % of {duration(self.total)} since the first start"
+        return f"{head} ({starts}{steps}); {rest or 'nothing else'}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds in the largest unit of which there are two or more: "95.0 s", "2.5 min", "47.0 h", "3.1 days"."""
+    units = ("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)
+    name, size = next((unit for unit in units if seconds >= 2 * unit[1]), units[-1])
+    return f"{seconds / size:.1f} {name}"
+
+
+# ---- measured --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Attempt:
+    """One start of a run. steps: (number, seconds without stalls). end: when its last row was written."""
+
+    first_step: int
+    started: float
+    load: float
+    end: float
+    stalls: float = 0.0
+    evaluation: float = 0.0
+    first_begun: float | None = None
+    steps: list[tuple[int, float]] = field(default_factory=list)
+
+
+def measure(rows: Iterable[dict]) -> Goodput | None:
+    """Find where the time of a run went, by the rows of its metrics.jsonl, in their order.
+
+    None if no row tells when a start began, as in files of minitron's versions before these rows had times.
+    """
+    attempts: list[Attempt] = []
+    for row in rows:
+        kind, now = row.get("kind"), row.get("time")
+        if kind == "run" and now is not None:
+            before = attempts[-1].end if attempts else -math.inf
+            started = max(before, row.get("started", now))
+            attempts.append(Attempt(row["first_step"], started, row.get("load_seconds", 0.0), max(started, now)))
+        elif now is not None and attempts:
+            attempt = attempts[-1]
+            attempt.end, stall = max(attempt.end, now), row.get("stall_seconds", 0.0)
+            attempt.stalls += stall
+            if kind == "step":
+                attempt.steps.append((row["step"], max(0.0, row["step_seconds"] - stall)))
+                if attempt.first_begun is None:
+                    attempt.first_begun = now - row["step_seconds"]
+            elif kind == "eval":
+                attempt.evaluation += row.get("seconds", 0.0)
+    return _account(attempts) if attempts else None
+
+
+def _account(attempts: list[Attempt]) -> Goodput:
+    seconds, lost_steps, redone_from = dict.fromkeys(PARTS, 0.0), 0, math.inf
+    typical = median([s for attempt in attempts for _, s in attempt.steps] or [0.0])
+    for attempt, later in zip(reversed(attempts), [None, *reversed(attempts)]):
+        begun = attempt.end if attempt.first_begun is None else attempt.first_begun
+        own = median([s for _, s in attempt.steps]) if len(attempt.steps) > 2 else typical
+        start, train, lost = max(0.0, begun - attempt.started - attempt.load), 0.0, 0.0
+        for i, (step, taken) in enumerate(attempt.steps):
+            if i < FIRST_STEPS and taken > FIRST_TIMES * own:
+                start, taken = start + taken - own, own
+            train, lost = (train + taken, lost) if step < redone_from else (train, lost + taken)
+            lost_steps += step >= redone_from
+        known = start + attempt.load + train + lost + attempt.stalls + attempt.evaluation
+        parts = {
+            "training": train,
+            "start": start,
+            "load": attempt.load,
+            "lost": lost,
+            "saves": attempt.stalls,
+            "evaluation": attempt.evaluation,
+            "waiting": 0.0 if later is None else later.started - attempt.end,
+            "other": max(0.0, attempt.end - attempt.started - known),
+        }
+        for part, more in parts.items():
+            seconds[part] += more
+        redone_from = min(redone_from, attempt.first_step)
+    return Goodput(seconds, len(attempts), lost_steps)
+
+
+def read_rows(path: Path) -> Iterator[dict]:
+    """Read the rows of a metrics.jsonl; one that is torn, as by a kill, is left out. Raises OSError."""
+    size_of(path)  # a device or a pipe might never end
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+# ---- predicted -------------------------------------------------------------------------------------------------------
+
+
+def best_interval(stall: float, save: float, mtbf: float) -> float:
+    """Return the seconds of training between two saves that cost least; all in seconds.
+
+    stall: how long training waits for a save. save: until it is whole on the disk, which bounds the interval from
+    below. mtbf: mean time between failures. Source: Daly 2006 (Future Generation Computer Systems 22), of which the
+    first term, sqrt(2 stall mtbf), is Young's.
+    """
+    x = stall / (2 * mtbf)
+    seconds = mtbf if x >= 1 else math.sqrt(2 * stall * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - stall
+    return max(seconds, IDLE_BETWEEN * save)
+
+
+def predict(interval: float, stall: float, save: float, recovery: float, mtbf: float) -> float:
+    """Predict the share of time that becomes training which counts; all in seconds.
+
+    interval: of training between two saves. recovery: from a failure to the first new step. Of the time T to the next
+    failure, which is exponential with mean mtbf, the k-th save counts if T > recovery + k (interval + stall) + save, so
+    the expected number of saves that count is a geometric series.
+    """
+    lost = math.exp(-(recovery + save) / mtbf)
+    growth = (interval + stall) / mtbf
+    return 0.0 if growth > 700 else interval / mtbf * lost / math.expm1(growth)

@@ -1,0 +1,132 @@
+"""checkpoint.every=auto: the interval against a calculation by hand, and no trace of it in losses."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from minitron import pretrain
+from minitron.checkpoint.cadence import FIRST_STEPS, Cadence, Costs
+from minitron.config import cli
+from minitron.runtime.goodput import best_interval
+
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.vocab_size=96",
+    "train.seq_len=32",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "data.source=mock",
+    "precision.dtype=fp32",
+]
+
+
+def figures(step, seconds):
+    return SimpleNamespace(step=step, seconds=seconds, stall_seconds=0.0)
+
+
+def save(cadence, step, seconds):
+    cadence.begin(step)
+    why = cadence.agree(cadence.best([cadence.costs()]))
+    cadence.end(seconds)
+    return why
+
+
+def test_the_interval_is_youngs_and_dalys():
+    """Steps of 2 s, 0.5 s more behind a save, a failure an hour: Young has sqrt(2 * 0.5 * 3600) = 60 s."""
+    cadence, saved = Cadence("auto", 1.0, done=100), []
+    for step in range(101, 400):
+        cadence.saw(figures(step, 2.5 if saved and step == saved[-1] + 1 else 2.0))
+        if cadence.due(step):
+            why = save(cadence, step, 5.0)
+            assert ("every 30 steps (60.0 s)" in why) == (len(saved) == 1), why  # said once, when the first is measured
+            saved.append(step)
+    daly = 60.0 * (1 + math.sqrt(0.5 / 7200) / 3 + 0.5 / 7200 / 9) - 0.5
+    assert best_interval(0.5, 5.0, 3600.0) == pytest.approx(daly, rel=1e-12) and round(daly / 2.0) == 30
+    assert saved == [110, 120, *range(150, 400, 30)]
+
+
+def test_steps_beside_the_writing_count_too():
+    """Four steps of 2.25 s while a save is written, the first of which waits 0.4 s: 4 * 0.25 + 0.4 = 1.4 s."""
+    cadence = Cadence("auto", 1.0, done=0)
+    for step in range(1, 11):
+        cadence.saw(figures(step, 2.0))
+    cadence.begin(10)
+    for step, seconds in zip(range(11, 15), (2.65, 2.25, 2.25, 2.25)):
+        cadence.saw(figures(step, seconds))
+    cadence.end(9.0)
+    cadence.saw(figures(15, 2.0))
+    assert cadence.costs() == Costs(2.0, pytest.approx(1.4), 9.0)
+
+
+def test_a_save_that_costs_nothing_still_takes_its_time():
+    """No save begins before the one before it could be whole twice."""
+    assert best_interval(0.0, 30.0, 3600.0) == 60.0
+    assert best_interval(7200.0, 1.0, 3600.0) == 3600.0  # Daly: from a cost of 2 mtbf on
+
+
+def test_the_largest_measurement_of_all_ranks_counts_and_small_changes_do_not():
+    cadence = Cadence("auto", 1.0, done=0)
+    ranks = [Costs(1.0, 0.5, 3.0), Costs(2.0, 0.1, 5.0), Costs(1.5, None, None)]
+    assert cadence.agree(cadence.best(ranks)).startswith("every 30 steps (60.0 s), since a save costs 0.5 s")
+    for lost, steps in (0.7, 30), (0.4, 30), (0.9, 40):  # 35 and 27 are within a quarter of 30
+        cadence.agree(cadence.best([Costs(2.0, lost, 5.0)]))
+        assert cadence.steps == steps
+
+
+def test_nothing_is_chosen_without_measurements():
+    cadence = Cadence("auto", 1.0, done=0)
+    assert cadence.best([Costs(2.0, None, None), Costs(1.0, None, 3.0)]) == (FIRST_STEPS, "")
+    assert not Cadence(None, None, 0).due(5) and not Cadence(0, None, 0).due(5)
+    assert [step for step in range(1, 10) if Cadence(3, None, 7).due(step)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["checkpoint.every=auto"], "checkpoint.every=auto follows from how often the job fails; set checkpoint.mtbf_"),
+        (["checkpoint.mtbf_hours=3"], "checkpoint.mtbf_hours=3.0 has no effect without checkpoint.every=auto or "),
+        (["checkpoint.every=often"], "checkpoint.every=often is not an integer, or auto, or null"),
+        (["checkpoint.local_dir=d", "checkpoint.dir=null"], "checkpoint.local_dir=d has no effect with"),
+        (["checkpoint.local_every=5"], "checkpoint.local_every=5 has no effect with checkpoint.local_dir=null"),
+        (["checkpoint.local_dir=d"], "checkpoint.local_dir=d is checkpoint.dir, which all nodes share"),
+    ],
+)
+def test_mistakes_are_one_line(words, line, capsys):
+    with pytest.raises(SystemExit):
+        pretrain.main([*TINY, "checkpoint.dir=d", *words])
+    assert line in capsys.readouterr().err
+
+
+def steps_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}, [
+        row["step"] for row in rows if row["kind"] == "save"
+    ]
+
+
+def test_losses_do_not_know_of_saves(tmp_path):
+    """Bit for bit: no saves, saves by number, and saves as they come."""
+    found = {}
+    for name, words in {
+        "none": [],
+        "number": ["checkpoint.every=7"],
+        "auto": ["checkpoint.every=auto", "checkpoint.mtbf_hours=0.001"],
+    }.items():
+        place = [f"checkpoint.dir={tmp_path / name / 'saves'}"] if words else []
+        pretrain.main([*TINY, "train.steps=40", f"log.dir={tmp_path / name}", *place, *words])
+        found[name] = steps_of(tmp_path / name)
+    assert found["none"][0] == found["number"][0] == found["auto"][0] and found["none"][1] == []
+    assert found["auto"][1][:2] == [FIRST_STEPS, 2 * FIRST_STEPS] and found["auto"][1][-1] == 40
+    assert "checkpoint.every=auto: every " in (tmp_path / "auto" / "rank-0.log").read_text()
+
+
+def test_a_printed_configuration_loads_again(tmp_path):
+    cfg = cli.load(["checkpoint.every=auto", "checkpoint.mtbf_hours=2", "checkpoint.dir=x"])
+    (tmp_path / "a.yaml").write_text("checkpoint: {every: auto, local_every: 'auto', mtbf_hours: 2, dir: x}")
+    assert cfg.checkpoint.every == "auto" == cli.load([str(tmp_path / "a.yaml")]).checkpoint.local_every

@@ -1,0 +1,252 @@
+"""Saves on the nodes' own disks: used where all of them is there, named and skipped where it is not.
+
+Nodes are folders: rank r of these jobs has its local_dir in node r // 2, or all ranks in one.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fault_run import Run
+from kill_run import MODEL, losses, run
+from layouts import LLAMA, config
+from minitron.checkpoint import local
+from minitron.checkpoint.directory import checkpoints
+from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.load import find, prefer_local, restore
+from minitron.checkpoint.reader import Reader
+from minitron.checkpoint.save import Checkpointer
+from minitron.runtime.log import Log
+from minitron.train import build
+from test_checkpoint import LONG, mesh_of, saving, train, whole
+
+WORLD = 4
+TENSOR_AND_DATA = config(LLAMA, LONG, {"parallel": {"tp": 2}})
+FIRST = 7  # steps before the fault: shared saves of 1 and 4, local ones of 6 and 7
+
+
+def leg(cfg, folder: Path, nodes: int, until: int, **keys) -> dict:
+    """Go on from what is there, save a step in four in `shared` and every other on the node, end as if killed."""
+    mesh = mesh_of(cfg)
+    node = mesh.rank * nodes // mesh.world.size
+    keys = {"every": 4, "local_every": 1, "local_dir": str(folder / f"node{node}"), "async_save": False} | keys
+    cfg, lines = saving(cfg, folder / "shared", **keys), []
+    with Log(cfg, mesh.rank, mesh.world.size) as log:
+        log.info = lines.append
+        trainer, start = build(cfg, mesh), find(cfg)
+        start = prefer_local(cfg, start, {}, trainer.state, log)
+        restore(start, trainer.state)
+        saves = Checkpointer(cfg, trainer.state, {}, log, start.step, start.root)
+        figures = []
+        for step in range(start.step + 1, until + 1):
+            figures += train(trainer, step - 1, step)
+            if (shared := saves.due(step)) or saves.local_due(step):
+                saves.save(step, step * cfg.train.global_batch_size, local=not shared)
+        path = None if start.reader is None else str(start.reader.path.relative_to(folder))
+        return {"from": path, "figures": figures, "lines": lines, "losses": [f["loss"] for f in figures]}
+
+
+def steps_in(folder: Path) -> list[int]:
+    return list(checkpoints(folder))
+
+
+@pytest.fixture
+def begun(ranks, tmp_path):
+    """A job of two nodes that ended after step FIRST."""
+    ranks(WORLD, leg, TENSOR_AND_DATA, tmp_path, 2, FIRST)
+    assert steps_in(tmp_path / "shared") == [1, 4]
+    assert steps_in(tmp_path / "node0") == steps_in(tmp_path / "node1") == [6, 7]
+    return tmp_path
+
+
+def goes_on(ranks, folder: Path, cfg=TENSOR_AND_DATA, nodes: int = 2, **keys) -> list[dict]:
+    results = ranks(WORLD, leg, cfg, folder, nodes, 10, **keys)
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    return results
+
+
+def warnings(results: list[dict]) -> list[str]:
+    """What rank 0 says; the others say the same."""
+    said = [[line for line in result["lines"] if "this local save is not used" in line] for result in results]
+    assert all(lines == said[0] for lines in said)
+    return said[0]
+
+
+def test_each_node_has_its_part_and_all_indices_are_equal(begun):
+    files = [sorted(path.name for path in (begun / f"node{i}" / "step_00000007").iterdir()) for i in (0, 1)]
+    assert files[0] == ["index.json", "rank_00000.safetensors", "rank_00001.safetensors"]
+    assert files[1] == ["index.json", "rank_00002.safetensors", "rank_00003.safetensors"]
+    first, second = (Reader(begun / f"node{i}" / "step_00000007") for i in (0, 1))
+    assert first.mark == second.mark and list(first.files) == [f"rank_{i:05d}.safetensors" for i in range(WORLD)]
+    assert first.state["root"] == [4, Reader(begun / "shared").mark]
+
+
+def test_a_start_prefers_the_newest_local_save(ranks, begun):
+    """Bit for bit as if nobody had stopped it; and the next start does it again, from the same shared save."""
+    expected = ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]
+    results = goes_on(ranks, begun)
+    assert [result["from"] for result in results] == [f"node{i}/step_00000007" for i in (0, 0, 1, 1)]
+    assert repr(results[0]["figures"]) == repr(expected[7:]) and not warnings(results)
+    assert steps_in(begun / "shared")[-1] == 8 and steps_in(begun / "node1") == [9, 10]
+
+
+def test_what_a_start_came_from_stays_until_there_are_two_newer_ones(ranks, begun):
+    """Another node may be lost while the next one is written."""
+    ranks(WORLD, leg, TENSOR_AND_DATA, begun, 2, 9)
+    assert steps_in(begun / "node0") == steps_in(begun / "node1") == [7, 9]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("rank_00002.safetensors", "rank_00002.safetensors is damaged: its checksum is"),
+        ("index.json", "index.json is damaged, or no index of minitron"),
+    ],
+)
+def test_a_damaged_local_save_is_named_and_skipped(ranks, begun, name, said):
+    """For the one before it; with that damaged, too, for the shared one, whose steps are made again."""
+    expected = [f["loss"] for f in ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]]
+    flip(begun / "node1" / "step_00000007" / name)
+    results = goes_on(ranks, begun)
+    assert results[0]["from"] == "node0/step_00000006" and results[0]["losses"] == expected[6:]
+    assert any(said in line and "node1/step_00000007" in line for line in warnings(results)), warnings(results)
+
+
+def test_without_a_whole_local_save_the_shared_one_is_used(ranks, begun):
+    expected = [f["loss"] for f in ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]]
+    for step in 6, 7:
+        os.truncate(begun / "node0" / f"step_{step:08d}" / "rank_00001.safetensors", 100)
+    results = goes_on(ranks, begun)
+    assert results[3]["from"] == "shared/step_00000004" and results[3]["losses"] == expected[4:]
+    assert [line.split(":")[0].split("/", 1)[-1].endswith("is damaged") for line in warnings(results)] == [True, True]
+
+
+@pytest.mark.parametrize("lost", ["all", "newest"])
+def test_a_node_whose_part_is_missing(ranks, begun, lost):
+    """As after a spare node took another's place, or a node died while it wrote."""
+    shutil.rmtree(begun / "node1" if lost == "all" else begun / "node1" / "step_00000007")
+    results = goes_on(ranks, begun)
+    assert results[0]["from"] == ("shared/step_00000004" if lost == "all" else "node0/step_00000006")
+    assert "step_00000007 is not the same on all nodes: see ranks 2, 3: this local save is not used" in "".join(
+        warnings(results)
+    )
+
+
+@pytest.mark.parametrize("nodes, start", [(1, "node0/step_00000007"), (2, "shared/step_00000004")])
+def test_another_layout(ranks, tmp_path, nodes, start):
+    """On one node all files are there for any layout; on two, those of other ranks are missing, which is said."""
+    ranks(WORLD, leg, TENSOR_AND_DATA, tmp_path, nodes, FIRST)
+    results = goes_on(ranks, tmp_path, config(LLAMA, LONG, {"parallel": {"pp": 2}}), nodes)
+    assert results[0]["from"] == start and len(results[0]["losses"]) == 10 - int(start[-1])
+    expected = [f["loss"] for f in ranks(1, whole, config(LLAMA, LONG), 10)[0]]
+    assert results[0]["losses"] == pytest.approx(expected[int(start[-1]) :], rel=1e-6)
+    assert len(warnings(results)) == (0 if nodes == 1 else 2)
+    assert all(re.search(r"rank_0000\d.safetensors: no such file", line) for line in warnings(results))
+
+
+def test_what_a_killed_save_left(ranks, begun):
+    """A temporary folder is as if it were not there; a folder of files without an index is named."""
+    temporary = begun / "node0" / "step_00000008.tmp-01234567"
+    shutil.copytree(begun / "node0" / "step_00000007", temporary)
+    (begun / "node1" / "step_00000008").mkdir()
+    (begun / "node1" / "step_00000008" / "rank_00002.safetensors").write_bytes(b"half")
+    results = goes_on(ranks, begun)
+    assert results[0]["from"] == "node0/step_00000007" and not temporary.exists()
+    (line,) = warnings(results)
+    assert "node1/step_00000008/index.json: no such file" in line
+
+
+def test_local_saves_of_another_run_do_not_count(ranks, begun):
+    """Of the same model and data, and newer: what it descends from is not there any more."""
+    shutil.move(begun / "shared", begun / "old")
+    results = goes_on(ranks, begun)
+    assert results[0]["from"] is None and len(results[0]["losses"]) == 10
+    assert steps_in(begun / "shared") == [4, 8]  # of 1, 4 and 8 the newest two
+    shutil.rmtree(begun / "shared")
+    shutil.move(begun / "old", begun / "shared")
+    results = goes_on(ranks, begun)
+    assert results[0]["from"] == "shared/step_00000004"  # its own ones have been replaced
+
+
+def test_who_goes_back_goes_back(ranks, begun):
+    """Not to a local save that was made after that step, before; but to those made since, also the next time."""
+    results = goes_on(ranks, begun, resume_step=4)
+    assert results[0]["from"] == "shared/step_00000004"
+    assert steps_in(begun / "shared")[-1] == 8
+    assert goes_on(ranks, begun, resume_step=4)[0]["from"] == "node0/step_00000010"
+
+
+def test_resume_false_reads_no_local_save(ranks, begun):
+    assert goes_on(ranks, begun, resume=False)[0]["from"] is None
+
+
+def failing(cfg, folder: Path) -> dict:
+    """On node 1 a disk fails in the midst of each local save."""
+    original = local.write_shard
+
+    def full(path, pieces):
+        if "node1" in str(path):
+            raise CheckpointError(f"{path}: no space left on device")
+        return original(path, pieces)
+
+    local.write_shard = full
+    try:
+        return leg(cfg, folder, 2, FIRST)
+    finally:
+        local.write_shard = original
+
+
+def test_a_failing_disk_of_a_node_costs_a_line(ranks, tmp_path):
+    results = ranks(WORLD, failing, TENSOR_AND_DATA, tmp_path)
+    assert steps_in(tmp_path / "shared") == [1, 4] and not steps_in(tmp_path / "node0")
+    assert not list(tmp_path.glob("node*/step_*"))
+    lines = [line for line in results[0]["lines"] if "no space left" in line]
+    assert len(lines) == 5 and lines[0].startswith("local save of step 2 failed, training goes on: ")
+
+
+def one_directory(cfg, folder: Path) -> str:
+    """Two nodes to which a network shows the same folder."""
+    rank = mesh_of(cfg).rank
+    original, local.identity = local.identity, lambda path: (original(path), rank // 2)
+    try:
+        leg(cfg, folder, 1, 2)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        local.identity = original
+    return ""
+
+
+def test_a_directory_that_several_nodes_see(ranks, tmp_path):
+    for error in ranks(WORLD, one_directory, TENSOR_AND_DATA, tmp_path):
+        assert error == (
+            f"checkpoint.local_dir={tmp_path}/node0 is one directory that several nodes see; name a folder on "
+            "each node's own disk, or drop it"
+        )
+
+
+def test_a_killed_run_goes_on_from_its_node(tmp_path):
+    """The whole program under torchrun: the first local save is a shared one, and nothing of the log is lost."""
+    words = ["parallel.pp=2", "train.steps=40", "optimizer.decay_steps=40"]
+    run(tmp_path / "whole", 2, *words)
+    words += [f"checkpoint.dir={tmp_path / 'saves'}", "checkpoint.every=0"]
+    words += [f"checkpoint.local_dir={tmp_path / 'disk'}", "checkpoint.local_every=3"]
+    with Run(tmp_path, "none", *MODEL, *words, ranks=2) as torchrun:
+        torchrun.wait_for("step 12 saved on the nodes' own disks")
+    with Run(tmp_path, "none", *MODEL, *words, ranks=2) as torchrun:
+        status, _, output = torchrun.end()
+    assert status == 0 and f"resumed from {tmp_path}/disk/step_000000" in output, output
+    first, second = torchrun.rows("run")
+    assert second["first_step"] >= 13 and second["first_step"] % 3 == 1
+    assert {row["local"] for row in torchrun.rows("save")} == {True, False}
+    assert dict(losses(torchrun.folder)) == dict(losses(tmp_path / "whole"))
+    assert steps_in(tmp_path / "saves") == [3, 40]

@@ -1,0 +1,151 @@
+"""Draw how long each rank of a run computes, over time: in the terminal, and as a PNG.
+
+A run with `train.check_speed_every` (which is on) and a `log.dir` leaves in metrics.jsonl what every rank takes for its
+own work, without waiting for others. Shown is how many times as long that is as for the other ranks of the same
+pipeline stage (their median): a row is a rank, time goes to the right. One dark row is a slow GPU, eight are a slow
+node; dark spots here and there are noise.
+
+    python tools/stragglers.py runs/llama             # terminal, and runs/llama/stragglers.png
+
+A run started again appends to its file: from its first step on, it replaces what the earlier attempt wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
+
+from minitron.config.installed import pip_install
+from tools import command
+
+COLUMNS, ROWS = 60, 32  # of the terminal picture at most
+LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
+UNICODE, ASCII = "·░▒▓█", ".:+*#"
+
+
+@dataclass
+class Times:
+    """What the ranks of a run took. steps [n]; ratio, seconds [n, ranks]; slow: ranks that were named, at each step."""
+
+    steps: list[int]
+    seconds: np.ndarray
+    ratio: np.ndarray
+    slow: list[list[int]]
+    places: list[str]
+
+
+def read(directory: Path) -> Times:
+    """Read the times of the run that logged to `directory`. Raises ValueError if it left none."""
+    path = directory / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
+    records: dict[int, dict] = {}
+    places, world, stages, restarted = [], 0, 1, False
+    for number, line in enumerate(lines[:-1], start=1):  # behind the last newline a live run is still writing
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+            if kind == "run":
+                if record["world"] != world:  # other ranks: what they took before says nothing about these
+                    records.clear()
+                world, stages, restarted = int(record["world"]), int(record.get("pp", 1)), True
+            elif kind == "places":
+                places = [str(place) for place in record["places"]]
+            elif restarted and "step" in record:
+                records = {step: earlier for step, earlier in records.items() if step < record["step"]}
+                restarted = False
+            if kind == "ranks":
+                assert len(record["own_seconds"]) == world and world % stages == 0
+                records[int(record["step"])] = record
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+            raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
+    if not records:
+        why = "it had one rank in a stage, train.check_speed_every=0, or fewer steps than that"
+        raise ValueError(f"{path} holds no times of ranks; {why}")
+    seconds = np.array([record["own_seconds"] for record in records.values()], dtype=float)
+    of_stages = seconds.reshape(len(seconds), stages, -1)
+    usual = np.maximum(np.median(of_stages, 2, keepdims=True), 1e-9)
+    slow = [list(map(int, record["slow"])) for record in records.values()]
+    return Times(list(records), seconds, (of_stages / usual).reshape(seconds.shape), slow, places)
+
+
+def binned(x: np.ndarray, most: int, dim: int, reduce) -> tuple[np.ndarray, list[range]]:
+    """Join neighbours along `dim` until there are `most` at most; return them and which they are."""
+    edges = np.linspace(0, x.shape[dim], min(most, x.shape[dim]) + 1).astype(int)
+    parts = [range(a, b) for a, b in zip(edges[:-1], edges[1:])]
+    return np.stack([reduce(x.take(part, dim), dim) for part in parts], dim), parts
+
+
+def draw(times: Times, unicode: bool) -> str:
+    """Draw the picture for the terminal. Of ranks in one row the slowest is shown, of steps in one column the mean."""
+    signs = UNICODE if unicode else ASCII
+    cells, _ = binned(times.ratio, COLUMNS, 0, np.mean)
+    cells, rows = binned(cells, ROWS, 1, np.max)
+    names = [f"{row[0]}" if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows]
+    width = max(map(len, names)) + 5
+    lines = ["own time of each rank, by the median of its pipeline stage"]
+    for name, row, values in zip(names, rows, cells.T):
+        shades = "".join(signs[sum(value >= limit for limit in LIMITS)] for value in values)
+        named = [rank for rank in row if any(rank in slow for slow in times.slow)]
+        lines.append(f"{'rank ' + name:>{width}} {shades}{'  <- slow' * bool(named)}")
+    first, last = str(times.steps[0]), str(times.steps[-1])
+    lines.append(f"{'step':>{width}} {first}{last:>{max(len(cells) - len(first), len(last) + 1)}}")
+    keys = [f"{sign} {f'from {low}' if low else f'below {LIMITS[0]}'}" for sign, low in zip(signs, (0, *LIMITS))]
+    return "\n".join([*lines, " " * (width + 1) + "  ".join(keys)])
+
+
+def verdict(times: Times) -> str:
+    """Say who was slow, where, when, and by how much."""
+    lines = []
+    for rank in sorted(set().union(*times.slow)):
+        when = [i for i, slow in enumerate(times.slow) if rank in slow]
+        place = f" on {times.places[rank]}" if rank < len(times.places) else ""
+        more = np.median(times.ratio[when, rank]) - 1
+        steps = f"steps {times.steps[when[0]]} to {times.steps[when[-1]]}"
+        lines.append(f"rank {rank}{place} was slow in {steps}: {more:.0%} more than the median of its stage")
+    return "\n".join(lines) or "No rank was slower than the others of its stage for long."
+
+
+def save_png(times: Times, path: Path) -> None:
+    """Draw every rank and every comparison. Raises ValueError if that cannot be drawn or written."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError(f"{path} was not drawn: matplotlib is not installed; {pip_install('plot')}") from None
+    ranks = times.ratio.shape[1]
+    figure = Figure(figsize=(8, min(12.0, 2.0 + 0.2 * ranks)), layout="constrained")
+    axes = figure.subplots()
+    edges = [*times.steps, 2 * times.steps[-1] - times.steps[-2] if len(times.steps) > 1 else times.steps[-1] + 1]
+    mesh = axes.pcolormesh(edges, np.arange(ranks + 1) - 0.5, times.ratio.T, cmap="Reds", vmin=1.0, vmax=LIMITS[-1])
+    axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="step", ylabel="rank", title="own time, by the median of the pipeline stage")
+    figure.colorbar(mesh, ax=axes, extend="max")
+    try:
+        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
+
+
+def main(argv: list[str]) -> None:
+    parser = command.Parser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="log.dir of a run")
+    parser.add_argument("--png", type=Path, help="the picture's file (default: stragglers.png in RUN_DIR)")
+    arguments = parser.parse_args(argv)
+    times = read(arguments.run_dir)
+    print(draw(times, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
+    print(verdict(times))
+    save_png(times, path := arguments.png or arguments.run_dir / "stragglers.png")
+    print(f"Picture: {path}")
+
+
+if __name__ == "__main__":
+    command.run(main)
