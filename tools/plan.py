@@ -5,12 +5,15 @@
     python tools/plan.py configs/gpt3_175b.yaml train.global_batch_size=4096 --world 2048 --device h100 --search
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --draw plan/
     python tools/plan.py configs/gpt3_175b.yaml train.global_batch_size=4096 --world 2048 --device h100 --mtbf-hours 4
+    python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --search --sweep world=128,256 \
+        --sweep train.global_batch_size=256,512
 
---search ranks all layouts that fit, for the same global batch, and counts why the others do not. A job that does not
-fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics: benchmarks/devices.json;
-`benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far predictions are from
-measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of the days, and how often the job
-had best save; the rest of what it takes is printed with its source. Needs no torch.
+--search ranks all layouts that fit, for the same global batch, shows what less memory costs, and counts why the others
+fell. --sweep plans the job for several values of a key, or of the GPUs (world); with --search the best layout of
+each. A job that does not fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics:
+benchmarks/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
+predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of the days,
+and how often the job had best save; the rest of what it takes is printed with its source. Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
@@ -31,7 +36,7 @@ from minitron.planning.lighter import lighter
 from minitron.planning.machine import SOFTWARE, Machine, read_machines
 from minitron.planning.plan import Plan, plan, room_gib
 from minitron.planning.work import HIDDEN
-from tools import plan_pictures
+from tools import plan_cost, plan_pictures
 from tools.command import Parser, run
 from tools.plan_pictures import MEANINGS
 from tools.plan_search import Found, changes, remedy, search, written
@@ -46,7 +51,12 @@ HOST_REMEDY = {
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
-    given, machine = cli.load(o.config), chosen(o)
+    machine = chosen(o)
+    if o.sweep:
+        rows = list(sweep(o, machine))
+        print(json.dumps(rows) if o.json else sweep_table(rows, o.tokens))
+        return
+    given = cli.load(o.config)
     cfg = searchable(given, o.world) if o.search else given
     rules.check(cfg, o.world)
     job = plan(cfg, o.world, machine)
@@ -64,7 +74,7 @@ def main(argv: list[str]) -> None:
     else:
         print(table(job, o.tokens), *([] if hard is None else ["", life(job, hard, o)]), sep="\n")
     if o.draw is not None:
-        for path in plan_pictures.draw(job, o.draw):
+        for path in plan_pictures.draw(job, o.draw, o.tokens):
             print(path, file=sys.stderr)
     if not job.fits:
         raise ValueError(remedy(job, given))
@@ -83,7 +93,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")
     add("--count", type=_positive_int, default=5, help="layouts that --search shows (default: 5)")
-    add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling")
+    add("--draw", type=Path, metavar="FOLDER", help="write pictures there: timeline, memory, time, scaling, cost")
+    add("--sweep", type=_values, action="append", metavar="KEY=V,V", help="plan each value; KEY is world or a key")
     add("--mtbf-hours", type=_positive, help="mean time between failures of the job: what they make of the days")
     add("--recovery-seconds", type=_positive, help="from a failure to the first new step")
     add("--save-cost-seconds", type=_positive, help="that training loses to a save")
@@ -96,7 +107,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--mtbf-hours is of one plan; leave --search out, and give the layout that it found")
     if o.search and o.draw is not None:
         raise ValueError("--draw shows one plan; leave --search out, and give the layout that it found")
+    if o.sweep and o.draw is not None:
+        raise ValueError("--draw shows one plan; leave --sweep out, and give one of its values")
     return o
+
+
+def _values(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    if not equals or not all(values.split(",")):
+        raise argparse.ArgumentTypeError(f"{text} is no KEY=VALUE,VALUE; as in world=512,1024")
+    return key, values.split(",")
 
 
 def _positive(text: str) -> float:
@@ -140,6 +160,7 @@ def record(job: Plan, tokens: float) -> dict:
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
         "days": tokens / job.tokens_per_second / 86400,
+        "gpu_hours": plan_cost.cost(job, tokens).gpu_hours,
         "world": job.world,
         "gpu": job.machine.device.gpu,
         "software": job.machine.software.name,
@@ -162,9 +183,14 @@ def record(job: Plan, tokens: float) -> dict:
 def layout(cfg: Config, world: int) -> str:
     p, t = cfg.parallel, cfg.train
     kind = "" if p.schedule == "1f1b" else f", {p.schedule}"
+    style = f" {p.cp_style}" if p.cp > 1 and p.cp_style != "ring" else ""
+    whole = ", no sequence parallel" if p.tp > 1 and not p.sequence_parallel else ""
+    runs = [(count, len(list(same))) for count, same in groupby(p.layers_per_stage or ())]
+    counts = ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
     return (
-        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}, dp {cfg.dp(world)}, {cfg.num_microbatches(cfg.dp(world))} "
-        f"microbatches of {t.micro_batch_size}, recompute {t.recompute}"
+        f"tp {p.tp}, pp {p.pp}{kind}, vp {p.vp}, cp {p.cp}{style}, dp {cfg.dp(world)}, "
+        f"{cfg.num_microbatches(cfg.dp(world))} microbatches of {t.micro_batch_size}, recompute {t.recompute}{whole}"
+        f"{f', layers {counts}' if counts else ''}"
     )
 
 
@@ -207,7 +233,7 @@ def table(job: Plan, tokens: float) -> str:
         ]
     if not job.fits:
         lines += ["", *memory_keys(job)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", plan_cost.told(job, tokens)])
 
 
 def memory_keys(job: Plan) -> list[str]:
@@ -268,7 +294,7 @@ def life(job: Plan, hard: Failures, o: argparse.Namespace) -> str:
 # ---- a search --------------------------------------------------------------------------------------------------------
 
 
-def searchable(cfg: Config, world: int) -> Config:
+def searchable(cfg: Config, world: int, *, quiet: bool = False) -> Config:
     """The configuration, with the plainest layout in the place of one that breaks a rule for this world."""
     try:
         rules.check(cfg, world)
@@ -279,7 +305,8 @@ def searchable(cfg: Config, world: int) -> Config:
             rules.check(cfg, world)
         except ValueError:
             raise error from None
-        print(f"the given layout cannot be: {error}", file=sys.stderr)
+        if not quiet:
+            print(f"the given layout cannot be: {error}", file=sys.stderr)
     return cfg
 
 
@@ -289,6 +316,7 @@ def search_record(found: Found, job: Plan, given: Config, tokens: float) -> dict
         "given": record(job, tokens),
         "best": [record(best, tokens) for best in found.best],
         "changes": [changes(given, best.cfg) for best in found.best],
+        "smaller": [record(less, tokens) | {"changes": changes(given, less.cfg)} for less in found.smaller[1:]],
         "others_that_fit": len(found.others),
         "reasons": found.reasons,
     }
@@ -304,6 +332,10 @@ def ranking(found: Found, job: Plan, given: Config) -> str:
     ]
     lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}" for p in found.best]
     lines += ["", difference(job, found.best[0], changes(given, found.best[0].cfg))]
+    for less in found.smaller[1:]:
+        slower = 100 * (less.step_seconds / found.best[0].step_seconds - 1)
+        keys = " ".join(written(changes(given, less.cfg))) or "as given"
+        lines.append(f"with {less.memory_gib:.1f} GiB, {slower:.1f} % slower: {keys}")
     if found.others:
         cfg, seconds = found.others[0]
         lines.append(
@@ -323,6 +355,46 @@ def difference(given: Plan, best: Plan, changed: dict[str, object]) -> str:
     share = 100 * (given.step_seconds / best.step_seconds - 1)
     verdict = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower, but it fits'}"
     return f"{' '.join(written(changed))}: {verdict} ({', '.join(f'{part} {gains[part]:+.3f} s' for part in told)})"
+
+
+# ---- several jobs ----------------------------------------------------------------------------------------------------
+
+
+def sweep(o: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    """Plan the job, or with --search its fastest layout, for every combination of values; or say why there is none."""
+    for values in product(*(values for _, values in o.sweep)):
+        chosen_values = dict(zip((key for key, _ in o.sweep), values))
+        keys = [f"{key}={value}" for key, value in chosen_values.items() if key != "world"]
+        try:
+            world, given = _positive_int(chosen_values.get("world", str(o.world))), cli.load([*o.config, *keys])
+            cfg = searchable(given, world, quiet=True) if o.search else given
+            rules.check(cfg, world)
+            job = plan(cfg, world, machine)
+            if o.search:
+                found = search(cfg, world, machine, 1, smaller=False)
+                job = found.best[0] if found.best else job
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            yield {"sweep": chosen_values, "error": str(error)}
+            continue
+        more = {"changes": changes(given, job.cfg), "says": layout(job.cfg, world)}
+        yield {"sweep": chosen_values, **record(job, o.tokens), **more}
+
+
+def sweep_table(rows: list[dict], tokens: float) -> str:
+    lines = [f"of {tokens:g} tokens; layouts that do not fit have a * behind their memory"]
+    lines.append(f"{'step s':>8} {'MFU %':>6} {'GiB':>6}  {'tokens/s':>12} {'days':>8} {'GPU-hours':>12}")
+    for entry in rows:
+        values = " ".join(f"{key}={value}" for key, value in entry["sweep"].items())
+        if "error" in entry:
+            lines.append(f"{values}: {entry['error']}")
+            continue
+        share = "?" if entry["mfu_percent"] is None else f"{entry['mfu_percent']:.2f}"
+        lines.append(
+            f"{entry['step_seconds']:8.3f} {share:>6} {entry['memory_gib']:6.1f}{' ' if entry['fits'] else '*'} "
+            f"{entry['tokens_per_second']:12,.0f} {entry['days']:8,.1f} {entry['gpu_hours']:12,.0f}  "
+            f"{values}: {entry['says']}"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of a plan, for `tools/plan.py --draw FOLDER`: the pipeline, every rank's memory, where time goes, scaling.
+"""Pictures of a plan, for `tools/plan.py --draw FOLDER`: pipeline, every rank's memory, where time goes, scaling, cost.
 
 timeline.svg has boxes for forwards and backwards, with their microbatches and what waits between them; the others are
 PNG and need matplotlib. Scaling starts from the plan's number of GPUs and doubles it up to MOST_GPUS, with the batch in
@@ -17,7 +17,7 @@ from minitron.config import rules
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from minitron.planning.machine import read_machines
 from minitron.planning.plan import Plan, Step, plan, room_gib
-from tools import pictures
+from tools import pictures, plan_cost
 from tools.draw_pipeline import draw_svg
 from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
@@ -59,8 +59,11 @@ COLORS = {
 }
 
 
-def draw(job: Plan, folder: Path) -> Iterator[Path]:
-    """Write the pictures and yield their paths. Raises ValueError without matplotlib or a folder to write into."""
+def draw(job: Plan, folder: Path, tokens: float) -> Iterator[Path]:
+    """Write the pictures and yield their paths; tokens: of the training whose cost is drawn.
+
+    Raises ValueError without matplotlib or a folder to write into.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "timeline.svg"
@@ -71,6 +74,7 @@ def draw(job: Plan, folder: Path) -> Iterator[Path]:
             ("memory", memory(job)),
             ("time", time_bars(scaled)),
             ("scaling", curves(scaled, scaling(job, in_proportion=False), published(job))),
+            ("cost", plan_cost.curves(scaled, tokens)),
         ):
             path = folder / f"{name}.png"
             pictures.save(picture, path)

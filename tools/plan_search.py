@@ -1,69 +1,463 @@
-"""Which layout is the fastest that fits, and why not another one.
+"""Which layout is the fastest that fits, what less memory costs, and why not another one.
 
-The idea: all layouts of a world are some thousands, and most fall at a cheap test. In order of cost:
+The idea: thousands of GPUs have hundreds of thousands of layouts, and a bound on the step from below is cheap. So the
+one with the lowest bound is looked at first, each time a little closer, until none that is left can be among the best:
 
-    1. the rules of `rules.check`             tp divides the heads, the batch divides over dp, ...
-    2. memory; a layout takes the least recomputation with which it fits, since more is only slower
-    3. a bound on the step from below: the slowest rank's work and the way to it and back
-    4. the schedule, simulated, in the order of the bounds, until none that is left can be among the best
+    1. what a rank computes for a block       tp, cp and its style, micro batch, sequence parallel, schedule: seconds
+                                              of all stages, over all ranks, if none ever waits
+    2. the pipeline: pp, vp, layers a stage   the rules of `rules.check`; the slowest rank, the way to it and back
+    3. recomputation, as little as fits       memory, of the first pipeline rank, then of all
+    4. the whole plan                         its schedule, simulated
 
-Each layout that falls has a reason, and reasons are counted. Varied are tp, cp, pp, vp, micro batch, recomputation; the
-global batch, and with it the result of training, stays. Left out: uneven stages, other cp styles.
+Stages are as equal as the trainer's default has them, or level: layers go one by one to the rank that computes least,
+beside the embedding and the head. A layout falls for a reason, and reasons are counted, of those never looked at, too.
+After the fastest come those that need less memory: each is the fastest that fits into less than the one before.
+
+The global batch and the number formats, and with them the result of training, stay.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
 
 from minitron.config import rules
 from minitron.config.schema import Config
+from minitron.config.sizes import fp8_layers
+from minitron.pipeline.schedule import stage_layers
 from minitron.planning.machine import Machine
 from minitron.planning.memory import Memory
 from minitron.planning.plan import Plan, Step, plan, room_gib
+from minitron.planning.simulate import Timeline
+from minitron.planning.work import Work, total
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+LESS = 0.9  # of the memory of faster layouts, that a slower one must not need to be shown
+ENDS = 2  # layers that stages at the ends may have less, beside the embedding and the head
+SLOWER = 1.05  # times the fastest step, beyond which less memory is not worth showing
+NEAR = 1.02  # a bound may be so much below the step
+TOO_LARGE = "too large: parameters, gradients and optimizer alone"
+TOO_MUCH = "too large: with activations, even recomputed"
+TOO_SLOW = "slower than those shown"
+NOT_SMALLER = "slower than those shown, and no smaller whatever they recompute"
 
 
 @dataclass(frozen=True)
 class Found:
-    """`best`: plans, fastest first. `others`: (configuration, seconds that its step takes at least) of all that fit
-    too, in this order. `reasons`: how many layouts fell, by why.
+    """`best`: plans, fastest first. `smaller`: plans, each of less memory and slower than the one before; the first is
+    the fastest. `others`: (configuration, seconds that its step takes at least) of those known to fit too, in this
+    order. `reasons`: how many layouts fell, by why.
     """
 
     best: list[Plan]
+    smaller: list[Plan]
     others: list[tuple[Config, float]]
     reasons: Counter
 
 
-def search(cfg: Config, world: int, machine: Machine, count: int = 5) -> Found:
-    """The `count` fastest layouts of `world` GPUs, and what became of all others."""
-    reasons, fitting = Counter(), []
-    for layout in layouts(cfg, world, machine):
-        try:
-            rules.check(layout, world)
-        except ValueError as error:
-            reasons[f"breaks a rule of {str(error).partition('=')[0]}"] += 1  # the key, with which its line begins
-            continue
-        lighter = _that_fits(layout, world, machine)
-        if isinstance(lighter, str):
-            reasons[lighter] += 1
-        else:
-            fitting.append((Step(lighter, world, machine).at_least(), len(fitting), lighter))
-    heapq.heapify(fitting)
-    plans: list[Plan] = []
-    while fitting and (len(plans) < count or fitting[0][0] < plans[count - 1].step_seconds):
-        plans.append(plan(heapq.heappop(fitting)[2], world, machine))
-        plans.sort(key=lambda p: p.step_seconds)
-    others = [(p.cfg, p.step_seconds) for p in plans[count:]] + [(layout, bound) for bound, _, layout in fitting]
-    return Found(plans[:count], sorted(others, key=lambda pair: pair[1]), reasons)
+def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller: bool = True) -> Found:
+    """Find the `count` fastest layouts of `world` GPUs, those that need less memory, and what became of all others."""
+    return _Search(cfg, world, machine, count, smaller).run()
+
+
+@dataclass(order=True)
+class Candidate:
+    """A layout whose step takes at least `seconds`; `number` orders equals.
+
+    gib: its memory, and then it fits; None: not known yet. extra: it recomputes more than it has to.
+    """
+
+    seconds: float
+    number: int = field(kw_only=True, default=0)
+    cfg: Config = field(compare=False)
+    family: Family = field(compare=False)
+    gib: float | None = field(kw_only=True, default=None, compare=False)
+    extra: bool = field(kw_only=True, default=False, compare=False)
+
+
+class Costs(NamedTuple):
+    """Seconds of a microbatch, both ways. layers: all before each layer. least, most: a forward's share of a block's;
+    put_off: the share of weight gradients that a split backward puts off."""
+
+    layers: list[float]
+    embedding: float
+    head: float
+    least: float
+    most: float
+    put_off: float
+
+
+class Family:
+    """Layouts whose ranks compute the same for a microbatch and a block; `cfg` is one of them.
+
+    They differ in pp, vp, layers of stages and recomputation.
+    """
+
+    def __init__(self, cfg: Config, world: int, machine: Machine):
+        self.cfg, self.world, self.machine = cfg, world, machine
+        self.costs = lru_cache(None)(self._costs)
+
+    def _costs(self, recompute: str) -> Costs:
+        work = Work(replace(self.cfg, train=replace(self.cfg.train, recompute=recompute)), self.machine)
+        m, apart = self.cfg.model, {False, work.split}
+        in_fp8 = fp8_layers(self.cfg.precision, m.num_layers)
+        kinds = {layer in in_fp8 for layer in range(m.num_layers)}
+        ways = {(fp8, split): work.block(fp8, split) for fp8 in kinds for split in apart}
+        block = {fp8: min(sum(map(total, ways[fp8, split])) for split in apart) for fp8 in kinds}
+        layers = accumulate((block[layer in in_fp8] for layer in range(m.num_layers)), initial=0.0)
+        head = min(sum(map(total, work.head(split))) for split in apart)
+        shares = [total(f) / (total(f) + total(b)) for f, b in ways.values()]
+        late = max(b["put_off"] / (total(f) + total(b)) for f, b in ways.values())
+        return Costs(list(layers), sum(map(total, work.embedding())), head, min(shares), max(shares), late)
+
+    def at_least(self) -> float:
+        """Bound the step of every member: all its work over all ranks, none of which ever waits."""
+        layers, embedding, head, *_ = self.costs("none")
+        t, p = self.cfg.train, self.cfg.parallel
+        return (layers[-1] + embedding + head) * t.global_batch_size * p.tp * p.cp / t.micro_batch_size / self.world
+
+    def member_at_least(self, member: Config) -> float:
+        """Bound the step of one member, by the largest of three:
+
+        the slowest rank's work, with the way to it and back; the way of the last microbatch through all stages and
+        back, after the others' forwards in the slowest stage; of one chunk a rank, the way to the first backward of
+        rank 0, which has held at most pp microbatches by then, and all that it has to do after that.
+        """
+        costs = self.costs(member.train.recompute)
+        layers, p, count = costs.layers, member.parallel, member.num_microbatches(member.dp(self.world))
+        ends = _ends(len(layers) - 1, p.pp, p.vp, p.layers_per_stage)
+        stages = [layers[end] - layers[start] for start, end in zip(ends, ends[1:])]
+        first = stages[0]
+        stages[0] += costs.embedding
+        stages[-1] += costs.head
+        ranks = [sum(stages[rank :: p.pp]) for rank in range(p.pp)] if p.vp > 1 else stages
+        slowest = max(range(p.pp), key=ranks.__getitem__)
+        bounds = [count * ranks[slowest]]
+        if p.schedule == "1f1b":
+            bounds[0] += sum(stages[:slowest])
+            bounds.append(sum(stages) + (count - 1) * costs.least * max(stages[:-1], default=0.0))
+        if p.vp == 1:
+            way = (layers[-1] - first) * (1 - costs.put_off)
+            bounds.append(way + count * first - min(count, p.pp) * costs.most * first)
+        return max(bounds)
+
+    def pipelines(self) -> Iterator[Config]:
+        """List members, all of which recompute nothing, by pp; some break a rule."""
+        m, given, ranks = self.cfg.model, self.cfg.parallel, self.cfg.parallel.tp * self.cfg.parallel.cp
+        layers, embedding, head, *_ = self.costs("none")
+        ends = tuple(round(x * m.num_layers / layers[-1], 2) for x in (embedding, head))  # in layers
+        split = given.schedule != "1f1b"
+        for pp in range(2 if split else 1, m.num_layers + 1):
+            if self.world % (ranks * pp) == 0:
+                for vp in (1,) if split or pp == 1 else _interleaved(m.num_layers, pp):
+                    for counts in divisions(m.num_layers, pp, vp, *ends):
+                        parallel = replace(given, pp=pp, vp=vp, layers_per_stage=counts)
+                        yield replace(self.cfg, parallel=parallel)
+
+
+@lru_cache(8192)
+def _ends(num_layers: int, pp: int, vp: int, counts: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the layers before each stage, and of all."""
+    return (0, *(stage.stop for stage in stage_layers(num_layers, pp, vp, counts)))
+
+
+@lru_cache(4096)
+def _interleaved(num_layers: int, pp: int) -> list[int]:
+    """List vp: 1, and where stages are equal but for up to ENDS layers; others would wait for the longer ones."""
+    fits = (vp for vp in range(2, (num_layers + ENDS) // pp + 1) if num_layers >= pp * vp)
+    return [1, *(vp for vp in fits if -num_layers % (pp * vp) <= ENDS)]
+
+
+@lru_cache(4096)
+def divisions(num_layers: int, pp: int, vp: int, embedding: float, head: float) -> list[tuple[int, ...] | None]:
+    """List ways to divide layers among stages, None for the default: level ones, with a first rank as it is or lighter.
+
+    embedding, head: what they cost, in layers.
+    """
+    default = tuple(map(len, stage_layers(num_layers, pp, vp)))
+    found = dict.fromkeys(_level(num_layers, pp, vp, first, head) for first in (embedding, embedding + 1))
+    found.pop(default, None)
+    return [None, *found] if pp > 1 else [None]
+
+
+def _level(num_layers: int, pp: int, vp: int, first: float, last: float) -> tuple[int, ...]:
+    """Give each layer to the rank that has least to do, there to the stage that has least; of equals to a later rank,
+    which holds fewer activations, and an earlier stage."""
+    counts = [1] * (pp * vp)
+    extra = [first] + [0.0] * (pp * vp - 2) + [last]
+    ranks = [(vp + sum(extra[rank::pp]), -rank) for rank in range(pp)]
+    heapq.heapify(ranks)
+    for _ in range(num_layers - pp * vp):
+        load, rank = ranks[0]
+        heapq.heapreplace(ranks, (load + 1, rank))
+        stage = min(range(-rank, pp * vp, pp), key=lambda stage: (counts[stage] + extra[stage], stage))
+        counts[stage] += 1
+    return tuple(counts)
+
+
+def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
+    """List one configuration of each family, that of the given values first; pp is 1, or where it must be more, 2."""
+    m, p = cfg.model, cfg.parallel
+
+    def values(given, others):
+        return dict.fromkeys((given, *others))
+
+    styles, splits = values(p.cp_style, ("ring", "allgather", "ulysses")), values(p.sequence_parallel, (True, False))
+    kinds = values(p.schedule, ("1f1b", "zb-h1"))
+    sizes = values(cfg.train.micro_batch_size, MICRO_BATCHES)
+    for tp in _divisors(world, 2 * machine.fabric.gpus_per_node):
+        for cp in _divisors(world // tp, 64):
+            for style, split, kind, size in product(styles, splits, kinds, sizes):
+                idle = cp == 1 and style != p.cp_style or tp == 1 and split != p.sequence_parallel
+                if idle or kind == "zb-h1" and (m.num_layers == 1 or world == tp * cp):
+                    continue
+                parallel = replace(
+                    p,
+                    tp=tp,
+                    cp=cp,
+                    pp=1,
+                    vp=1,
+                    layers_per_stage=None,
+                    cp_style=style,
+                    sequence_parallel=split,
+                    schedule=kind,
+                )
+                yield replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size, recompute="none"))
 
 
 def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
-    """All layouts, most of which break a rule or do not fit; the configuration's own is among them."""
+    """List all layouts that a search may look at, the given one first, as if none had to recompute anything."""
+    given = replace(cfg, train=replace(cfg.train, recompute="none"))
+    yield given
+    for family in families(cfg, world, machine):
+        yield from (member for member in Family(family, world, machine).pipelines() if member != given)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+class Quick(Step):
+    """A step of which only the whole time is wanted: what messages between stages add counts as a bubble."""
+
+    def timeline(self, transfer_seconds: float) -> Timeline:
+        return self.with_messages
+
+    def exposed_at_least(self) -> float:
+        """Bound what gradients and parameters add to the step: as if the schedule left them all the time they need."""
+        if self.memory.shards == 1:
+            return 0.0
+        chunks = dict.fromkeys(range(self.cfg.parallel.vp), [inf, 0.0, 0.0])
+        return max(self._data_rank(rank, chunks, inf)[0] for rank in range(self.cfg.parallel.pp))
+
+    @cached_property
+    def with_messages(self) -> Timeline:
+        return super().timeline(self.transfer_seconds)
+
+
+class _Search:
+    """The state of a search: what is to be looked at, lowest bound first, and what was found."""
+
+    def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
+        self.cfg = replace(cfg, train=replace(cfg.train, recompute="none"))
+        self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
+        self.heap: list[Candidate] = []
+        self.timed: list[Candidate] = []  # fastest first; seconds are those of the whole step
+        self.fastest: list[Candidate] = []  # of them those that recompute no more than they have to
+        self.others: list[tuple[Config, float]] = []
+        self.reasons: Counter = Counter()
+        self.same: set = set()
+        self.lasts: dict[tuple, int] = {}
+        self.numbers = 0
+
+    def run(self) -> Found:
+        every = (Family(cfg, self.world, self.machine) for cfg in families(self.cfg, self.world, self.machine))
+        closed = sorted(((family.at_least(), i, family) for i, family in enumerate(every)), reverse=True)
+        given = Family(self.cfg, self.world, self.machine)
+        self.push(Candidate(given.member_at_least(self.cfg), self.cfg, given))
+        while self.heap or closed:
+            if closed and (not self.heap or closed[-1][0] <= self.heap[0].seconds):
+                if closed[-1][0] > self.limit:
+                    break
+                self.open(closed.pop()[-1])
+            elif self.heap[0].seconds > self.limit:
+                break
+            else:
+                self.look(heapq.heappop(self.heap))
+        for candidate in self.heap:
+            self.drop(candidate)
+        self.reasons[TOO_SLOW] += sum(member != self.cfg for *_, family in closed for member in family.pipelines())
+        best, smaller = self.fastest[: self.count], []
+        for one in self.timed if self.smaller else ():
+            if not smaller or one.gib < LESS * smaller[-1].gib:
+                smaller.append(one)
+        plans = {one.number: plan(one.cfg, self.world, self.machine) for one in (*best, *smaller)}
+        self.others += [(one.cfg, one.seconds) for one in self.fastest if one.number not in plans]
+        best, smaller = ([plans[one.number] for one in some] for some in (best, smaller))
+        return Found(best, smaller, sorted(self.others, key=itemgetter(1)), +self.reasons)
+
+    @property
+    def limit(self) -> float:
+        """Seconds beyond which no layout is shown."""
+        if len(self.fastest) < self.count:
+            return inf
+        most = self.fastest[self.count - 1].seconds
+        return max(most, SLOWER * self.fastest[0].seconds) if self.smaller else most
+
+    def useful(self, candidate: Candidate) -> bool:
+        """Tell whether a layout of at least so many seconds and GiB may be shown."""
+        seconds, fastest = candidate.seconds, self.fastest
+        if not candidate.extra and (len(fastest) < self.count or seconds < fastest[self.count - 1].seconds):
+            return True
+        if not self.smaller or fastest and seconds > SLOWER * fastest[0].seconds:
+            return False
+        faster = (one.gib for one in self.timed if one.seconds <= seconds * NEAR)
+        return candidate.gib < LESS * min(faster, default=inf)
+
+    def push(self, candidate: Candidate) -> None:
+        self.numbers += 1
+        heapq.heappush(self.heap, replace(candidate, number=self.numbers))
+
+    def drop(self, candidate: Candidate, reason: str = TOO_SLOW) -> None:
+        """Note what became of a layout that is not planned."""
+        if candidate.extra:
+            return
+        if candidate.gib is None:
+            self.reasons[reason] += 1
+        else:
+            self.others.append((candidate.cfg, candidate.seconds))
+
+    def open(self, family: Family) -> None:
+        """Put the members of a family that keep the rules among what is to be looked at."""
+        broken: dict[int, str] = {}  # by pp, on which rules depend; not on the stages, which are made to keep them
+        for member in family.pipelines():
+            p = member.parallel
+            if member == self.cfg:  # looked at already
+                continue
+            if p.pp not in broken:
+                broken[p.pp] = self.broken(replace(member, parallel=replace(p, vp=1, layers_per_stage=None)))
+                key = p.pp, p.tp, p.cp, p.sequence_parallel, p.schedule, member.train.micro_batch_size
+                if not broken[p.pp]:
+                    alike = key, family.at_least()
+                    broken[p.pp] = "planned as another parallel.cp_style" if alike in self.same else ""
+                    self.same.add(alike)
+            if broken[p.pp]:
+                self.reasons[broken[p.pp]] += 1
+            else:
+                self.push(Candidate(family.member_at_least(member), member, family))
+
+    def broken(self, cfg: Config) -> str:
+        try:
+            rules.check(cfg, self.world)
+        except ValueError as error:
+            return f"breaks a rule of {str(error).partition('=')[0]}"  # the key, with which its line begins
+        return ""
+
+    def look(self, candidate: Candidate) -> None:
+        """Look closer at a layout: at its memory, then at the whole plan."""
+        if candidate.gib is not None:
+            if self.useful(candidate):
+                step = Quick(candidate.cfg, self.world, self.machine)
+                candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
+                for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
+                    insort(some, candidate)
+            else:
+                self.drop(candidate)
+            return
+        reason = self.weigh(candidate)
+        if not reason:
+            step = Quick(candidate.cfg, self.world, self.machine)
+            before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
+            self.push(replace(candidate, seconds=before + step.exposed_at_least()))
+        t = candidate.cfg.train
+        if t.recompute != RECOMPUTE[-1] and (reason == TOO_MUCH or reason in ("", TOO_SLOW) and self.smaller):
+            t = replace(t, recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1])
+            cfg = replace(candidate.cfg, train=t)
+            extra = candidate.extra or reason != TOO_MUCH
+            self.push(Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family, extra=extra))
+            if reason == TOO_MUCH:
+                return
+        if reason:
+            self.drop(candidate, reason)
+
+    def lasting(self, cfg: Config, memory: Memory) -> int:
+        """Count the bytes that last on the first rank, which most keys do not change, once."""
+        p = cfg.parallel
+        key = p.tp, p.cp, p.pp, p.vp, p.layers_per_stage
+        if key not in self.lasts:
+            self.lasts[key] = sum(memory.lasting_parts(0))
+        return self.lasts[key]
+
+    def weigh(self, candidate: Candidate) -> str:
+        """Find the candidate's memory, at first that of its first rank; return why it falls, "" if it may be shown."""
+        memory = Memory(candidate.cfg, self.world, gpus_per_node=self.machine.fabric.gpus_per_node)
+        for measure, reason in (
+            (lambda: self.lasting(candidate.cfg, memory), TOO_LARGE),
+            (lambda: memory.of(0).total(), TOO_MUCH),
+            (lambda: sum(memory.lasting()), TOO_LARGE),
+            (lambda: memory.peak()[1].total(), TOO_MUCH),
+        ):
+            candidate.gib = measure() / 2**30
+            if candidate.gib > room_gib(self.machine):
+                candidate.gib = None
+                return reason
+            if not self.useful(candidate):
+                candidate.gib = None
+                return NOT_SMALLER if reason == TOO_LARGE else TOO_SLOW
+        return ""
+
+
+# ---- a job that does not fit -----------------------------------------------------------------------------------------
+
+
+def changes(before: Config, after: Config) -> dict[str, object]:
+    """The keys, `section.key`, in which a layout differs."""
+    return {
+        f"{section}.{key}": new
+        for section, keys in (
+            ("parallel", ("tp", "pp", "vp", "cp", "cp_style", "sequence_parallel", "schedule", "layers_per_stage")),
+            ("train", ("micro_batch_size", "recompute")),
+        )
+        for key in keys
+        if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)
+    }
+
+
+def written(changed: dict[str, object]) -> list[str]:
+    """As the command line takes them."""
+    words = {None: "null", True: "true", False: "false"}
+    texts = {
+        key: f"[{','.join(map(str, x))}]" if isinstance(x, (tuple, list)) else str(x) for key, x in changed.items()
+    }
+    return [f"{key}={words[x] if x is None or isinstance(x, bool) else texts[key]}" for key, x in changed.items()]
+
+
+def remedy(job: Plan, given: Config) -> str:
+    """One line for a plan that does not fit: what does not, and the nearest change that would, of `given`."""
+    machine, room = job.machine, room_gib(job.machine)
+    part, size = max(job.memory.items(), key=lambda pair: pair[1])
+    problem = (
+        f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
+        f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB"
+    )
+    for world in (job.world << i for i in range(8)):
+        if nearest := _nearest(job.cfg, world, machine):
+            more = [f"{world} GPUs"] if world > job.world else []
+            return f"{problem}; use {' '.join(more + written(changes(given, nearest)))}"
+    return f"{problem}; no layout of {world} GPUs fits either: use a smaller model, or another device"
+
+
+def plain_layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
+    """List layouts with plain stages, the configuration's own first; most break a rule or do not fit."""
     m, given = cfg.model, cfg.parallel
     yield cfg
     for tp in _powers(2 * machine.fabric.gpus_per_node):
@@ -83,60 +477,11 @@ def _powers(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
 
 
-def _that_fits(layout: Config, world: int, machine: Machine) -> Config | str:
-    """The layout with the least recomputation that fits, or why none does."""
-    room = room_gib(machine) * 2**30
-    for recompute in RECOMPUTE:
-        layout = replace(layout, train=replace(layout.train, recompute=recompute))
-        memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
-        if sum(memory.lasting()) > room:
-            return "too large: parameters, gradients and optimizer alone"
-        if memory.peak()[1].total() <= room:
-            return layout
-    return "too large: with activations, even recomputed"
-
-
-# ---- a job that does not fit -----------------------------------------------------------------------------------------
-
-
-def changes(before: Config, after: Config) -> dict[str, object]:
-    """The keys, `section.key`, in which a layout differs."""
-    return {
-        f"{section}.{key}": new
-        for section, keys in (
-            ("parallel", ("tp", "pp", "vp", "cp", "schedule", "layers_per_stage")),
-            ("train", ("micro_batch_size", "recompute")),
-        )
-        for key in keys
-        if (new := getattr(getattr(after, section), key)) != getattr(getattr(before, section), key)
-    }
-
-
-def written(changed: dict[str, object]) -> list[str]:
-    """As the command line takes them."""
-    return [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
-
-
-def remedy(job: Plan, given: Config) -> str:
-    """One line for a plan that does not fit: what does not, and the nearest change that would, of `given`."""
-    machine, room = job.machine, room_gib(job.machine)
-    part, size = max(job.memory.items(), key=lambda pair: pair[1])
-    problem = (
-        f"{job.memory_gib:.1f} GiB do not fit into the {room:.1f} GiB that {machine.device.gpu} leaves on "
-        f"pipeline rank {job.fullest}; the largest part is {part}, {size / 2**30:.1f} GiB"
-    )
-    for world in (job.world << i for i in range(8)):
-        if nearest := _nearest(job.cfg, world, machine):
-            more = [f"{world} GPUs"] if world > job.world else []
-            return f"{problem}; use {' '.join(more + written(changes(given, nearest)))}"
-    return f"{problem}; no layout of {world} GPUs fits either: use a smaller model, or another device"
-
-
 def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
     """The layout that fits after the fewest changes; the fastest of several."""
     every = (
         replace(layout, train=replace(layout.train, recompute=recompute))
-        for layout in layouts(cfg, world, machine)
+        for layout in plain_layouts(cfg, world, machine)
         for recompute in RECOMPUTE
     )
     distance, fitting, room = None, [], room_gib(machine) * 2**30

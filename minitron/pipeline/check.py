@@ -85,6 +85,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     """Walk one rank's actions, keeping what it has run, received and not yet sent."""
     pp, vp, m = schedule.pp, schedule.vp, schedule.num_microbatches
     ran: set[Ran] = set()
+    done: Counter[tuple[type[Operation], int]] = Counter()
     received: dict[Transfer, int] = {}  # -> number of Exchanges that must be complete before it is used
     exchanges = 0
     unsent: set[Transfer] = set()
@@ -96,12 +97,13 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
             exchanges += 1
             problem = _exchange_problem(action, received, unsent, exchanges)
         else:
-            problem = _operation_problem(action, ran, (m, vp), counts) or _route_problem(
+            problem = _operation_problem(action, ran, (m, vp), counts, done) or _route_problem(
                 action, received, input_of(action, rank, pp, vp), output_of(action, rank, pp, vp)
             )
             if action.input is not None:
                 received.pop(action.input, None)
             ran.add((type(action), action.mb, action.chunk))
+            done[type(action), action.chunk] += 1
             if action.output is not None:
                 unsent.add(action.output)
         if problem:
@@ -117,16 +119,20 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
 
 
 def _operation_problem(
-    op: Operation, ran: set[Ran], sizes: tuple[int, int], counts: Counter[tuple[type[Operation], int]]
+    op: Operation,
+    ran: set[Ran],
+    sizes: tuple[int, int],
+    counts: Counter[tuple[type[Operation], int]],
+    done: Counter[tuple[type[Operation], int]],
 ) -> str:
-    """Say why `op` cannot run now; '' if it can. counts: of the rank's operations, by type and chunk."""
+    """Say why `op` cannot run now; '' if it can. counts, done: of all and of those run, by type and chunk."""
     if not (0 <= op.mb < sizes[0] and 0 <= op.chunk < sizes[1]):
         return f"there are {sizes[0]} microbatches and {sizes[1]} chunks"
     if (type(op), op.mb, op.chunk) in ran:
         return "runs a second time"
     if isinstance(op, Forward):
         return ""
-    before = sum(kind is type(op) and chunk == op.chunk for kind, _, chunk in ran)
+    before = done[type(op), op.chunk]
     if isinstance(op, Backward):
         if (Forward, op.mb, op.chunk) not in ran:
             return "its forward has not run"

@@ -38,6 +38,7 @@ be the peak.
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 from minitron.config import sizes
@@ -53,6 +54,7 @@ GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one
 POOL_PARTS = 16  # of which a graph's pool leaves one unused
 LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
 PARTS = (*LASTING, "activations", "working", "messages")
+_operations = lru_cache(256)(operations)
 
 
 class AdapterSize(NamedTuple):
@@ -247,7 +249,7 @@ class Memory:
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
         left = [self.put_off(stage) for stage in self.stages(rank)]
-        for op in operations(p.pp, p.vp, some, rank, p.schedule):
+        for op in _operations(p.pp, p.vp, some, rank, p.schedule):
             if type(op) is Forward:
                 live += saved[op.chunk]
                 peak = max(peak, (live, 0), key=sum)

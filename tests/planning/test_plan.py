@@ -21,8 +21,9 @@ from minitron.planning.plan import plan, room_gib
 from minitron.planning.work import HIDDEN
 from minitron.runtime.goodput import best_interval, predict
 from tools import plan as tool
-from tools import plan_pictures
+from tools import plan_cost, plan_pictures
 from tools.draw_pipeline import draw_svg
+from tools.plan_search import written
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = [str(ROOT / "configs" / "llama3_8b.yaml"), *DATA_PARALLEL]
@@ -110,8 +111,7 @@ def test_search_ranks_says_what_it_changes_and_why_others_fell(capsys):
     text = printed(capsys, *DP8, "--search", "--count", "3")
     steps = [best["step_seconds"] for best in record["best"]]
     assert steps == sorted(steps) and steps[0] < record["given"]["step_seconds"]
-    for key, value in record["changes"][0].items():
-        assert f"{key}={value}" in text
+    assert " ".join(written(record["changes"][0])) in text
     for reason, count in record["reasons"].items():
         assert f"{count:6} layouts: {reason}" in text
     assert f"{100 * (record['given']['step_seconds'] / steps[0] - 1):.1f} % faster" in text
@@ -229,6 +229,62 @@ def test_keys_are_added_up_where_none_alone_is_enough():
     assert len(keys) > 1 and last.fits and len({key.split("=")[0] for key in keys}) == len(keys)
 
 
+def test_less_memory_is_shown_with_its_cost(capsys):
+    record = json.loads(printed(capsys, *DP8, "--search", "--json", "--count", "1"))
+    text = printed(capsys, *DP8, "--search", "--count", "1")
+    assert record["smaller"]
+    for less in record["smaller"]:
+        slower = 100 * (less["step_seconds"] / record["best"][0]["step_seconds"] - 1)
+        assert f"with {less['memory_gib']:.1f} GiB, {slower:.1f} % slower: " in text
+        keys = " ".join(written(less["changes"]))
+        followed = json.loads(printed(capsys, *KEYS, *keys.split(), *DP8[len(KEYS) :], "--json"))
+        assert followed["step_seconds"] == less["step_seconds"] and followed["memory_gib"] == less["memory_gib"]
+
+
+def test_a_sweep_plans_every_combination(capsys):
+    argv = [*DP8, "--sweep", "world=8,16,7", "--sweep", "train.global_batch_size=32,64"]
+    rows, text = json.loads(printed(capsys, *argv, "--json")), printed(capsys, *argv)
+    assert [(row["sweep"]["world"], row["sweep"]["train.global_batch_size"]) for row in rows] == [
+        (world, batch) for world in ("8", "16", "7") for batch in ("32", "64")
+    ]
+    for row in rows[:4]:
+        job = plan(
+            cli.load([*KEYS, f"train.global_batch_size={row['sweep']['train.global_batch_size']}"]),
+            row["world"],
+            tool.chosen(tool.parse(DP8)),
+        )
+        assert row["step_seconds"] == job.step_seconds
+        assert row["gpu_hours"] == pytest.approx(row["days"] * 24 * row["world"])
+        assert f"{row['gpu_hours']:12,.0f}" in text
+    assert all("does not divide the world of 7 ranks" in row["error"] for row in rows[4:]) and rows[4]["error"] in text
+    searched = json.loads(printed(capsys, *argv, "--search", "--json"))
+    assert all(best["step_seconds"] <= row["step_seconds"] for best, row in zip(searched[:4], rows))
+    with pytest.raises(ValueError, match="world is no KEY=VALUE,VALUE"):
+        tool.main([*DP8, "--sweep", "world"])
+
+
+def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
+    path = tmp_path / "calibration.md"
+    head = "## Held out\n\n| run | device | GPUs | predicted s | measured s | error |\n|---|---|---|---|---|---|\n"
+    ratios = [0.90, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
+    rows = [f"| r | h100 | 8 | 2.0 | {2 * ratio:.3f} | x |" for ratio in ratios]
+    rows += ["| r, bound by the host | h100 | 8 | 1.0 | 9.0 | x |", "| r | a100-40gb | 8 | 1.0 | 3.0 | x |"]
+    path.write_text(
+        head + "\n".join(rows) + "\n" + head.replace("Held out", "Fitted") + "| r | h100 | 8 | 1 | 7 | x |\n"
+    )
+    off = plan_cost.error_range("H100", path)
+    assert (off.low, off.high, off.rows) == (pytest.approx(0.93), pytest.approx(1.14), 7)
+    assert plan_cost.error_range("A100", path).rows == 8  # one row is no range
+    assert plan_cost.error_range("H100", tmp_path / "none.md") is None
+    text, off = printed(capsys, *DP8), plan_cost.error_range("H100")
+    job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
+    hours = 1e12 / job.tokens_per_second / 3600 * 8
+    assert f"cost   {hours:,.0f} GPU-hours; {hours * off.low:,.0f} to {hours * off.high:,.0f}, or " in text
+    assert off.low < 1 < off.high and off.rows > 20
+    figure = plan_cost.curves(plan_pictures.scaling(job, in_proportion=True)[:3], 1e12)
+    assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +299,7 @@ def test_pictures(capsys, tmp_path):
     tool.main([*PP2, "--world", "8", "--device", "h200", "--draw", str(tmp_path / "plan")])
     out, err = capsys.readouterr()
     names = [Path(line).name for line in err.split()]
-    assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png"]
+    assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png", "cost.png"]
     assert all((tmp_path / "plan" / name).stat().st_size > 1000 for name in names)
     timeline = (tmp_path / "plan" / "timeline.svg").read_text()
     assert timeline == draw_svg(job_of(PP2, 8, "h200").timeline, plan_pictures.bubble(job_of(PP2, 8, "h200")))
@@ -252,7 +308,7 @@ def test_pictures(capsys, tmp_path):
     assert f">bubble {seconds} s, {share} % of the step: waiting for other stages<" in timeline
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--draw .*file cannot be written"):
-        list(plan_pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file"))
+        list(plan_pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file", 1e12))
 
 
 @pytest.mark.parametrize("keys", [["parallel.vp=2"], ["parallel.vp=1", "parallel.schedule=zb-h1"]])

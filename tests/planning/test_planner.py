@@ -1,5 +1,6 @@
 """minitron/planning: operations, bytes and seconds against plain twins, the search against trying everything."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -781,18 +782,68 @@ def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     """Also from a configuration that recomputes more than it needs to: the search never tried less than that."""
     cfg = cli.load([*SMALL, f"train.recompute={recompute}"])
     machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
-    found, every = search(cfg, 8, machine, count=3), list(everything(cfg, 8, machine))
+    found, every = search(cfg, 8, machine, count=3, smaller=False), list(everything(cfg, 8, machine))
     fastest = sorted(job.step_seconds for job in every)[:3]
     assert [job.step_seconds for job in found.best] == pytest.approx(fastest)
-    assert len(found.best) + len(found.others) == len(every)
-    assert all(seconds >= fastest[-1] for _, seconds in found.others)
-    assert len(every) + sum(found.reasons.values()) == sum(1 for _ in layouts(cfg, 8, machine))
+    fitting = {repr(job.cfg) for job in every}
+    assert all(repr(cfg) in fitting for cfg, _ in found.others)
+    known = {repr(job.cfg): job.step_seconds for job in every}
+    assert all(seconds <= known[repr(cfg)] * (1 + 1e-9) for cfg, seconds in found.others)
+    looked_at = len(found.best) + len(found.others) + sum(found.reasons.values())
+    assert looked_at == sum(1 for _ in layouts(cfg, 8, machine))
     assert any("rule" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize("memory_gib", [8.0, 2.4])
+def test_what_less_memory_costs_is_what_trying_everything_finds(memory_gib):
+    """Each is the fastest that fits into nine tenths of the one before, of all layouts and all they may recompute."""
+    cfg, machine = cli.load(SMALL), replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
+    found = search(cfg, 8, machine, count=1).smaller
+    assert found[0].step_seconds == search(cfg, 8, machine, count=1, smaller=False).best[0].step_seconds
+    every = []
+    for layout in layouts(cfg, 8, machine):
+        for recompute in RECOMPUTE:
+            tried = replace(layout, train=replace(layout.train, recompute=recompute))
+            try:
+                rules.check(tried, 8)
+            except ValueError:
+                continue
+            if (job := plan(tried, 8, machine)).fits:
+                every.append(job)
+    assert len(found) > 1
+    for one, less in zip(found, found[1:]):
+        assert one.step_seconds < less.step_seconds and less.memory_gib < search_module.LESS * one.memory_gib
+        fastest = min(j.step_seconds for j in every if j.memory_gib < search_module.LESS * one.memory_gib)
+        assert less.step_seconds <= fastest * search_module.NEAR
+
+
+def test_uneven_stages_are_found_where_layers_do_not_divide():
+    """Of 126 layers, the hand-written stages, which have a layer less beside the embedding and the head."""
+    cfg = recipe("llama31_405b", "train.global_batch_size=512")
+    given = cfg.parallel.layers_per_stage
+    assert given in search_module.divisions(126, 16, 4, 0.1, 0.7)
+    plain = replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=None))
+    family = search_module.Family(plain, 512, H100)
+    assert any(member.parallel.layers_per_stage == given for member in family.pipelines())
+
+
+@pytest.mark.parametrize(
+    "num_layers, pp, vp, first, last", [(7, 3, 1, 0.2, 1.5), (9, 2, 2, 0.1, 1.2), (10, 4, 2, 0.0, 0.7)]
+)
+def test_level_stages_leave_the_slowest_rank_as_little_as_any_stages(num_layers, pp, vp, first, last):
+    def most(counts):
+        loads = [sum(counts[rank::pp]) for rank in range(pp)]
+        return max(load + first * (rank == 0) + last * (rank == pp - 1) for rank, load in enumerate(loads))
+
+    ways = (c for c in itertools.product(range(1, num_layers), repeat=pp * vp) if sum(c) == num_layers)
+    tried = search_module.divisions(num_layers, pp, vp, first, last)
+    assert min(most(c) for c in tried if c is not None) == pytest.approx(min(map(most, ways)))
 
 
 def test_a_reason_names_the_whole_rule():
     cfg = cli.load([*SMALL, "model.hidden_size=32", "model.num_kv_heads=2", "precision.fp8=delayed"])
-    assert "breaks a rule of the rows of the q, k, v matrix / tp" in search(cfg, 2, H100).reasons
+    reasons = search(cfg, 2, H100, count=40).reasons
+    assert "breaks a rule of the rows of the q, k, v matrix / tp" in reasons
 
 
 @settings(max_examples=30, deadline=None)
@@ -801,8 +852,16 @@ def test_the_bound_is_never_above_the_step(data):
     tp, cp, pp = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(3))
     vp = data.draw(st.sampled_from([1, 2])) if pp > 1 else 1
     keys = [f"parallel.{name}={value}" for name, value in (("tp", tp), ("cp", cp), ("pp", pp), ("vp", vp))]
+    if pp > 1 and vp == 1:
+        keys.append(f"parallel.schedule={data.draw(st.sampled_from(['1f1b', 'zb-h1']))}")
     cfg, world = cli.load([*SMALL, *keys, f"train.global_batch_size={2 * data.draw(st.integers(1, 9))}"]), tp * cp * pp
-    assert Step(cfg, world, H100).at_least() <= plan(cfg, world, H100).step_seconds * (1 + 1e-9)
+    step = plan(cfg, world, H100).step_seconds * (1 + 1e-9)
+    assert Step(cfg, world, H100).at_least() <= step
+    quick, family = search_module.Quick(cfg, world, H100), search_module.Family(cfg, world, H100)
+    assert total(quick.seconds(quick.timeline(quick.transfer_seconds))) == pytest.approx(step)
+    assert quick.at_least() + quick.exposed_at_least() <= step
+    assert family.member_at_least(cfg) + quick.update_seconds(quick.slowest) + quick.exposed_at_least() <= step
+    assert family.at_least() <= family.member_at_least(cfg) * (1 + 1e-9) and family.member_at_least(cfg) <= step
 
 
 @pytest.mark.parametrize("name, world", [("gpt3_175b", 128), ("llama31_70b", 64)])

@@ -1,0 +1,99 @@
+"""What a training costs, for `tools/plan.py`: GPU-hours and days, with the range that the planner's errors justify.
+
+A plan is a figure; a buyer needs to know how far it may be off. benchmarks/results/calibration.md has runs that no
+constant was fitted to. Of those on the plan's GPU, the middle four fifths of measured over predicted are the range: one
+run in ten was faster than that, one in ten slower. Failures, checkpoints and evaluation come on top; `--mtbf-hours` has
+the failures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import quantiles
+from typing import NamedTuple
+
+from minitron.planning.plan import Plan
+from tools import pictures
+from tools.pictures import BLUE, tint
+
+CALIBRATION = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "calibration.md"
+FEWEST = 5  # rows of one GPU that make a range; with less those of all GPUs do
+
+
+class Range(NamedTuple):
+    """Measured over predicted seconds: of the runs that it was taken from one in ten was below, one in ten above."""
+
+    low: float
+    high: float
+    rows: int
+
+
+class Cost(NamedTuple):
+    days: float
+    gpu_hours: float
+
+
+def cost(job: Plan, tokens: float) -> Cost:
+    """Count what it takes to train on so many tokens, steps alone."""
+    hours = tokens / job.tokens_per_second / 3600
+    return Cost(hours / 24, hours * job.world)
+
+
+def error_range(gpu: str, path: Path = CALIBRATION) -> Range | None:
+    """Read how far predictions for this GPU were off; None without a table of held-out runs."""
+    rows = list(_held_out(path))
+    ratios = [ratio for device, ratio in rows if device.partition("-")[0] == gpu.lower()]
+    if len(ratios) < FEWEST:
+        ratios = [ratio for _, ratio in rows]
+    if len(ratios) < FEWEST:
+        return None
+    tenths = quantiles(ratios, n=10, method="inclusive")
+    return Range(tenths[0], tenths[-1], len(ratios))
+
+
+def _held_out(path: Path) -> Iterator[tuple[str, float]]:
+    """Yield (device, measured over predicted seconds) of the held-out rows; runs bound by the host are no errors."""
+    held_out, columns = False, {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("#"):
+            held_out, columns = "held out" in line.lower(), {}
+        elif held_out and "predicted s" in cells and "device" in cells:
+            columns = {name: cells.index(name) for name in ("device", "predicted s", "measured s")}
+        elif columns and len(cells) > max(columns.values()) and "bound by the host" not in line:
+            device, predicted, measured = (cells[i] for i in columns.values())
+            if re.fullmatch(r"[\d.]+", predicted) and re.fullmatch(r"[\d.]+", measured):
+                yield device, float(measured) / float(predicted)
+
+
+def told(job: Plan, tokens: float) -> str:
+    """Say the cost in one line, with its range."""
+    days, hours = cost(job, tokens)
+    text = f"cost   {hours:,.0f} GPU-hours"
+    if (off := error_range(job.machine.device.gpu)) is None:
+        return text
+    between = (
+        f"{hours * off.low:,.0f} to {hours * off.high:,.0f}, or {days * off.low:,.1f} to {days * off.high:,.1f} days"
+    )
+    return f"{text}; {between}, as far as {off.rows} runs of calibration.md were off"
+
+
+@pictures.styled
+def curves(plans: list[Plan], tokens: float):
+    """Draw GPU-hours and days over GPUs, with their range: plans of one job at growing scale."""
+    figure, axes = pictures.new(3.8, columns=2)
+    off, worlds = error_range(plans[0].machine.device.gpu), [job.world for job in plans]
+    for axis, name, values in zip(axes, ("GPU-hours", "days"), zip(*(reversed(cost(job, tokens)) for job in plans))):
+        axis.plot(worlds, values, "o-", ms=4, color=BLUE, label="planned")
+        if off is not None:
+            band = [[value * ratio for value in values] for ratio in (off.low, off.high)]
+            axis.fill_between(worlds, *band, color=tint(BLUE, 0.3), lw=0, label=f"as far as {off.rows} runs were off")
+        axis.set(xscale="log", xlabel="GPUs", ylabel=name, title=f"{name} for {tokens:g} tokens")
+        axis.set_xticks(worlds, worlds, rotation=45)
+        axis.minorticks_off()
+        axis.set_ylim(0, None)
+        axis.grid()
+    axes[0].legend(loc="lower left")
+    return figure
