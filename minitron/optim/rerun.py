@@ -39,7 +39,7 @@ from torch import Tensor
 
 from minitron.comm.activity import listed
 from minitron.comm.collectives import all_gather_into, all_reduce_
-from minitron.optim.buckets import Gradients, square_norms
+from minitron.optim.buckets import Gradients
 from minitron.runtime.log import Log
 from minitron.runtime.stragglers import gather_places
 
@@ -137,15 +137,17 @@ class Rerun:
 
     def _own_figures(self, loss_sum: Tensor) -> Tensor:
         """Return [loss sum, norm of what this rank computed, norm of its slice of the sums], float64 on the device."""
-        axis, own, summed = self.mesh.dp_cp, list[Tensor](), list[Tensor]()
+        axis, own = self.mesh.dp_cp, loss_sum.new_zeros((), dtype=torch.float64)
+        summed = own.clone()
         for bucket in self.gradients.buckets:
             parts = list(bucket.grad.chunk(axis.size))
             mine = parts.pop(axis.rank)
-            own += parts
+            for part in parts:
+                own += bucket.square_sum(part)
             if not (bucket.key.sum_over_tp or bucket.key.tied):  # those are sums over other axes, too
-                (summed if axis.size > 1 else own).append(mine)
-        norms = [square_norms(x).sqrt() if x else loss_sum.new_zeros((), dtype=torch.float64) for x in (own, summed)]
-        return torch.stack([loss_sum.double(), *norms])
+                total = summed if axis.size > 1 else own
+                total += bucket.square_sum(mine)
+        return torch.stack([loss_sum.double(), own.sqrt(), summed.sqrt()])
 
     def _differing(self, first: Tensor, second: Tensor) -> list[int]:
         """List the ranks whose figures are not those of their first run. Collective over the world."""
