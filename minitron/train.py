@@ -97,7 +97,7 @@ class Trainer:
         return loss_sum
 
     def again(self, batches: list[Batch]) -> Tensor:
-        """Compute `forward_backward` once more, with the same result; return this rank's contribution to the loss sum."""
+        """Compute `forward_backward` once more, with the same result; return its contribution to the loss sum."""
         self.drop_casts()
         return self.contribution(self.forward_backward(batches), batches)[0]
 
