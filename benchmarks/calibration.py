@@ -8,7 +8,7 @@ A configuration is fitted or held out, at all of its scales. `--fit` first finds
 tells, and writes them to devices.json:
 
     in_step                  on own runs of one GPU
-    copy_felt, piece_felt    on own runs of two GPUs
+    copy_felt, piece_felt    on own runs of two and four GPUs
 
 by the least sum of squared relative errors, one constant after another until none moves. All devices get the same
 in_step, all fabrics the same share. Nothing is fitted on a published run, on Megatron, or on a single rank.
@@ -91,10 +91,12 @@ def own_rows(path: Path) -> list[Row]:
                 record["ours"]["step_seconds"],
                 record["ours_gib"],
                 record["ours"].get("floor_gemm_seconds"),
-                fitted={1: "device", 2: "fabric"}.get(case.gpus, ""),
+                fitted="device" if case.gpus == 1 else "fabric",
                 floor_share=record["ours"].get("floor_share"),
                 software="minitron",
             )
+            if found[record["case"]].host_bound:
+                found[record["case"]] = replace(found[record["case"]], fitted="")
             if record["peer"] == "megatron":  # which ran without user buffers
                 found["Megatron", record["case"]] = replace(
                     found[record["case"]],
@@ -172,8 +174,9 @@ def rank_seconds(record: dict, machines: Machines) -> float:
     arguments = tuple(f"configs/{name}.yaml" for name in record["recipe"].split()) + tuple(record["keys"])
     cfg, world = configuration(arguments), record["world"]
     software = SOFTWARE["minitron" if record["replayed"] else "minitron-eager"]
-    device = machines[0]["h200"]
-    step = Step(cfg, world, alone(Machine(device, machines[1][device.fabric], software)))
+    device, named = machines[0]["h200"], re.search(r"--fabric (\S+)", record["command"])  # how many GPUs a node has
+    fabric = machines[1][named[1] if named else device.fabric]
+    step = Step(cfg, world, alone(Machine(device, fabric, software)))
     pp = cfg.parallel.pp
     rank = record["rank"] * pp // world
     of_one = sum(
@@ -361,10 +364,9 @@ def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
     ]
     lines[-1] += " is 10 % larger everywhere; * is fitted, all others are measured alone or of the source in "
     lines[-1] += "`devices.json`."
-    lines += ["", "| constant | on h200 | own runs | published, H100 | largest |", "|---|---|---|---|---|"]
-    # Of each configuration the first scale; deep pipelines of A100 take minutes.
-    chosen = [row for row in rows if row.fitted or row.kind == "published" and row.device == "h100"]
-    smallest = {row.name: row for row in reversed(chosen)}
+    lines += ["", "| constant | on h200 | own runs | published | largest |", "|---|---|---|---|---|"]
+    # Of each configuration the first scale; schedules of more than 5,000 stages and microbatches take minutes.
+    smallest = {row.name: row for row in reversed(rows) if row.fitted or row.kind == "published" and depth(row) < 5000}
     before = {row: predict(row, machines).step_seconds for row in smallest.values()}
     for section, of in ((0, Device), (1, Fabric)):
         for field in fields(of):
@@ -385,6 +387,12 @@ def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
             largest = f"{100 * max(change.values(), key=abs):+.2f} %"
             lines.append(f"| {name} | {told} | {means[0]} | {means[1]} | {largest} |")
     return lines
+
+
+def depth(row: Row) -> int:
+    """Count the forwards of a step: stages times microbatches."""
+    cfg = configuration(row.arguments)
+    return cfg.parallel.pp * cfg.parallel.vp * cfg.num_microbatches(cfg.dp(row.gpus))
 
 
 def _larger(one: Device | Fabric, name: str) -> Device | Fabric:
@@ -433,10 +441,10 @@ Written by `python benchmarks/calibration.py`; no figure is typed in. Constants:
   and networks between nodes are data sheets' or assumed; each source says which.
 - Fitted, three constants: in_step {in_step:g}, the rate of kernels in a step over that alone, on own runs of one GPU,
   for all devices; and the share of a hidden copy's time by which what runs beside it takes longer: copy_felt {copy:g}
-  of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two GPUs, for all fabrics.
-  Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on memory.
-  piece_felt stands at its end, 1: of what products in pieces cost, more is there than copies explain.
-- Held out: every published run at all scales, Megatron-core beside our own, own runs of four GPUs, single ranks.
+  of gradients and parameters, piece_felt {piece:g} of tensor parallelism, on own runs of two and four GPUs, for all
+  fabrics. Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on
+  memory.
+- Held out: every published run at all scales, Megatron-core beside our own, single ranks.
 
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
 and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.

@@ -107,9 +107,10 @@ run_job() {
         excluded=$({ scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *ExcNodeList=\([^ (].*\)/\1/p'
             cat "$run/excluded_nodes"; } 2>/dev/null | sort -u | paste -sd ,)
         echo "$line; back to the queue${excluded:+ without $excluded}"
+        # Only a job that waits takes other nodes. To requeue it ends this shell, too, but by a SIGTERM first (KillWait).
+        trap '' TERM
         scontrol requeue "$SLURM_JOB_ID"
-        # Only a job that waits takes it; and this shell has still a moment.
-        [ -z "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"
+        until [ -z "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"; do sleep 1; done
     elif [ "$status" != 0 ]; then
         # The line that says why comes last: torchrun adds a page of its own.
         line=$(tail -c +$((before + 1)) "$output" 2>/dev/null | grep -oE '(^|:)error: .*' | tail -n 1) || true

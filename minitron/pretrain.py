@@ -35,6 +35,7 @@ from minitron.data.build import Datasets, build_datasets
 from minitron.data.indexed import DataError
 from minitron.kernels import kernels
 from minitron.optim.replicas import ReplicasDiffer
+from minitron.optim.rerun import WrongResult
 from minitron.planning import dryrun
 from minitron.planning.fits import check_room
 from minitron.runtime import profiling
@@ -96,7 +97,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         log = Log(cfg, rank, world, name)
         listener.alarm = log.alarm
     # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
-    alike = CheckpointError, Diverged, ReplicasDiffer
+    alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
     with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from minitron.model.init import initialise
 from minitron.optim.buckets import Gradients
 from minitron.optim.lr import learning_rate
 from minitron.optim.replicas import Replicas
+from minitron.optim.rerun import Rerun
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.layout import make_layout
@@ -64,16 +66,21 @@ class Trainer:
     kernels: Kernels
     base: str | None = None  # fingerprint of the weights beside which adapters are trained
     graph: StepGraph | None = None  # of forward_backward; None where it cannot be recorded or is not to be
+    rerun: Rerun | None = None
 
     def step(self, batches: list[Batch], lr: float) -> Stats:
         """Run forward, backward and update on this rank's microbatches of a global batch. Collective over the world."""
-        loss_sum = self.forward_backward(batches)
+        loss_sum, skip = self.forward_backward(batches), False
+        if self.rerun is not None:
+            scale = self.backward_scale(len(batches))
+            again, known = partial(self.again, batches), self.contribution(loss_sum, batches)
+            loss_sum, skip = self.rerun.check(batches, again, *known, scale)
         # Before the optimizer, whose all-gathers would delay its small reductions.
         end_step([chunk.fp8_state for chunk in self.chunks])
         loss_sum, count = self.contribution(loss_sum, batches)
-        stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)))
+        stats = self.optimizer.step(lr, loss_sum, count, self.backward_scale(len(batches)), skip)
         if self.scaler is not None:
-            self.scaler.update(stats.skipped)
+            self.scaler.update(stats.skipped * (not skip))
         self.mesh.activity.ended()
         return stats
 
@@ -89,6 +96,11 @@ class Trainer:
         loss_sum = self.executor.train(batches, self.backward_scale(len(batches)))
         self.finish()
         return loss_sum
+
+    def again(self, batches: list[Batch]) -> Tensor:
+        """Compute `forward_backward` once more, with the same result; return this rank's part of the loss sum."""
+        self.drop_casts()
+        return self.contribution(self.forward_backward(batches), batches)[0]
 
     def finish(self) -> None:
         """Complete the sums of gradients."""
@@ -219,6 +231,8 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
     trainer = Trainer(cfg, mesh, chunks, gradients, optimizer, executor, scaler, chosen)
     if mesh.device.type == "cuda":
         mesh.activity.progress = Progress.of(mesh.device)
+    if cfg.train.rerun == "on":
+        trainer.rerun = Rerun(gradients)
     packs = chosen.attention.packed is not None
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, packs) is None:
         always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
@@ -250,12 +264,14 @@ def train(
     waited for a save.
 
     Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
-    different copies of a parameter.
+    different copies of a parameter, WrongResult if one computes another result the second time.
     """
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     if trainer.graph is not None:
         trainer.graph.log, trainer.graph.steps = log, t.steps - done
+    if trainer.rerun is not None:
+        trainer.rerun.log = log
     most_documents = data.most_documents() if cfg.data.separate_documents else None
     loader = Loader(data.train, cfg, trainer.mesh, most_documents)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)

@@ -8,6 +8,8 @@ halt@2        rank 2 sleeps forever before step 9, which is replayed on a GPU wi
 slow@2        rank 2 takes 0.1 s longer for each forward, on a GPU some milliseconds of products
 nan           a weight becomes NaN before step 3
 overflow@N    a gradient of rank 0 becomes infinite in every N-th step
+wrong@R@S@F   rank R multiplies its gradient of step S by F, once: computed again it is right
+batch@S@F     a sample of data rank 0 counts F times in step S, each time that it is computed
 drift@R       from step 3 on rank R updates a norm's weight differently
 unrecorded@R  rank R cannot record a step as a graph
 replay        on CPUs steps are recorded and replayed by the graphs' twin, tests/replay.py
@@ -29,6 +31,8 @@ import torch
 
 import replay as twin
 from minitron import pretrain
+from minitron.data.loader import Loader
+from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
 from minitron.runtime import graph, stop
@@ -193,6 +197,42 @@ def overflow(every):
     Zero1Optimizer.step = overflows
 
 
+def wrong(rank, step, factor):
+    reduce, compute, done = Bucket.reduce, Trainer.forward_backward, set()
+
+    def spoil(bucket):
+        if os.environ["RANK"] == rank and bucket.slices.axis.activity.step == int(step) and id(bucket) not in done:
+            done.add(id(bucket))
+            for param in bucket.params.values():  # between them is padding, which stays 0
+                param.slot.main_grad.mul_(float(factor))
+            bucket.square.mul_(float(factor) ** 2)  # which a replayed step has taken already
+
+    def reduced(bucket):
+        spoil(bucket)
+        return reduce(bucket)
+
+    def computed(trainer, batches):
+        loss = compute(trainer, batches)
+        if trainer.graph is not None and trainer.graph.replaying:
+            for bucket in trainer.gradients.buckets:
+                spoil(bucket)
+        return loss
+
+    Bucket.reduce, Trainer.forward_backward = reduced, computed
+
+
+def batch(step, factor):
+    read = Loader.step
+
+    def spoiled(loader, consumed, of_step):
+        batches = read(loader, consumed, of_step)
+        if of_step == int(step) and loader.mesh.dp.rank == 0:
+            batches[0].mask[:, 0].mul_(float(factor))
+        return batches
+
+    Loader.step = spoiled
+
+
 def unrecorded(rank):
     record = graph.CudaRecorder.record
     broken = os.environ.get("RANK", "0") == rank
@@ -249,7 +289,7 @@ def late(port):
 
 
 if __name__ == "__main__":
-    faults = sleep, halt, slow, nan, overflow, drift, unrecorded, replay, late
+    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, late
     for planted in sys.argv[1].split("+"):
         fault, *arguments = planted.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)

@@ -4,7 +4,7 @@
     python tools/plan.py configs/llama31_70b.yaml train.seq_len=4096 --world 64 --device h100 --json
     python tools/plan.py configs/gpt3_175b.yaml train.global_batch_size=4096 --world 2048 --device h100 --search
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --draw plan/
-    python tools/plan.py configs/gpt3_175b.yaml --world 2048 --device h100 --mtbf-hours 4
+    python tools/plan.py configs/gpt3_175b.yaml train.global_batch_size=4096 --world 2048 --device h100 --mtbf-hours 4
     python tools/plan.py configs/gpt3_175b.yaml --world 128 --device h100 --search --sweep world=128,256 \
         --sweep train.global_batch_size=256,512
 

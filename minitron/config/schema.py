@@ -119,6 +119,11 @@ class TrainConfig:
         "steps between comparisons of the time that ranks of a pipeline stage compute; a slower one is named; 0: never",
         NOT_NEGATIVE,
     )
+    rerun: Literal["off", "on"] = key(
+        "off",
+        "compute a step again whose loss or gradients are not finite or spike: the same result, and the update is "
+        "skipped; another one, and the run ends and names the GPU. The host waits for the device once a step",
+    )
     seed: int = key(1234, "of weights, data order and dropout", "[0, 4294967295]")  # what numpy's RandomState takes
     kernels: Literal["auto", "apex"] = key(
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"

@@ -44,7 +44,7 @@ class Stats:
     """A step's figures, equal on every rank: one float64 device tensor, so that a log can copy it without waiting.
 
     loss: mean over the counted tokens; grad_norm: global, of the mean loss, before clipping; skipped: 1 if the
-    gradients were not finite and nothing was updated; nan: 1 if the loss is not finite.
+    gradients were not finite, or the step was to be skipped, and nothing was updated; nan: 1 if the loss is not finite.
     """
 
     values: Tensor  # [4]
@@ -102,20 +102,22 @@ class Zero1Optimizer:
             self.write_parameters()
 
     @torch.no_grad()
-    def step(self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0) -> Stats:
+    def step(
+        self, lr: float, loss_sum: Tensor, count: Tensor, backward_scale: float | Tensor = 1.0, skip: bool = False
+    ) -> Stats:
         """Divide, clip, update, gather: call it after `gradients.finish()`. Collective over the world.
 
         loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of
         tokens; zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with
-        before its backward (the fp16 loss scale), a number or a 0-d tensor. Afterwards the gradients are used up:
-        whoever needs them reads them before.
+        before its backward (the fp16 loss scale), a number or a 0-d tensor. skip: update nothing. Afterwards the
+        gradients are used up: whoever needs them reads them before.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)
         loss_sum, count, square_sum = totals.unbind()
         denominator = count * backward_scale
         norm = square_sum.sqrt() / denominator
-        skipped = norm.isfinite().logical_not()
+        skipped = norm.isfinite().logical_not() | skip
         divisor = denominator
         if self.cfg.clip_grad:
             divisor = denominator * ((norm + CLIP_EPS) / self.cfg.clip_grad).clamp(min=1.0)

@@ -31,6 +31,7 @@ that something is broken: train.max_skipped such steps in a row end the run.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -111,7 +112,7 @@ class Stop:
         self.step_seconds = it.seconds
         if not it.skipped:
             self.skips = 0
-        elif it.loss_scale <= 1:
+        elif it.loss_scale <= 1 and not math.isfinite(it.grad_norm):  # else train.rerun has skipped a spike
             self.skips += 1
         if self.skips >= self.max_skipped:
             what = f"iteration {it.step}: the gradients of {self.skips} iterations in a row were not finite"

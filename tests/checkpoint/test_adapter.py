@@ -332,7 +332,8 @@ def test_the_program(bases, tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     seconds = [record["step_seconds"] for record in records if record["kind"] == "step"]
     mean = sum(seconds[-20:]) / 20
-    assert lines[-1] == (
+    assert lines[-1].startswith("goodput ")
+    assert lines[-2] == (
         f"mean of the last 20 steps: train_step_timing in s: {mean:.4f}, tokens per second: {4 * 32 / mean:.0f}"
     )
     for program, kind, line in (

@@ -6,24 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from fault_run import TINY
 from minitron import pretrain
 from minitron.checkpoint.cadence import FIRST_STEPS, Cadence, Costs
 from minitron.config import cli
 from minitron.runtime.goodput import best_interval
-
-TINY = [
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=48",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.vocab_size=96",
-    "train.seq_len=32",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=4",
-    "data.source=mock",
-    "precision.dtype=fp32",
-]
 
 
 def figures(step, seconds):

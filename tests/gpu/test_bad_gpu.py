@@ -1,4 +1,4 @@
-"""A GPU's own time, by its own clock: eager and replayed, beside a partner that waits for it."""
+"""A GPU's own time, by its own clock, eager and replayed; and its own mistakes, which do not come again."""
 
 import time
 
@@ -109,3 +109,18 @@ def test_no_gpu_is_named_for_nothing_and_it_costs_under_half_a_percent(tmp_path,
         medians[every] = steps[len(steps) // 2]
     print(f"\nsteps of {1e3 * medians[10]:.3f} ms with the comparison, {1e3 * medians[0]:.3f} without")
     assert medians[10] < 1.03 * medians[0]
+
+
+@two_gpus
+@pytest.mark.parametrize("graph", ["on", "off"])
+@pytest.mark.parametrize("layout", [("parallel.tp=2",), ()], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("fault", ["wrong@1@25@1e4", "wrong@1@25@nan", "batch@25@nan"])
+def test_a_wrong_gpu_is_told_from_wrong_data(tmp_path, fault, layout, graph):
+    """Of kernels that add in another order each time: within the tolerance of optim/rerun.py."""
+    keys = *STEPS, *layout, f"train.cuda_graph={graph}", "train.rerun=on", "train.steps=30"
+    with Run(tmp_path, fault, *keys, ranks=2, on_gpus=True) as run:
+        status, _, output = run.end()
+    if fault.startswith("batch"):
+        assert status == 0 and "iteration 25: the loss is nan. Computed again it is the same" in output, output
+    else:
+        assert status == 1 and "exitcode  : 17" in output and "the result of rank 1 is another one" in output, output

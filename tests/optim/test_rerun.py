@@ -1,0 +1,164 @@
+"""A suspicious step is computed twice: the data are blamed for what comes again, and a rank for what does not."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fault_run import Run
+from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
+from minitron.comm.mesh import Mesh
+from minitron.data.loader import Loader
+from minitron.optim import rerun
+from minitron.optim.rerun import Rerun, WrongResult
+from minitron.train import build
+from replay import replayed
+from test_replay import APART, DROPOUT, FP16, fp8
+
+# ---- the second result is the first ---------------------------------------------------------------------------------
+
+
+def computed_twice(cfg, again: bool) -> tuple[list, set]:
+    """In each step, the figures and the gradients of both times; and which figures the ranks took for different."""
+    torch.set_num_threads(1)
+    trainer, found = build(cfg, mesh_of(cfg)), []
+    if again:
+        replayed(trainer)
+    compared = Rerun(trainer.gradients)
+    loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
+    for step in range(cfg.train.steps):
+        batches = loader.step(step * batch, step)
+        loss = trainer.contribution(trainer.forward_backward(batches), batches)[0]
+        first, before = compared._own_figures(loss), [b.grad_slice.clone() for b in trainer.gradients.buckets]
+        second = compared._own_figures(trainer.again(batches))
+        found.append((first.tolist(), second.tolist(), compared._differing(first, second)))
+        assert all(torch.equal(a, b.grad_slice) for a, b in zip(before, trainer.gradients.buckets))
+        trainer.step(batches, cfg.optimizer.lr)
+    loader.close()
+    assert not again or trainer.graph.replaying
+    return found
+
+
+@pytest.mark.parametrize(
+    "world, base, change, layout, again",
+    [
+        (1, GPT3, DROPOUT, "", False),
+        (1, LLAMA, FP16, "", True),
+        (1, LLAMA, fp8("delayed"), "", False),
+        (2, LLAMA, fp8("delayed", fp8_params=True), "tp=2", True),
+        (2, LLAMA, APART, "", True),
+        (2, GPT3, DROPOUT, "tp=2", False),
+        (2, LLAMA, {}, "cp=2", False),
+        (4, GPT3, DROPOUT, "tp=2 pp=2", True),
+        (4, LLAMA, {}, "pp=2 vp=2", False),
+        (2, GPT3, {}, "pp=2 schedule=zb-h1", True),
+    ],
+)
+def test_a_step_computed_again_is_the_same_in_every_layout(ranks, world, base, change, layout, again):
+    from test_invariance import axes
+
+    small = {"model": {"num_layers": 4}, "train": {"steps": 3, "global_batch_size": 4}}
+    cfg = config(base, small, change, axes(layout))
+    for found in ranks(world, computed_twice, cfg, again, timeout=180):
+        assert len(found) == 3
+        for first, second, differing in found:
+            assert first == second and first[1] > 0 and differing == []
+
+
+# ---- what is suspicious ---------------------------------------------------------------------------------------------
+
+
+def with_history(loss: float, norm: float, steps: int = rerun.AT_LEAST) -> Rerun:
+    compared = Rerun(SimpleNamespace(mesh=Mesh.offline()))
+    for i in range(steps):
+        compared.history["loss"].append(loss * (1 + 0.005 * (-1) ** i))
+        compared.history["gradient norm"].append(norm * (1 + 0.2 * (-1) ** i))
+    return compared
+
+
+def test_a_spike_is_ten_spreads_above_the_median():
+    check = with_history(2.0, 0.5)._suspicion
+    assert check({"loss": 2.15, "gradient norm": 5.0}) is None
+    assert check({"loss": 0.1, "gradient norm": 0.01}) is None
+    assert check({"loss": 2.3, "gradient norm": 0.5}).startswith("the loss is 2.3, and was 2 +- 0.02 in the last 20")
+    assert check({"loss": 2.0, "gradient norm": 6.0}).startswith("the gradient norm is 6, and was 0.5 +- 0.5")
+    noisy = with_history(2.0, 0.5)
+    noisy.history["loss"].extend([2.5, 1.5] * 40)
+    assert noisy._suspicion({"loss": 4.0, "gradient norm": 0.5}) is None
+
+
+def test_what_is_not_finite_is_always_suspicious_and_a_spike_only_against_enough_steps():
+    check = with_history(2.0, 0.5, steps=rerun.AT_LEAST - 1)._suspicion
+    assert check({"loss": 1e9, "gradient norm": 1e9}) is None
+    assert check({"loss": math.nan, "gradient norm": 1.0}) == "the loss is nan"
+    assert check({"loss": 2.0, "gradient norm": math.inf}) == "the gradient norm is inf"
+
+
+# ---- who is blamed, in runs -----------------------------------------------------------------------------------------
+
+ON = "train.rerun=on"
+
+
+@pytest.mark.parametrize(
+    "ranks, rank, argv, factor, how",
+    [
+        (2, 1, [], "nan", ""),
+        (4, 2, ["parallel.tp=2"], "1e4", ""),
+        (2, 0, ["parallel.pp=2"], "1e4", ""),
+        (1, 0, [], "nan", ""),
+        (2, 1, [], "1e4", "replay+"),
+    ],
+)
+def test_a_result_that_does_not_come_again_is_the_rank_s(tmp_path, ranks, rank, argv, factor, how):
+    with Run(tmp_path, f"{how}wrong@{rank}@25@{factor}", *argv, ON, "train.steps=40", ranks=ranks) as run:
+        status, _, output = run.end()
+    assert status == 1 and re.search(rf"exitcode *: {rerun.STATUS}\b", output), output
+    (said,) = set(re.findall(r"^error: (iteration 25: .*)", output, re.M))
+    assert f"the result of rank {rank} is another one: rank {rank} on " in said
+    assert said.startswith("iteration 25: the gradient norm is " + ("nan" if factor == "nan" else ""))
+    assert run.last_step() == 24 and said in (run.folder / "errors.log").read_text()
+
+
+@pytest.mark.parametrize("ranks, argv", [(2, []), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2"])])
+@pytest.mark.parametrize("factor, what", [("nan", "the loss is nan"), ("2000", "the loss is ")])
+def test_what_comes_again_is_the_data_s(tmp_path, ranks, argv, factor, what):
+    with Run(tmp_path, f"batch@25@{factor}", *argv, ON, "train.steps=30", ranks=ranks) as run:
+        status, _, output = run.end()
+    (said,) = re.findall(r"^iteration 25: .*", output, re.M)
+    assert status == 0 and said.startswith(f"iteration 25: {what}")
+    assert "the update is skipped. Look at samples 192, 193, " in said
+    samples = [*range(192, 200)] if argv else [192, 193, 196, 197]  # of the data rank that has it
+    assert said.endswith(f"samples {', '.join(map(str, samples))} of the run's order")
+    rows = run.rows("step")
+    assert [row["skipped_total"] for row in rows[23:26]] == [0, 1, 1] and len(rows) == 30
+    assert all(row["loss"] < 7 for row in rows[25:])
+
+
+def test_fp16_s_overflows_are_no_one_s_fault_and_nothing_else_changes(tmp_path):
+    losses = []
+    for how in "on", "off":
+        (folder := tmp_path / how).mkdir()
+        keys = "precision.dtype=fp16", "precision.loss_scale=1e9", "precision.loss_scale_hysteresis=1", "train.steps=25"
+        with Run(folder, "none", f"train.rerun={how}", *keys, ranks=None) as run:
+            status, _, output = run.end()
+        assert status == 0 and "Computed again" not in output
+        losses.append([(row["loss"], row["loss_scale"], row["skipped_total"]) for row in run.rows("step")])
+    assert losses[0] == losses[1] and losses[0][-1][2] > 2
+
+
+def test_losses_that_stay_high_are_a_new_level():
+    """Three spikes are skipped, the fourth is not; then there is a new history."""
+    compared, said = with_history(2.0, 0.5), []
+    compared.log = SimpleNamespace(warn=said.append)
+    compared.gradients.square_sum = lambda: torch.tensor(0.25, dtype=torch.float64)
+    compared.gradients.buckets = []
+    batch, loss, count = SimpleNamespace(samples=torch.tensor([7])), torch.tensor(5.0), torch.tensor(1.0)
+    skipped = [compared.check([batch], lambda: loss, loss, count, 1.0)[1] for _ in range(6)]
+    assert skipped == [True] * rerun.IN_A_ROW + [False] * 3 and len(said) == 4
+    assert "spikes in a row are a new level: the update is made" in said[-1]
+    with pytest.raises(WrongResult, match="the loss is nan. Computed again .* rank 0 on .* Suspect the hardware, and"):
+        compared.check([batch], lambda: loss, loss * math.nan, count, 1.0)
