@@ -198,5 +198,5 @@ class Machine:
         return num_bytes / (rate * 1e9) + latency if ranks > 1 else 0.0
 
     def slowest(self, world: int) -> float:
-        """The share by which the slowest of `world` GPUs is expected to be slower than they are on average."""
+        """Return the share by which the slowest of `world` GPUs is expected to be slower than they are on average."""
         return self.device.spread * NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) if world > 1 else 0.0
