@@ -2,7 +2,7 @@
 
 Problem: to import torch takes a rank seconds, and minutes where a thousand ranks read it from one shared disk. The
 idea: one process per node imports it once. It never touches a GPU, so its forks may. A start then takes milliseconds,
-and all ranks share the memory of the code.
+and all ranks share the memory of the code. Should an import have called CUDA, each fork becomes a new Python.
 
     supervisor -> agent        {"ranks": [{"RANK": "6", ...}, {"RANK": "7", ...}]}      start these
     agent -> supervisor        {"group": 4711}                                 their process group, to signal or kill
@@ -122,7 +122,7 @@ def main() -> None:
                 os.environ.update(variables)
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                return become(rank, wire, command, fresh=not preload)
+                return become(rank, wire, command, fresh=not preload or no_gpu_for_forks())
             group, local[pid] = group or pid, rank
         send(wire, group=group)
         while local:
@@ -132,6 +132,12 @@ def main() -> None:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     send(wire, rank=local.pop(pid), status=os.waitstatus_to_exitcode(status))
+
+
+def no_gpu_for_forks() -> bool:
+    """Tell whether the process that this one was forked from has called CUDA, which then fails here."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()
 
 
 def become(rank: int, wire: socket.socket, command: list[str], fresh: bool) -> None:

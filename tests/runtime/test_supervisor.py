@@ -117,6 +117,18 @@ def test_a_run_without_a_fault_ends_with_0(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_ranks_are_new_pythons_where_an_import_has_called_cuda(tmp_path, called):
+    """A fork of a process that has called CUDA gets no GPU."""
+    (tmp_path / "loaded.py").write_text(f"import torch\ntorch.cuda._is_in_bad_fork = lambda: {called}\n")
+    (tmp_path / "show.py").write_text(
+        "import os, sys\nprint('loaded' in sys.modules, file=open(os.environ['RANK'], 'w'))\n"
+    )
+    with Nodes(tmp_path, 1, "--preload", "loaded", command=["show.py"]) as nodes:
+        assert nodes.end() == [0], nodes.said()
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [f"{not called}\n"] * 2
+
+
 @pytest.mark.parametrize(
     "code, cause",
     [
