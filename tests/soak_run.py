@@ -14,9 +14,8 @@ it; at the end the loss must be that of the run that nobody hurt.
     exception   one in a rank
     disk        full at the next save: no restart, but a line in errors.log
     term        SIGTERM to a node
-
-Two more belong here as soon as `train.rerun` tells a wrong rank from a wrong model: a gradient of one rank made NaN,
-and multiplied by 1e4 (ORDERS below plants them).
+    nan         a gradient of a rank is NaN, once: train.rerun=on names the rank, and its machine is not used again
+    spike       it is 10,000 times too large, once
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -53,18 +53,23 @@ MODEL = [
     "precision.dtype=fp32",
     "parallel.tp=2",
     "optimizer.warmup_steps=10",
+    "train.rerun=on",
 ]
+WRONG = {"nan": math.nan, "spike": 1e4}  # what a gradient is multiplied by
+SPIKE_STEPS = 24  # of a start, until it can tell a spike from what is usual
 SAVE_EVERY, MOST_STEPS = 5, 8  # steps between saves; steps after a recovery before the next fault comes, at most
 HANG_SECONDS = 12
 PATIENCE = 240.0  # seconds for a recovery, on a machine with other work, too
 EXPECTED = {
-    "rank": "rank {rank} on node{node} was killed by SIGKILL",
-    "agent": "the agent on node{node} was killed by SIGKILL",
-    "node": "node {node} (node{node}) is lost",
-    "stop": "rank {rank} on node{node} stood still",
-    "exception": "rank {rank} on node{node} ended with status 1: RuntimeError: planted",
-    "term": "node{node} got SIGTERM",
-    "disk": "checkpoint of step {step} failed, training goes on",
+    "rank": "rank {rank} on {host} was killed by SIGKILL",
+    "agent": "the agent on {host} was killed by SIGKILL",
+    "node": r"node {node} \({host}\) is lost",
+    "stop": "rank {rank} on {host} stood still",
+    "exception": "rank {rank} on {host} ended with status 1: RuntimeError: planted",
+    "term": "{host} got SIGTERM",
+    "disk": r"checkpoint of step \d+ failed, training goes on",
+    "nan": "rank {rank} on {host} has a broken device: .* the gradient norm is nan.* rank {rank} is another one: .*",
+    "spike": r"rank {rank} on {host} has a broken device: .* the gradient norm is \d.* rank {rank} is another one: .*",
 }
 
 
@@ -72,12 +77,13 @@ EXPECTED = {
 
 
 def rank(orders: Path, argv: list[str]) -> None:
-    """Train, and do what files of `orders` ask for: exception-RANK, disk."""
+    """Train, and do what files of `orders` ask for: exception-RANK, nan-RANK, spike-RANK, disk."""
     from minitron import pretrain
     from minitron.checkpoint import format as files
+    from minitron.optim.buckets import Bucket
     from minitron.train import Trainer
 
-    step, write = Trainer.step, files.write_file
+    step, write, reduce = Trainer.step, files.write_file, Bucket.reduce
 
     def obedient(trainer, batches, lr):
         order = orders / f"exception-{os.environ['RANK']}"
@@ -91,7 +97,15 @@ def rank(orders: Path, argv: list[str]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*args)
 
-    Trainer.step, files.write_file = obedient, full
+    def spoiled(bucket):
+        for kind, factor in WRONG.items():
+            if (order := orders / f"{kind}-{os.environ['RANK']}").exists():
+                order.unlink()
+                for param in bucket.params.values():
+                    param.slot.main_grad.mul_(factor)
+        return reduce(bucket)
+
+    Trainer.step, files.write_file, Bucket.reduce = obedient, full, spoiled
     pretrain.main(argv)
 
 
@@ -104,7 +118,8 @@ class Job:
     def __init__(self, folder: Path, nodes: int, ranks: int, steps: int, port: int, on_gpus: bool = False):
         self.folder, self.nodes, self.ranks, self.steps, self.port = folder, nodes, ranks, steps, port
         self.hidden, self.more = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}, []
-        self.starts, self.processes = 0, {}
+        self.starts, self.processes, self.broken = 0, {}, set[int]()
+        self.hosts = {node: f"node{node}" for node in range(nodes)}
         (folder / "orders").mkdir(parents=True)
         self.log = folder / "log"
 
@@ -115,7 +130,7 @@ class Job:
             "ranks": self.ranks,
             "dir": self.log,
             "id": self.starts,
-            "host": f"node{node}",
+            "host": self.hosts[node],
             "address": "localhost",
             "port": self.port + 100 * (self.starts % 20),
             "beat-seconds": 0.2,
@@ -151,7 +166,10 @@ class Job:
                 self.start(node)
             return False
         for node, status in ended.items():
-            if status in (-signal.SIGKILL, LEFT):  # a machine that is up again
+            if status in (-signal.SIGKILL, LEFT):  # a machine that is up again, or another one
+                if node in self.broken:
+                    self.hosts[node] += "x"
+                    self.broken.remove(node)
                 self.start(node)
         return False
 
@@ -204,7 +222,7 @@ def children(pid: int) -> list[int]:
 
 
 def hurt(job: Job, kind: str, node: int, local: int) -> str:
-    """Do it; return how the report must name it."""
+    """Do it; return how the report must name it, a regular expression."""
     rank, orders = node * job.ranks + local, job.folder / "orders"
     if kind in ("rank", "stop"):
         os.kill(job.ranks_of(node)[local], signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
@@ -213,13 +231,15 @@ def hurt(job: Job, kind: str, node: int, local: int) -> str:
     elif kind in ("node", "term"):
         job.processes[node].send_signal(signal.SIGKILL if kind == "node" else signal.SIGTERM)
     else:
-        (orders / (f"exception-{rank}" if kind == "exception" else kind)).touch()
-    return EXPECTED[kind].format(rank=rank, node=node, step=r"\d+")
+        (orders / (kind if kind == "disk" else f"{kind}-{rank}")).touch()
+        job.broken |= {node} if kind in WRONG else set()
+    return EXPECTED[kind].format(rank=rank, node=node, host=job.hosts[node])
 
 
 def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say: Callable[[str], object]) -> dict:
     """Run the job, hurt it, compare it with one that nobody hurt; return the figures. Raises SystemExit."""
     random_, steps = random.Random(seed), (MOST_STEPS + 2) * len(faults) + 2 * SAVE_EVERY
+    steps += SPIKE_STEPS * faults.count("spike")
     port = 20000 + random_.randrange(4000)
     calm = Job(folder / "calm", nodes, ranks, steps, port)
     try:
@@ -233,6 +253,8 @@ def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say
         for number, kind in enumerate(faults, start=1):
             starts, records = len(job.rows("start")), len(job.report())
             wanted = job.rows("step")[-1]["step"] + random_.randrange(1, MOST_STEPS)
+            if kind == "spike":
+                wanted = max(wanted, job.rows("start")[-1]["step"] + SPIKE_STEPS)
             if not job.until(lambda: job.rows("step")[-1]["step"] >= wanted, f"step {wanted}"):
                 raise SystemExit(f"the run ended before fault {number}")
             saves, hit = len(job.failed_saves()), time.time()
@@ -246,7 +268,7 @@ def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say
                 job.until(lambda: len(job.rows("start")) > starts, f"recovery from {kind}")
                 seconds.append((kind, time.time() - hit))
                 found = [record["cause"] for record in job.report()[records:]]
-                right = found == [expected]
+                right = len(found) == 1 and bool(re.fullmatch(expected, found[0]))
             done, named = done + 1, named + right
             took = f"{time.time() - hit:5.1f} s"
             say(f"{number:3d} {kind:10s} {took} {'ok   ' if right else 'WRONG'} {'; '.join(found)}")

@@ -74,7 +74,7 @@ def output() -> Iterator[None]:
 def user_errors(
     kind: type[ValueError] | tuple[type[ValueError], ...] = ValueError, *, quiet: bool = False
 ) -> Iterator[None]:
-    """Turn an error of this kind inside into one line on stderr and exit status 1, or the error's own `status`.
+    """Turn an error of this kind inside into one line on stderr and exit status 1, or its own `status` and `quiet`.
 
     While the command line is parsed and the run is built, every ValueError is a mistake of the user; later only
     narrower kinds are. quiet: let another rank, which finds the same mistake, print the line, and exit some seconds
@@ -83,7 +83,7 @@ def user_errors(
     try:
         yield
     except kind as error:
-        if quiet:
+        if getattr(error, "quiet", quiet):
             time.sleep(QUIET_SECONDS)
         else:
             print("error:", short(error, 2000), file=sys.stderr, flush=True)

@@ -6,8 +6,8 @@ large, and the step is lost, or worse, it is not: the loss jumps, and days later
 same microbatches with the same weights once more.
 
     the same result again      data or model: the update is skipped, the samples are named, the run goes on
-    another result             hardware: the ranks whose figures differ are named, and the run ends with status STATUS,
-                               so that it can go on from its last save without their node
+    another result             hardware: the ranks whose figures differ are named and end with status BROKEN, the others
+                               with LOST, so that the run can go on from its last save without their node
 
 Both runs read the same batches, weights, scales and dropout counters; a recorded step is replayed. Suspicious is what
 is not finite, and a spike: more than SPREADS spreads above the median of the last WINDOW steps. The spread is 1.4826
@@ -40,10 +40,10 @@ from torch import Tensor
 from minitron.comm.activity import listed
 from minitron.comm.collectives import all_gather_into, all_reduce_
 from minitron.optim.buckets import Gradients
+from minitron.runtime.lead import BROKEN, LOST
 from minitron.runtime.log import Log
 from minitron.runtime.stragglers import gather_places
 
-STATUS = 17  # as Megatron-LM's of a result that failed its validation
 WINDOW, AT_LEAST = 100, 20  # steps that a spike is measured by
 SPREADS, FLOORS = 10.0, {"loss": 0.01, "gradient norm": 1.0}
 IN_A_ROW = 3
@@ -51,9 +51,14 @@ TOLERANCE = 0.02
 
 
 class WrongResult(ValueError):
-    """A rank has computed something else from the same data and weights. status: of the process."""
+    """A rank has computed something else from the same data and weights. mine: it was this one.
 
-    status = STATUS
+    status: of the process. quiet: it leaves the line, and to be the first to end, to one that was wrong.
+    """
+
+    def __init__(self, text: str, mine: bool):
+        super().__init__(text)
+        self.status, self.quiet = (BROKEN, False) if mine else (LOST, True)
 
 
 class Samples(Protocol):
@@ -101,7 +106,7 @@ class Rerun:
         first, finite = self._own_figures(loss_sum), all(map(math.isfinite, figures.values()))
         loss_sum = again()
         if wrong := self._differing(first, second := self._own_figures(loss_sum)):
-            raise WrongResult(self._blame(why, wrong))
+            raise WrongResult(self._blame(why, wrong), self.mesh.rank in wrong)
         if isinstance(scale, Tensor) and math.isfinite(figures["loss"]) and not finite:
             return loss_sum, False  # fp16: the loss scale was too large, as it is now and then
         skip = finite and self.in_a_row < IN_A_ROW

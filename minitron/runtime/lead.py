@@ -28,7 +28,7 @@ from time import monotonic
 # Exit statuses of ranks, by which the cause of a failure is told from its consequences.
 HUNG = 124  # as of timeout(1)
 LOST = 125  # a collective failed: another rank has died
-BROKEN = 123  # the rank has found that its own device computes wrongly: a restart does without the node
+BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
 REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
 
 SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs
@@ -137,7 +137,8 @@ class Leader:
             return self.end(known, 1, f"{cause}; {over}")
         if len(usable) < self.args.nodes:
             if self.waited(round_, "nodes") < self.args.rejoin_seconds:
-                return None if status != 0 or round_["left"] else round_ | {"left": cause}  # a node that leaves may go
+                leaves = status in (0, BROKEN) and not round_["left"]
+                return known | {"left": cause} if leaves else None  # a node that leaves may go
             lost = [member["host"] for member, beat in zip(round_["nodes"], members) if beat is None]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
             return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
@@ -176,7 +177,7 @@ class Leader:
             if beat is None:
                 found.append((1, None, host, f"node {node['node']} ({host}) is lost"))
                 continue
-            if beat["leaving"]:
+            if beat["leaving"] and BROKEN not in beat["ended"].values():
                 found.append((0, 0, host, f"{host} {beat['leaving']}"))
             for local, status in beat["ended"].items():
                 name = f"rank {i * self.args.ranks + int(local)}" if local != "agent" else "the agent"

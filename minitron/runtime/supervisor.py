@@ -38,7 +38,7 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.runtime.agent import Agent
-from minitron.runtime.lead import Leader, replace
+from minitron.runtime.lead import BROKEN, Leader, replace
 from minitron.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.1
@@ -108,6 +108,8 @@ class Supervisor:
                 self.beat["leaving"] = f"has ranks that SIGKILL does not end in {KILL_SECONDS:.0f} s"
         elif not self.ending and state != "ended":  # how they ended by themselves
             self.beat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
+            if BROKEN in self.agent.ended.values():
+                self.beat["leaving"] = "has a broken device"
             if state == "running" and any(self.agent.ended.values()):
                 self.beat["state"] = "failed"
             elif state == "running" and not self.agent.running:

@@ -15,6 +15,7 @@ from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.optim import rerun
 from minitron.optim.rerun import Rerun, WrongResult
+from minitron.runtime.lead import BROKEN
 from minitron.train import build
 from replay import replayed
 from test_replay import APART, DROPOUT, FP16, fp8
@@ -116,7 +117,7 @@ ON = "train.rerun=on"
 def test_a_result_that_does_not_come_again_is_the_rank_s(tmp_path, ranks, rank, argv, factor, how):
     with Run(tmp_path, f"{how}wrong@{rank}@25@{factor}", *argv, ON, "train.steps=40", ranks=ranks) as run:
         status, _, output = run.end()
-    assert status == 1 and re.search(rf"exitcode *: {rerun.STATUS}\b", output), output
+    assert status == 1 and re.search(rf"exitcode *: {BROKEN}\b", output), output
     (said,) = set(re.findall(r"^error: (iteration 25: .*)", output, re.M))
     assert f"the result of rank {rank} is another one: rank {rank} on " in said
     assert said.startswith("iteration 25: the gradient norm is " + ("nan" if factor == "nan" else ""))
