@@ -13,6 +13,7 @@ import pytest
 from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
 from minitron.pretrain import run
+from minitron.runtime.signals import Listener
 
 ROOT = Path(__file__).parents[1]
 TINY = [
@@ -125,7 +126,7 @@ def test_a_place_in_no_world_is_one_line(monkeypatch, capsys, environ, message):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="1"):
-        run([], "", False, None)
+        run([], "", False, Listener({}))
     line = capsys.readouterr().err
     assert line.startswith(f"error: {message}") and line.count("\n") == 1
 

@@ -11,7 +11,12 @@ from soak_run import EXPECTED, soak
     "nodes, faults",
     [
         pytest.param(2, ["term", "nan", "node"], id="small"),
-        pytest.param(4, [*EXPECTED] * 6 + ["rank", "agent", "stop", "term", "nan", "spike"], marks=pytest.mark.slow, id="60 faults"),
+        pytest.param(
+            4,
+            [*EXPECTED] * 6 + ["rank", "agent", "stop", "term", "nan", "spike"],
+            marks=pytest.mark.slow,
+            id="60 faults",
+        ),
     ],
 )
 def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_path, nodes, faults):

@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
     o = parser.parse_intermixed_args(argv)
     if o.manifests != (o.world is None) or o.manifests and o.config:
         raise ValueError("give CONFIG and --world, or --manifests without them")
+    o.software = "minitron"
     machine = chosen(o)
     wrong = False
     try:

@@ -109,8 +109,8 @@ ON = "train.rerun=on"
     [
         (2, 1, [], "nan", ""),
         (4, 2, ["parallel.tp=2"], "1e4", ""),
-        (2, 0, ["parallel.pp=2"], "1e4", ""),
-        (1, 0, [], "nan", ""),
+        pytest.param(2, 0, ["parallel.pp=2"], "1e4", "", marks=pytest.mark.slow),
+        pytest.param(1, 0, [], "nan", "", marks=pytest.mark.slow),
         (2, 1, [], "1e4", "replay+"),
     ],
 )
@@ -124,7 +124,10 @@ def test_a_result_that_does_not_come_again_is_the_rank_s(tmp_path, ranks, rank, 
     assert run.last_step() == 24 and said in (run.folder / "errors.log").read_text()
 
 
-@pytest.mark.parametrize("ranks, argv", [(2, []), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2"])])
+@pytest.mark.parametrize(
+    "ranks, argv",
+    [(2, ["parallel.tp=2"]), *(pytest.param(2, argv, marks=pytest.mark.slow) for argv in ([], ["parallel.pp=2"]))],
+)
 @pytest.mark.parametrize("factor, what", [("nan", "the loss is nan"), ("2000", "the loss is ")])
 def test_what_comes_again_is_the_data_s(tmp_path, ranks, argv, factor, what):
     with Run(tmp_path, f"batch@25@{factor}", *argv, ON, "train.steps=30", ranks=ranks) as run:

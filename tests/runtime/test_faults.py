@@ -1,6 +1,7 @@
 """Runs that are stopped, starved, poisoned and killed, for real: through torchrun, on gloo ranks."""
 
 import json
+import math
 import os
 import random
 import re
@@ -149,7 +150,9 @@ def test_ctrl_c_saves_and_is_one_line(tmp_path):
         run.training().process.send_signal(signal.SIGINT)
         status, _, output = run.end()
     step = run.last_step()
-    assert status == 130 and output.endswith(f"\nSIGINT: stopped after iteration {step}, which was saved\n"), output
+    last, goodput = output.splitlines()[-2:]
+    assert status == 130 and last == f"SIGINT: stopped after iteration {step}, which was saved", output
+    assert goodput.startswith("goodput ")
     assert list(checkpoints(saved)) == [step] and "Traceback" not in output
 
 
@@ -435,7 +438,8 @@ def test_ranks_do_not_outlive_a_killed_torchrun(tmp_path, fault, argv, ranks):
 
 
 def iteration(step, skipped, loss_scale=1.0):
-    return Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=loss_scale, seconds=1.0, skipped=skipped)
+    norm = math.nan if skipped else 1.0
+    return Iteration(step, step, loss=1.0, grad_norm=norm, lr=0.1, loss_scale=loss_scale, seconds=1.0, skipped=skipped)
 
 
 def test_only_skips_in_a_row_end_a_run():

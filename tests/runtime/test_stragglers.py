@@ -164,7 +164,11 @@ def test_a_step_that_is_replayed_is_timed_too(ranks):
 
 
 @pytest.mark.parametrize(
-    "ranks, slow, argv", [(4, 2, ["parallel.tp=2", "parallel.pp=2"]), (4, 1, []), (2, 0, ["parallel.cp=2"])]
+    "ranks, slow, argv",
+    [
+        (4, 2, ["parallel.tp=2", "parallel.pp=2"]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, []), (2, 0, ["parallel.cp=2"]))),
+    ],
 )
 def test_a_slow_rank_is_named_within_30_steps(tmp_path, ranks, slow, argv):
     with Run(tmp_path, f"slow@{slow}", *argv, "train.steps=40", ranks=ranks) as run:
