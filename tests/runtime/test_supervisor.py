@@ -144,7 +144,7 @@ def test_all_nodes_start_again_and_the_cause_is_named(tmp_path, code, cause):
         nodes.do(0, f"time.sleep(0.1); sys.exit({LOST})")  # a consequence, whichever comes first
         nodes.until(lambda: not (tmp_path / "do-0").exists())
         nodes.do(3, code)
-        assert nodes.end() == [0, 0, 0], nodes.said()
+        assert nodes.end() == [0, 143 if "broken" in cause else 0, 0], nodes.said()  # 143: it goes on without this node
     (record,) = nodes.report()
     assert record["cause"] == cause and 3 <= record["step"] <= 5 and record["round"] == 1
     ports = [eval((tmp_path / f"started-0-{n}").read_text())["MASTER_PORT"] for n in (1, 2)]
