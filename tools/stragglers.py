@@ -21,8 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.config.installed import pip_install
-from tools import command
+from tools import command, pictures
 
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
 LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
@@ -116,13 +115,8 @@ def verdict(times: Times) -> str:
 
 def save_png(times: Times, path: Path) -> None:
     """Draw every rank and every comparison. Raises ValueError if that cannot be drawn or written."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError(f"{path} was not drawn: matplotlib is not installed; {pip_install('plot')}") from None
     ranks = times.ratio.shape[1]
-    figure = Figure(figsize=(8, min(12.0, 2.0 + 0.2 * ranks)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = pictures.new(min(12.0, 2.0 + 0.2 * ranks))
     edges = [*times.steps, 2 * times.steps[-1] - times.steps[-2] if len(times.steps) > 1 else times.steps[-1] + 1]
     mesh = axes.pcolormesh(edges, np.arange(ranks + 1) - 0.5, times.ratio.T, cmap="Reds", vmin=1.0, vmax=LIMITS[-1])
     axes.invert_yaxis()
@@ -130,7 +124,7 @@ def save_png(times: Times, path: Path) -> None:
     axes.set(xlabel="step", ylabel="rank", title="own time, by the median of the pipeline stage")
     figure.colorbar(mesh, ax=axes, extend="max")
     try:
-        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
+        pictures.save(figure, path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
 

@@ -74,7 +74,7 @@ def test_a_tint_is_between_the_color_and_white():
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="matplotlib is not installed; .*pip install .*plot.*, or do without"):
-        list(plan_pictures.draw(planned(), tmp_path / "plan"))
+        list(plan_pictures.draw(planned(), tmp_path / "plan", 1e12))
     results = tmp_path / "results.jsonl"
     results.write_text(table.RESULTS.read_text(encoding="utf-8"), encoding="utf-8")
     assert table.main(["--results", str(results)]) == 0  # the table is there
