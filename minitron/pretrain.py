@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -106,7 +105,6 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             trainer.base = start.mark
             startup.mark("build")
             mesh.activity.begin("load")
-            load_began = time.perf_counter()
             start = prefer_local(cfg, start, data.info, trainer.state, log)
             restore(start, trainer.state)
             startup.mark("load")
@@ -118,7 +116,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 torch=torch.__version__,
                 first_step=start.step + 1,
                 started=listener.begun,
-                load_seconds=time.perf_counter() - load_began,
+                load_seconds=startup.parts["load_seconds"],
                 **{axis: getattr(mesh, axis).size for axis in ("tp", "pp", "cp", "dp")},
             )
             if data.note:

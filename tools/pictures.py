@@ -96,3 +96,11 @@ def new(height: float, rows: int = 1, columns: int = 1, **options):
 def save(figure, path: Path) -> None:
     """Write a figure in the format of the path's suffix, PNG without one. Raises OSError or ValueError."""
     figure.savefig(path, dpi=DPI, format=path.suffix[1:] or "png")
+
+
+def save_png(figure, path: Path) -> None:
+    """Do the same for a tool's --png. Raises ValueError with what else to say there."""
+    try:
+        save(figure, path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None

@@ -351,11 +351,7 @@ def picture(runs: list[Run], window: int | None = None):
 
 def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:
     """Write `picture` to a file. Raises ValueError if that cannot be, or without matplotlib."""
-    figure = picture(runs, window)
-    try:
-        pictures.save(figure, path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
+    pictures.save_png(picture(runs, window), path)
 
 
 def main(argv: list[str]) -> None:

@@ -123,10 +123,7 @@ def save_png(times: Times, path: Path) -> None:
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel="rank", title="own time, by the median of the pipeline stage")
     figure.colorbar(mesh, ax=axes, extend="max")
-    try:
-        pictures.save(figure, path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be written ({error}); name another file with --png") from None
+    pictures.save_png(figure, path)
 
 
 def main(argv: list[str]) -> None:

@@ -101,7 +101,7 @@ class AttentionDropout(NamedTuple):
 
     @property
     def layer_words(self) -> tuple[int, int]:
-        """What the counters of queries and of keys are mixed with."""
+        """Return what the counters of queries and of keys are mixed with."""
         return _hash(_QUERY, self.layer), _hash(_KEY, self.layer)
 
     @property

@@ -35,7 +35,7 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations between layers are split over tp along the sequence."""
+        """Tell whether activations between layers are split over tp along the sequence."""
         return self.comm.sequence_parallel
 
     @property

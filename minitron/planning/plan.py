@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def graph_gib(self) -> float:
-        """What recorded steps need beside it."""
+        """Return what recorded steps need beside it."""
         gpus_per_node = self.machine.fabric.gpus_per_node
         return Memory(self.cfg, self.world, gpus_per_node=gpus_per_node).graph(self.fullest) / 2**30
 

@@ -243,12 +243,12 @@ class StepGraph:
 
     @property
     def replaying(self) -> bool:
-        """Whether steps are replayed now."""
+        """Tell whether steps are replayed now."""
         return self._training is not None
 
     @property
     def replays_evaluations(self) -> bool:
-        """Whether evaluations are, too."""
+        """Tell whether evaluations are, too."""
         return self._evaluation is not None
 
     @property
