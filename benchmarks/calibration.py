@@ -445,6 +445,10 @@ Written by `python benchmarks/calibration.py`; no figure is typed in. Constants:
   fabrics. Only minitron copies so; NCCL's share, `felt`, is that of the multiprocessors it takes. Nothing is fitted on
   memory.
 - Held out: every published run at all scales, Megatron-core beside our own, single ranks.
+- Not blind: some choices were made after published rows had been seen. NCCL's share `felt` is that of its
+  multiprocessors and not one fitted with the copies', which was tried and made published errors larger; Meta's rows are
+  planned without overlap of tensor parallelism; Megatron's user buffers launch no piece of their own from the host; and
+  that a kernel costs a gap was seen on single ranks with published steps beside them.
 
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
 and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
