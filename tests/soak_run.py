@@ -1,11 +1,14 @@
 """A run on several "nodes" of this machine that is hurt again and again, and has to heal without a hand.
 
-    bash launch/soak.sh --faults 20 [--seed 1] [--nodes 4] [--ranks 2]
+    bash launch/soak.sh --faults 20 [--seed 1] [--nodes 4] [--ranks 2] [--apart 60]
 
-Every node is a supervisor on loopback (minitron/runtime/supervisor.py). Faults come in random order at random moments;
-the seed decides both. This program is also what the scheduler is: it starts a node again that ended alone, and the
-whole job when all nodes have ended before the last step. After each fault, the next record of restarts.jsonl must name
-it; at the end the loss must be that of the run that nobody hurt.
+Every node is a supervisor on loopback (minitron/runtime/supervisor.py). Faults come in random order at random moments:
+the steps from a recovery to the next fault are exponential, with mean `--apart`; the seed decides both. This program is
+also what the scheduler is: it starts a node again that ended alone, and the whole job when all nodes have ended before
+the last step. After each fault, the next record of restarts.jsonl must name it; at the end the loss must be that of the
+run that nobody hurt. Goodput is measured by the run's own record and predicted by the planner's formula
+(minitron/runtime/goodput.py) from four measured numbers: how often faults come, how long a recovery takes, what a save
+costs, how long it takes.
 
     rank        SIGKILL of a rank
     agent       SIGKILL of the process that forks a node's ranks
@@ -57,7 +60,9 @@ MODEL = [
 ]
 WRONG = {"nan": math.nan, "spike": 1e4}  # what a gradient is multiplied by
 SPIKE_STEPS = 24  # of a start, until it can tell a spike from what is usual
-SAVE_EVERY, MOST_STEPS = 5, 8  # steps between saves; steps after a recovery before the next fault comes, at most
+SAVE_EVERY = 5  # steps
+APART = 60.0  # steps from a recovery to the next fault, on average
+STEPS_BESIDE = 12  # that a run may make at a fault, until it is noticed and counted
 HANG_SECONDS = 12
 PATIENCE = 240.0  # seconds for a recovery, on a machine with other work, too
 EXPECTED = {
@@ -236,10 +241,19 @@ def hurt(job: Job, kind: str, node: int, local: int) -> str:
     return EXPECTED[kind].format(rank=rank, node=node, host=job.hosts[node])
 
 
-def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say: Callable[[str], object]) -> dict:
+def soak(
+    folder: Path,
+    faults: list[str],
+    seed: int,
+    nodes: int,
+    ranks: int,
+    say: Callable[[str], object],
+    apart: float = APART,
+) -> dict:
     """Run the job, hurt it, compare it with one that nobody hurt; return the figures. Raises SystemExit."""
-    random_, steps = random.Random(seed), (MOST_STEPS + 2) * len(faults) + 2 * SAVE_EVERY
-    steps += SPIKE_STEPS * faults.count("spike")
+    random_ = random.Random(seed)
+    distances = [1 + round(random_.expovariate(1 / apart)) for _ in faults]
+    steps = sum(distances) + STEPS_BESIDE * len(faults) + SPIKE_STEPS * faults.count("spike") + 2 * SAVE_EVERY
     port = 20000 + random_.randrange(4000)
     calm = Job(folder / "calm", nodes, ranks, steps, port)
     try:
@@ -247,12 +261,12 @@ def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say
             time.sleep(0.05)
     finally:
         calm.end()
-    job, begun, seconds, named, done = Job(folder / "hurt", nodes, ranks, steps, port + 2000), time.time(), [], 0, 0
+    job, seconds, named, done = Job(folder / "hurt", nodes, ranks, steps, port + 2000), [], 0, 0
     try:
         job.until(lambda: job.rows("start"), "first step")
-        for number, kind in enumerate(faults, start=1):
+        for number, (kind, distance) in enumerate(zip(faults, distances), start=1):
             starts, records = len(job.rows("start")), len(job.report())
-            wanted = job.rows("step")[-1]["step"] + random_.randrange(1, MOST_STEPS)
+            wanted = job.rows("step")[-1]["step"] + distance
             if kind == "spike":
                 wanted = max(wanted, job.rows("start")[-1]["step"] + SPIKE_STEPS)
             if not job.until(lambda: job.rows("step")[-1]["step"] >= wanted, f"step {wanted}"):
@@ -276,7 +290,6 @@ def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say
             time.sleep(0.05)
     finally:
         job.end()
-    wall, steps_seconds = time.time() - begun, {row["step"]: row["step_seconds"] for row in job.rows("step")}
     losses = [next(r["loss"] for r in reversed(j.rows("step")) if r["step"] == steps) for j in (calm, job)]
     parts: Counter[str] = Counter()
     for row in job.rows("start")[1:]:
@@ -287,8 +300,37 @@ def soak(folder: Path, faults: list[str], seed: int, nodes: int, ranks: int, say
         "restarts": len(job.rows("start")) - 1,
         "seconds": seconds,
         "parts": {name: s / max(1, len(seconds)) for name, s in parts.items()},
-        "goodput": sum(steps_seconds.values()) / wall,
         "losses": losses,
+        **goodput_of(job, [s for _, s in seconds]),
+    }
+
+
+def goodput_of(job: Job, recoveries: list[float]) -> dict:
+    """Measure the share of time that became training, and predict it.
+
+    Faults come only while the run trains. So the formula, by which they come at any time, is asked for that time alone,
+    and recoveries are added to it.
+    """
+    from minitron.runtime import goodput
+
+    rows = list(goodput.read_rows(job.log / "metrics.jsonl"))
+    measured = goodput.measure(rows)
+    saves = [row["seconds"] for row in rows if row["kind"] == "save"]
+    made = sum(row["kind"] == "step" for row in rows)
+    step = (measured.seconds["training"] + measured.seconds["lost"]) / made
+    recovery, failures = sum(recoveries), max(1, len(recoveries))
+    between = (measured.total - recovery) / failures
+    inputs = {
+        "interval": SAVE_EVERY * step,
+        "stall": measured.seconds["saves"] / max(1, len(saves)),
+        "save": sum(saves) / max(1, len(saves)),
+    }
+    counts = goodput.predict(**inputs, recovery=0.0, mtbf=between)
+    return {
+        "goodput": measured.shares["training"],
+        "shares": measured.shares,
+        "predicted": counts * (measured.total - recovery) / measured.total,
+        "inputs": {**inputs, "between": between, "recovery": recovery / failures},
     }
 
 
@@ -298,6 +340,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2, help="of a node")
+    parser.add_argument(
+        "--apart", type=float, default=APART, help="steps from a recovery to the next fault, on average"
+    )
     parser.add_argument("--kinds", nargs="+", choices=EXPECTED, default=list(EXPECTED))
     from benchmarks import record
 
@@ -308,7 +353,7 @@ def main() -> None:
     random_.shuffle(faults)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"{args.faults} faults on {args.nodes} nodes of {args.ranks} ranks, in {folder}", flush=True)
-    figures = soak(folder, faults, args.seed, args.nodes, args.ranks, lambda line: print(line, flush=True))
+    figures = soak(folder, faults, args.seed, args.nodes, args.ranks, lambda line: print(line, flush=True), args.apart)
     seconds, (calm, hurt_) = sorted(s for _, s in figures["seconds"]), figures["losses"]
     parts = ", ".join(f"{name} {s:.1f}" for name, s in figures["parts"].items())
     print(f"{figures['faults']} faults, {figures['named']} named rightly; {figures['restarts']} restarts")
@@ -317,7 +362,10 @@ def main() -> None:
             f"from a fault to the next step: {seconds[len(seconds) // 2]:.1f} s (median), at most {seconds[-1]:.1f} s"
         )
         print(f"mean of the parts in seconds: {parts}")
-    print(f"goodput measured: {100 * figures['goodput']:.0f} % of the time was steps that counted")
+    shares = ", ".join(f"{part} {100 * share:.1f}" for part, share in figures["shares"].items() if share >= 5e-4)
+    inputs = ", ".join(f"{name} {s:.2f}" for name, s in figures["inputs"].items())
+    print(f"goodput measured: {100 * figures['goodput']:.1f} % (of the time, in %: {shares})")
+    print(f"goodput predicted: {100 * figures['predicted']:.1f} % (seconds: {inputs})")
     print(f"final loss {hurt_:.6f}, without faults {calm:.6f}")
     if args.results is not None:
         record.append(args, "soak", {"nodes": args.nodes, "ranks": args.ranks, **figures})

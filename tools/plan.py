@@ -12,8 +12,9 @@
 fell. --sweep plans the job for several values of a key, or of the GPUs (world); with --search the best layout of
 each. A job that does not fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics:
 benchmarks/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
-predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of the days,
-and how often the job had best save; the rest of what it takes is printed with its source. Needs no torch.
+predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of days and
+cost, and how often the job had best save; the rest of what it takes is printed with its source. Jobs of other sizes, in
+--sweep and --draw, fail in proportion to their GPUs. Needs no torch.
 """
 
 from __future__ import annotations
@@ -66,15 +67,9 @@ def main(argv: list[str]) -> None:
             raise ValueError(remedy(job, given))
         print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
-    hard = None
-    if o.mtbf_hours is not None:
-        hard = failures(cfg, o.world, 3600 * o.mtbf_hours, o.recovery_seconds, o.save_cost_seconds, o.save_seconds)
-    if o.json:
-        print(json.dumps(record(job, o.tokens) | ({} if hard is None else {"failures": life_record(job, hard, o)})))
-    else:
-        print(table(job, o.tokens), *([] if hard is None else ["", life(job, hard, o)]), sep="\n")
+    print(json.dumps(record(job, o.tokens) | life_record(job, o)) if o.json else table(job, o))
     if o.draw is not None:
-        for path in plan_pictures.draw(job, o.draw, o.tokens):
+        for path in plan_pictures.draw(job, o.draw, o.tokens, lambda other: goodput(other, o)):
             print(path, file=sys.stderr)
     if not job.fits:
         raise ValueError(remedy(job, given))
@@ -103,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     more = [name for name in ("recovery_seconds", "save_cost_seconds", "save_seconds") if getattr(o, name) is not None]
     if more and o.mtbf_hours is None:
         raise ValueError(f"--{more[0].replace('_', '-')} is of a job that fails; give --mtbf-hours, too")
-    if o.search and o.mtbf_hours is not None:
+    if o.search and o.mtbf_hours is not None and not o.sweep:
         raise ValueError("--mtbf-hours is of one plan; leave --search out, and give the layout that it found")
     if o.search and o.draw is not None:
         raise ValueError("--draw shows one plan; leave --search out, and give the layout that it found")
@@ -159,8 +154,7 @@ def record(job: Plan, tokens: float) -> dict:
         "room_gib": room_gib(job.machine),
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
-        "days": tokens / job.tokens_per_second / 86400,
-        "gpu_hours": plan_cost.cost(job, tokens).gpu_hours,
+        **plan_cost.cost(job, tokens)._asdict(),
         "world": job.world,
         "gpu": job.machine.device.gpu,
         "software": job.machine.software.name,
@@ -198,8 +192,8 @@ def mfu(job: Plan) -> str:
     return "unknown" if job.mfu_percent is None else f"{job.mfu_percent:.2f} %"
 
 
-def table(job: Plan, tokens: float) -> str:
-    total, seconds = job.memory.total(), job.step_seconds
+def table(job: Plan, o: argparse.Namespace) -> str:
+    total, seconds, tokens = job.memory.total(), job.step_seconds, o.tokens
     lines = [
         f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
         "",
@@ -233,7 +227,8 @@ def table(job: Plan, tokens: float) -> str:
         ]
     if not job.fits:
         lines += ["", *memory_keys(job)]
-    return "\n".join([*lines, "", plan_cost.told(job, tokens)])
+    lines += ["", *life(job, o)]
+    return "\n".join([*lines, plan_cost.told(job, tokens, goodput(job, o))])
 
 
 def memory_keys(job: Plan) -> list[str]:
@@ -251,10 +246,27 @@ def memory_keys(job: Plan) -> list[str]:
 # ---- with failures ---------------------------------------------------------------------------------------------------
 
 
-def life_record(job: Plan, hard: Failures, o: argparse.Namespace) -> dict:
-    """What --json prints of a job that fails."""
-    days = o.tokens / job.tokens_per_second / 86400
-    return {
+def aged(job: Plan, o: argparse.Namespace) -> Failures | None:
+    """What failures do to a plan, None if they were not asked for. --mtbf-hours is that of --world GPUs."""
+    if o.mtbf_hours is None:
+        return None
+    mtbf = 3600 * o.mtbf_hours * o.world / job.world
+    return failures(job.cfg, job.world, mtbf, o.recovery_seconds, o.save_cost_seconds, o.save_seconds)
+
+
+def goodput(job: Plan, o: argparse.Namespace) -> float:
+    """Share of the time that becomes steps which count: all of it if nothing fails."""
+    hard = aged(job, o)
+    return 1.0 if hard is None else hard.goodput()
+
+
+def life_record(job: Plan, o: argparse.Namespace) -> dict:
+    """What --json prints of a job that fails; days and GPU-hours are null if it never ends."""
+    hard = aged(job, o)
+    if hard is None:
+        return {}
+    days, hours = plan_cost.cost(job, o.tokens, hard.goodput())
+    found = {
         "mtbf_seconds": hard.mtbf,
         "recovery_seconds": hard.recovery,
         "save_cost_seconds": hard.cost,
@@ -262,13 +274,18 @@ def life_record(job: Plan, hard: Failures, o: argparse.Namespace) -> dict:
         "interval_seconds": hard.interval,
         "interval_steps": max(1, round(hard.interval / job.step_seconds)),
         "goodput": hard.goodput(),
-        "days": days / hard.goodput() if hard.goodput() else None,
+        "days": days if days < math.inf else None,
+        "gpu_hours": hours if days < math.inf else None,
     }
+    return {"failures": found}
 
 
-def life(job: Plan, hard: Failures, o: argparse.Namespace) -> str:
+def life(job: Plan, o: argparse.Namespace) -> list[str]:
     """The same in words, with the source of each number, and what checkpoint.every of the configuration would give."""
-    found, every = life_record(job, hard, o), job.cfg.checkpoint.every
+    hard = aged(job, o)
+    if hard is None:
+        return []
+    found, every = life_record(job, o)["failures"], job.cfg.checkpoint.every
     days = "no end" if found["days"] is None else f"{found['days']:,.1f} days"
     head = f"failures every {o.mtbf_hours:g} h: {100 * found['goodput']:.2f} % of the time counts, {days}"
     lines = [
@@ -288,7 +305,7 @@ def life(job: Plan, hard: Failures, o: argparse.Namespace) -> str:
     ):
         source = "as given" if given is not None else SOURCES[key]
         lines.append(f"  {name:13} {getattr(hard, key):8.3g} s   {source}")
-    return "\n".join(lines)
+    return [*lines, ""]
 
 
 # ---- a search --------------------------------------------------------------------------------------------------------
@@ -377,24 +394,30 @@ def sweep(o: argparse.Namespace, machine: Machine) -> Iterator[dict]:
             yield {"sweep": chosen_values, "error": str(error)}
             continue
         more = {"changes": changes(given, job.cfg), "says": layout(job.cfg, world)}
-        yield {"sweep": chosen_values, **record(job, o.tokens), **more}
+        yield {"sweep": chosen_values, **record(job, o.tokens), **life_record(job, o), **more}
 
 
 def sweep_table(rows: list[dict], tokens: float) -> str:
-    lines = [f"of {tokens:g} tokens; layouts that do not fit have a * behind their memory"]
+    failing = ", days and GPU-hours with failures" if any("failures" in entry for entry in rows) else ""
+    lines = [f"of {tokens:g} tokens{failing}; layouts that do not fit have a * behind their memory"]
     lines.append(f"{'step s':>8} {'MFU %':>6} {'GiB':>6}  {'tokens/s':>12} {'days':>8} {'GPU-hours':>12}")
     for entry in rows:
         values = " ".join(f"{key}={value}" for key, value in entry["sweep"].items())
         if "error" in entry:
             lines.append(f"{values}: {entry['error']}")
             continue
+        days, hours = (entry.get("failures", entry)[name] for name in ("days", "gpu_hours"))
         share = "?" if entry["mfu_percent"] is None else f"{entry['mfu_percent']:.2f}"
         lines.append(
             f"{entry['step_seconds']:8.3f} {share:>6} {entry['memory_gib']:6.1f}{' ' if entry['fits'] else '*'} "
-            f"{entry['tokens_per_second']:12,.0f} {entry['days']:8,.1f} {entry['gpu_hours']:12,.0f}  "
+            f"{entry['tokens_per_second']:12,.0f} {_or_endless(days, 8, 1)} {_or_endless(hours, 12, 0)}  "
             f"{values}: {entry['says']}"
         )
     return "\n".join(lines)
+
+
+def _or_endless(value: float | None, width: int, digits: int) -> str:
+    return f"{'no end':>{width}}" if value is None else f"{value:{width},.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 A plan is a figure; a buyer needs to know how far it may be off. benchmarks/results/calibration.md has runs that no
 constant was fitted to. Of those on the plan's GPU, the middle four fifths of measured over predicted are the range: one
-run in ten was faster than that, one in ten slower. Failures, checkpoints and evaluation come on top; `--mtbf-hours` has
-the failures.
+run in ten was faster than that, one in ten slower. Evaluation comes on top; so do failures and checkpoints, unless
+`--mtbf-hours` tells how often the job fails.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
@@ -35,9 +36,9 @@ class Cost(NamedTuple):
     gpu_hours: float
 
 
-def cost(job: Plan, tokens: float) -> Cost:
-    """Count what it takes to train on so many tokens, steps alone."""
-    hours = tokens / job.tokens_per_second / 3600
+def cost(job: Plan, tokens: float, goodput: float = 1.0) -> Cost:
+    """Count what it takes to train on so many tokens. goodput: share of the time that is steps; endless if 0."""
+    hours = tokens / job.tokens_per_second / 3600 / goodput if goodput else inf
     return Cost(hours / 24, hours * job.world)
 
 
@@ -68,11 +69,11 @@ def _held_out(path: Path) -> Iterator[tuple[str, float]]:
                 yield device, float(measured) / float(predicted)
 
 
-def told(job: Plan, tokens: float) -> str:
+def told(job: Plan, tokens: float, goodput: float = 1.0) -> str:
     """Say the cost in one line, with its range."""
-    days, hours = cost(job, tokens)
-    text = f"cost   {hours:,.0f} GPU-hours"
-    if (off := error_range(job.machine.device.gpu)) is None:
+    days, hours = cost(job, tokens, goodput)
+    text = f"cost   {hours:,.0f} GPU-hours{' with failures' if goodput < 1 else ''}"
+    if (off := error_range(job.machine.device.gpu)) is None or days == inf:
         return text
     between = (
         f"{hours * off.low:,.0f} to {hours * off.high:,.0f}, or {days * off.low:,.1f} to {days * off.high:,.1f} days"
@@ -80,17 +81,27 @@ def told(job: Plan, tokens: float) -> str:
     return f"{text}; {between}, as far as {off.rows} runs of calibration.md were off"
 
 
+def without_failures(job: Plan) -> float:
+    """Return the goodput of a job that never fails."""
+    return 1.0
+
+
 @pictures.styled
-def curves(plans: list[Plan], tokens: float):
-    """Draw GPU-hours and days over GPUs, with their range: plans of one job at growing scale."""
+def curves(plans: list[Plan], tokens: float, goodput: Callable[[Plan], float] = without_failures):
+    """Draw GPU-hours and days over GPUs, with their range: plans of one job at growing scale, and their goodput."""
+    shares = [goodput(job) for job in plans]
+    plans = [job for job, share in zip(plans, shares) if share]  # beyond these the job never ends
+    failing = ", with failures" if min(shares) < 1 else ""
     figure, axes = pictures.new(3.8, columns=2)
     off, worlds = error_range(plans[0].machine.device.gpu), [job.world for job in plans]
-    for axis, name, values in zip(axes, ("GPU-hours", "days"), zip(*(reversed(cost(job, tokens)) for job in plans))):
+    for axis, name, values in zip(
+        axes, ("GPU-hours", "days"), zip(*(reversed(cost(job, tokens, goodput(job))) for job in plans))
+    ):
         axis.plot(worlds, values, "o-", ms=4, color=BLUE, label="planned")
         if off is not None:
             band = [[value * ratio for value in values] for ratio in (off.low, off.high)]
             axis.fill_between(worlds, *band, color=tint(BLUE, 0.3), lw=0, label=f"as far as {off.rows} runs were off")
-        axis.set(xscale="log", xlabel="GPUs", ylabel=name, title=f"{name} for {tokens:g} tokens")
+        axis.set(xscale="log", xlabel="GPUs", ylabel=name, title=f"{name} for {tokens:g} tokens{failing}")
         axis.set_xticks(worlds, worlds, rotation=45)
         axis.minorticks_off()
         axis.set_ylim(0, None)

@@ -8,7 +8,7 @@ GPUs (benchmarks/published.json) stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,10 +59,13 @@ COLORS = {
 }
 
 
-def draw(job: Plan, folder: Path, tokens: float) -> Iterator[Path]:
-    """Write the pictures and yield their paths; tokens: of the training whose cost is drawn.
+def draw(
+    job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float] = plan_cost.without_failures
+) -> Iterator[Path]:
+    """Write the pictures and yield their paths.
 
-    Raises ValueError without matplotlib or a folder to write into.
+    tokens: of the training whose cost is drawn. goodput: the share of its time that is steps. Raises ValueError without
+    matplotlib or a folder to write into.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +77,7 @@ def draw(job: Plan, folder: Path, tokens: float) -> Iterator[Path]:
             ("memory", memory(job)),
             ("time", time_bars(scaled)),
             ("scaling", curves(scaled, scaling(job, in_proportion=False), published(job))),
-            ("cost", plan_cost.curves(scaled, tokens)),
+            ("cost", plan_cost.curves(scaled, tokens, goodput)),
         ):
             path = folder / f"{name}.png"
             pictures.save(picture, path)

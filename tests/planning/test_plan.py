@@ -78,12 +78,25 @@ def test_failures_make_days_longer(capsys):
     steps = round(found["interval_seconds"] / record["step_seconds"])
     assert f"checkpoint.every={steps}, or auto" in table and "   checkpoint.every=100: " in table
     assert table.count("benchmarks/checkpoint.py on an H200") == 3
+    assert found["gpu_hours"] == pytest.approx(8 * 24 * found["days"])
+    assert f"cost   {found['gpu_hours']:,.0f} GPU-hours with failures; " in table
     given = ["--recovery-seconds", "60", "--save-cost-seconds", "8", "--save-seconds", "10"]
     found = json.loads(printed(capsys, *argv, *given, "--json"))["failures"]
     # Young's sqrt(2 * 8 * 7200) = 339.4 s; Daly's terms add 8.5 s and take the 8 s off.
     assert found["interval_seconds"] == pytest.approx(339.4 - 8 + 2.7, abs=0.2)
     assert (found["recovery_seconds"], found["save_cost_seconds"], found["save_seconds"]) == (60, 8, 10)
     assert printed(capsys, *argv, *given).count("as given") == 3
+
+
+def test_jobs_of_other_sizes_fail_in_proportion_to_their_gpus(capsys):
+    argv = [*DP8, "--mtbf-hours", "2", "--sweep", "world=8,32"]
+    small, large = json.loads(printed(capsys, *argv, "--json"))
+    assert (small["failures"]["mtbf_seconds"], large["failures"]["mtbf_seconds"]) == (7200, 1800)
+    assert large["gpu_hours"] / large["failures"]["gpu_hours"] == pytest.approx(large["failures"]["goodput"])
+    table = printed(capsys, *argv)
+    assert "days and GPU-hours with failures" in table and f"{large['failures']['gpu_hours']:,.0f}  world=32" in table
+    assert "no end" in printed(capsys, *argv, "--recovery-seconds", "1e9")
+    assert f"{small['gpu_hours']:,.0f}  world=8" in printed(capsys, *DP8, "--sweep", "world=8,32")
 
 
 def test_a_large_job_writes_at_the_shared_disk_s_rate(capsys):
@@ -283,6 +296,10 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     assert off.low < 1 < off.high and off.rows > 20
     figure = plan_cost.curves(plan_pictures.scaling(job, in_proportion=True)[:3], 1e12)
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
+    scaled = plan_pictures.scaling(job, in_proportion=True)[:3]
+    figure = plan_cost.curves(scaled, 1e12, lambda job: {8: 0.5, 16: 0.25, 32: 0.0}[job.world])  # the third has no end
+    assert list(figure.axes[0].lines[0].get_xdata()) == [8, 16] and "with failures" in figure.axes[0].get_title("left")
+    assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(2 * hours)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
