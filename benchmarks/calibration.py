@@ -458,7 +458,7 @@ recipe's; its software is none of these, and whether its TFLOP/s count all score
 is a factor of 1.4. Where a row has no measured memory, the predicted one is that of minitron in this layout, and above
 the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
-Left out of the model of time: congestion above the first switch, data, checkpoints, evaluation, and that power limits
+Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and
 attention fill less than two thirds of its step is bound by the host: hosts differ by half, so it does not count among
 the errors of step times. Left out of that of memory: padding and fragments, NCCL's buffers and the CUDA context (the

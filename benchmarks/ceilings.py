@@ -8,9 +8,12 @@ FILE` also appends them as records. Attention counts the pairs that a causal mas
 products and five), and at GPT-3 175B's shape once more with dropout; copies count bytes read and bytes written;
 collectives the bus: (ranks - 1) / ranks of the gathered bytes per second.
 
+A product of all GPUs at once tells how far their speeds lie apart: a step waits for the slowest.
+
 `--device-file FILE` writes the table of `benchmarks/devices.json` with this machine in it, as device and fabric `here`:
 `python tools/plan.py ... --device here --devices FILE`. What no kernel alone tells (in_step, the shares exposed, the
-network between nodes) it takes from the device of that table that is most like it.
+network between nodes) it takes from the device of that table that is most like it; the spread of speeds, too, where
+fewer than 8 GPUs ran.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ ATTENTION = {
     "32/8 heads of 128": [AttentionCall(1, 32, 8, 128, s, s, True) for s in (2048, 4096, 8192, 16384)],
     "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True, dropout) for dropout in (0.0, 0.1)],
 }
+SPREAD_SHAPE, SPREAD_REPEATS = (8192, 8192, 8192), 400  # of a product: half a second, until power is the limit
+FEWEST_GPUS = 8  # whose speeds tell how far those of their kind lie apart
 COPY_BYTES, NCCL_BYTES = 2**30, (2**26, 2**29)  # NCCL: of the gathered tensor
 KINDS = ("forward", "input_grad", "weight_grad")
 DEVICES = record.ROOT / "benchmarks" / "devices.json"
@@ -95,6 +100,17 @@ def collective_rows(num_bytes: int, axis: Axis, device: torch.device) -> Iterato
         yield f"{name}, {axis.size} ranks", f"{num_bytes / 2**20:g} MiB", rate / 1e9, "GB/s"
 
 
+def spread_rows(shape: tuple[int, int, int], repeats: int, device: torch.device) -> Iterator[Row]:
+    """The standard deviation of the speeds of all ranks' GPUs, each alone with its product, all at the same time."""
+    call = Product("forward", *shape, False).prepare(torch.bfloat16, device)
+    mine = torch.tensor([1 / seconds(call, device, repeats)], dtype=torch.float64, device=device)
+    speeds = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(speeds, mine)
+    found = [speed.item() for speed in speeds]
+    spread = 100 * statistics.stdev(found) / statistics.mean(found)
+    yield f"spread of speeds, {len(found)} ranks", str(list(shape)), spread, "%"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
@@ -116,11 +132,12 @@ def main(argv: list[str] | None = None) -> None:
         axis = Mesh.create(device=device).world
         for num_bytes in NCCL_BYTES:
             rows += collective_rows(num_bytes, axis, device)
+        rows += spread_rows(SPREAD_SHAPE, SPREAD_REPEATS, device)
         dist.destroy_process_group()
     if rank == 0:
         show(rows, args)
         if args.device_file:
-            write_device(rows, torch.cuda.get_device_properties(device), args.device_file)
+            write_device(rows, torch.cuda.get_device_properties(device), args.device_file, world)
 
 
 def show(rows: list[Row], args: argparse.Namespace) -> None:
@@ -134,11 +151,11 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
 # ---- constants of the planner ----------------------------------------------------------------------------------------
 
 
-def write_device(rows: list[Row], properties, path: Path) -> None:
+def write_device(rows: list[Row], properties, path: Path, world: int = 1) -> None:
     """The table of devices with this machine as `here`. properties: of the GPU, as torch.cuda has them."""
     devices, fabrics = read_machines(DEVICES)
     like = next((name for name, one in devices.items() if one.gpu in properties.name), next(iter(devices)))
-    gpu = re.sub("^NVIDIA ", "", properties.name)
+    gpu, spread = re.sub("^NVIDIA ", "", properties.name), [row[2] for row in rows if row[3] == "%"]
     here = replace(
         devices[like],
         gpu=gpu,
@@ -146,6 +163,7 @@ def write_device(rows: list[Row], properties, path: Path) -> None:
         memory_gib=round(properties.total_memory / 2**30, 2),
         processors=properties.multi_processor_count,
         **constants(rows, devices[like]),
+        **({"spread": round(spread[0] / 100, 4)} if spread and world >= FEWEST_GPUS else {}),
         source=f"benchmarks/ceilings.py on {gpu}; the rest is that of {like}",
     )
     fabric, bus = fabrics[devices[like].fabric], [row[2] for row in rows if row[3] == "GB/s"]
@@ -194,7 +212,7 @@ def _predicted(device: Device, kind: str, weight_grad: bool, rate: float, shape:
     """TFLOP/s of a product alone, by the planner's formula, at this rate of its arithmetic."""
     m, n, k = shape
     alone = replace(device, gemm_tflops={kind: rate}, weight_grad={kind: 1.0}, in_step=1.0, gap_seconds=0.0)
-    machine = Machine(alone, Fabric(1, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0, ""))
+    machine = Machine(alone, Fabric(1, 1, 1, 0, 1, 0, 1, 0, 1, 1, 0, 0, 0, ""))
     return 2 * m * n * k / machine.product(m, n, k, fp8=kind == "fp8", weight_grad=weight_grad) / 1e12
 
 

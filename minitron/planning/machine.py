@@ -18,8 +18,11 @@ That a last wave of tiles fills the GPU in part is not counted: where power is t
 In a step kernels run a little slower than alone, by heat, gaps and what runs beside them: `in_step` is that share.
 GPUs of one kind differ, and a step waits for the slowest: of n, whose speeds vary by `spread` (a standard deviation),
 that is the expected largest of n normal numbers, 2.6 of them for 128 and 4.0 for 16,384.
-Ranks of a ring that share a node share its network cards: each has cards / GPUs of one.
-`benchmarks/devices.json` holds the constants with their sources. Left out: congestion above the first switch.
+Ranks of a ring that share a node share its network cards: each has cards / GPUs of one. Nodes are in pods; from pod to
+pod goes `uplinks` of what the cards of a pod could send, shared by the rings that leave it. A ring enters a pod and
+leaves it once, however many of its ranks are inside, so it has as many ranks' share of the uplinks: with 384 of a ring
+in a pod, uplinks of 1/7 slow nothing; with 2, and for messages to the next pod, they do.
+`benchmarks/devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class Fabric:
     barrier_seconds: MayBeZero  # of GPUs that do
     network_gb_s: float  # of a card
     network_seconds: MayBeZero
+    gpus_per_pod: int  # among which the network is as fast as the cards
+    uplinks: float  # from pod to pod: share of what the cards of a pod could send
     felt: MayBeZero  # share of NCCL's time by which kernels beside it take longer: the multiprocessors that it takes
     copy_felt: MayBeZero  # the same of copies in a node, of gradients and parameters
     piece_felt: MayBeZero  # and of those of tensor parallelism, with barriers, sums and products in pieces
@@ -178,6 +183,8 @@ class Machine:
         together = min(ranks, max(1, f.gpus_per_node // stride))  # ranks of the ring in a node, each with its share
         nodes = ceil(ranks / together)
         bus = f.nvlink_gb_s if nodes == 1 else min(f.nvlink_gb_s, together * self.network_gb_s)
+        if ranks * stride > f.gpus_per_pod:
+            bus = min(bus, self.uplink_gb_s(stride))
         latency = (ranks - nodes) * f.nvlink_seconds + (nodes - 1) * f.network_seconds
         return num_bytes * (ranks - 1) / ranks / (bus * 1e9) + latency
 
@@ -187,6 +194,11 @@ class Machine:
         f = self.fabric
         return f.network_gb_s * min(1.0, f.cards_per_node / f.gpus_per_node)
 
+    def uplink_gb_s(self, stride: int) -> float:
+        """What a ring of every `stride`-th rank, or a message along it, gets of the uplinks of a pod."""
+        f = self.fabric
+        return max(1, f.gpus_per_pod // stride) * f.uplinks * self.network_gb_s
+
     def copy(self, num_bytes: float) -> float:
         """Time what a GPU reads from others of its node, and the barrier before it."""
         return num_bytes / (self.fabric.copy_gb_s * 1e9) + self.fabric.barrier_seconds
@@ -195,6 +207,8 @@ class Machine:
         """Time a message from a rank to the next one of the axis."""
         f, near = self.fabric, self.inside(ranks, stride)
         rate, latency = (f.nvlink_gb_s, f.nvlink_seconds) if near else (self.network_gb_s, f.network_seconds)
+        if ranks * stride > f.gpus_per_pod:
+            rate = min(rate, self.uplink_gb_s(stride))
         return num_bytes / (rate * 1e9) + latency if ranks > 1 else 0.0
 
     def slowest(self, world: int) -> float:

@@ -12,6 +12,7 @@ import time
 from argparse import Namespace
 from importlib import metadata
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -793,16 +794,29 @@ def local_ceilings():
 
 
 def collective_ceilings():
-    return list(ceilings.collective_rows(2**12, Mesh.create().world, CPU))
+    axis = Mesh.create().world
+    return [*ceilings.collective_rows(2**12, axis, CPU), *ceilings.spread_rows((32, 48, 16), 2, CPU)]
 
 
 def test_ceilings_are_rates(ranks, tmp_path, capsys):
     rows = [*local_ceilings(), *ranks(2, collective_ceilings)[0]]
-    assert len(rows) == 2 * 3 + 2 + 1 + 2 and all(figure > 0 for _, _, figure, _ in rows)
+    assert len(rows) == 2 * 3 + 2 + 1 + 2 + 1 and all(figure > 0 for _, _, figure, _ in rows)
     ceilings.show(rows, Namespace(json=True, results=tmp_path / "results.jsonl", commit=None))
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     written = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [{k: entry[k] for k in row} for entry, row in zip(written, printed, strict=True)] == printed
+
+
+def spread_of(speeds):
+    """The spread that two ranks find whose products take what is given."""
+    Mesh.create()
+    with mock.patch.object(ceilings, "seconds", lambda call, device, repeats: 1 / speeds[dist.get_rank()]):
+        return next(ceilings.spread_rows((32, 48, 16), 2, CPU))
+
+
+def test_the_spread_is_the_standard_deviation_of_all_ranks_speeds(ranks):
+    for what, _, percent, unit in ranks(2, spread_of, (9.0, 11.0)):
+        assert (what, unit) == ("spread of speeds, 2 ranks", "%") and percent == pytest.approx(100 * 2**0.5 / 10)
 
 
 def test_ceilings_need_a_gpu(monkeypatch):

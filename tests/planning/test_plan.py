@@ -581,7 +581,12 @@ def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path)
     rows += [("copy", "1024 MiB", copy, "TB/s"), ("all-gather, 4 ranks", "64 MiB", 111.0, "GB/s")]
     path = tmp_path / "here.json"
     gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, multi_processor_count=132)
-    ceilings.write_device(rows, gpu, path)
+    rows.append(("spread of speeds, 8 ranks", "[8192, 8192, 8192]", 2.5, "%"))
+    ceilings.write_device(rows, gpu, path, world=4)
+    assert read_machines(path)[0]["here"].spread == like.spread  # four GPUs tell too little
+    ceilings.write_device(rows, gpu, path, world=8)
+    assert read_machines(path)[0]["here"].spread == 0.025
+    ceilings.write_device(rows[:-1], gpu, path)
     devices, fabrics = read_machines(path)
     here = devices["here"]
     assert (here.copy_tb_s, here.unhidden, here.memory_gib, here.fabric) == (copy, unhidden, 140.0, "here")

@@ -60,6 +60,8 @@ IDEAL = Machine(
         barrier_seconds=0,
         network_gb_s=1,
         network_seconds=0,
+        gpus_per_pod=8,
+        uplinks=1,
         felt=1,
         copy_felt=1,
         piece_felt=1,
@@ -650,6 +652,25 @@ def test_nodes_with_fewer_cards_share_them():
     assert few.message(2**30, 2, 8) == pytest.approx(2**30 / (rate / 2 * 1e9) + few.fabric.network_seconds)
     latency = 4 * few.fabric.nvlink_seconds + 3 * few.fabric.network_seconds  # two ranks in each of four nodes
     assert few.collective(2**30, 8, 4) == pytest.approx(2**30 * 7 / 8 / (rate * 1e9) + latency)
+
+
+def test_rings_share_what_leads_out_of_a_pod():
+    """Pods of 64 GPUs whose uplinks take a quarter of what their cards send, 16 cards' worth."""
+    f = replace(H100.fabric, gpus_per_pod=64, uplinks=0.25)
+    pods, card = replace(H100, fabric=f), f.network_gb_s * 1e9
+
+    def bus(ranks, stride):
+        latency = (ranks - 1) * f.network_seconds
+        return 2**30 * (ranks - 1) / ranks / (pods.collective(2**30, ranks, stride) - latency) / card
+
+    # 8 rings of stride 8 have 8 ranks each in a pod: each gets 2 cards' worth, and needs one.
+    assert bus(16, 8) == pytest.approx(1)
+    # 16 rings of stride 16, of 4 ranks a pod: one each. 32 of 2 ranks: half. 64, and more, of one rank: a quarter.
+    assert [bus(8, stride) for stride in (16, 32, 64, 128)] == pytest.approx([1, 0.5, 0.25, 0.25])
+    assert bus(2, 32) == pytest.approx(1)  # that ring is inside of a pod
+    # Of a pod's 64 GPUs the last 16, or 32, or all, send their message to the next pod.
+    times = [pods.message(2**30, 8, stride) - f.network_seconds for stride in (16, 32, 64)]
+    assert [2**30 / seconds / card for seconds in times] == pytest.approx([1, 0.5, 0.25])
 
 
 def test_what_stages_wait_for_is_the_bubble_and_their_messages():
