@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +36,7 @@ from minitron.runtime.environment import DEFAULTS
 
 FORK = multiprocessing.get_context("fork")
 LOADED_LATE = "minitron.kernels.fp8_te", "minitron.kernels.fused", "minitron.kernels.fused_adamw"
-PROBE_SECONDS = 60
+PROBE_SECONDS, POLL_SECONDS = 60, 0.05
 
 
 @dataclass
@@ -110,8 +109,7 @@ class Workers:
     def next(self) -> tuple[Child, dict | Exception]:
         """Wait for one to end; return it with its figures, or with why there are none."""
         while not (over := [child for child in self.children if child.over()]):
-            running = [p.sentinel for child in self.children for p in child.processes if p.exitcode is None]
-            wait(running, max(0.0, min(child.ends for child in self.children) - time.monotonic()))
+            time.sleep(POLL_SECONDS)
         child = over[0]
         late = time.monotonic() >= child.ends
         end(child)

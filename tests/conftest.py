@@ -1,7 +1,10 @@
 """Fixtures and settings that every test shares."""
 
+import os
 import signal
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose OpenMP has threads hangs in its first loop
 
 import hypothesis
 import pytest

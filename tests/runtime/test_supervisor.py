@@ -141,7 +141,10 @@ def test_ranks_are_new_pythons_where_an_import_has_called_cuda(tmp_path, called)
 def test_all_nodes_start_again_and_the_cause_is_named(tmp_path, code, cause):
     with Nodes(tmp_path, 2, spares=1) as nodes:
         nodes.steps(3)
-        nodes.do(0, f"time.sleep(0.1); sys.exit({LOST})")  # a consequence, whichever comes first
+        other = (
+            "order = folder / 'do-3'\nfor there in (False, True):\n  while order.exists() == there: time.sleep(0.01)\n"
+        )
+        nodes.do(0, f"{other}time.sleep(0.05); sys.exit({LOST})")  # a consequence, whichever is seen first
         nodes.until(lambda: not (tmp_path / "do-0").exists())
         nodes.do(3, code)
         assert nodes.end() == [0, 143 if "broken" in cause else 0, 0], nodes.said()  # 143: it goes on without this node
