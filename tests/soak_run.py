@@ -62,6 +62,7 @@ WRONG = {"nan": math.nan, "spike": 1e4}  # what a gradient is multiplied by
 SPIKE_STEPS = 24  # of a start, until it can tell a spike from what is usual
 SAVE_EVERY = 5  # steps
 APART = 60.0  # steps from a recovery to the next fault, on average
+GOODPUT_OFF = 0.05  # how far the predicted share may be from the measured one
 STEPS_BESIDE = 12  # that a run may make at a fault, until it is noticed and counted
 HANG_SECONDS = 12
 PATIENCE = 240.0  # seconds for a recovery, on a machine with other work, too
@@ -369,7 +370,8 @@ def main() -> None:
     print(f"final loss {hurt_:.6f}, without faults {calm:.6f}")
     if args.results is not None:
         record.append(args, "soak", {"nodes": args.nodes, "ranks": args.ranks, **figures})
-    if figures["named"] < figures["faults"] or abs(hurt_ - calm) > 1e-5:
+    off = abs(figures["predicted"] - figures["goodput"])
+    if figures["named"] < figures["faults"] or abs(hurt_ - calm) > 1e-5 or off > GOODPUT_OFF:
         raise SystemExit(1)
 
 

@@ -4,29 +4,31 @@ import random
 
 import pytest
 
-from soak_run import EXPECTED, soak
+from soak_run import EXPECTED, GOODPUT_OFF, soak
 
 
 @pytest.mark.parametrize(
-    "nodes, faults",
+    "nodes, faults, apart",
     [
-        pytest.param(2, ["term", "nan", "node"], id="small"),
+        pytest.param(2, ["term", "nan", "node"], 6.0, id="small"),
         pytest.param(
             4,
             [*EXPECTED] * 6 + ["rank", "agent", "stop", "term", "nan", "spike"],
+            40.0,
             marks=pytest.mark.slow,
             id="60 faults",
         ),
     ],
 )
-def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_path, nodes, faults):
+def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_path, nodes, faults, apart):
     if nodes == 4:
         random.Random(1).shuffle(faults)
     said = []
-    figures = soak(tmp_path, faults, seed=1, nodes=nodes, ranks=2, say=said.append)
+    figures = soak(tmp_path, faults, seed=1, nodes=nodes, ranks=2, say=said.append, apart=apart)
     assert figures["faults"] == figures["named"] == len(faults), "\n".join(said)
     calm, hurt = figures["losses"]
     assert hurt == pytest.approx(calm, rel=1e-6)  # float32, the same layout: only the order of arrival can differ
     # From a fault to the first new step; how soon a hang is seen is train.hang_seconds' to say.
     assert max(seconds for kind, seconds in figures["seconds"] if kind != "stop") < 30, "\n".join(said)
+    assert figures["predicted"] == pytest.approx(figures["goodput"], abs=GOODPUT_OFF), figures
     assert figures["restarts"] >= len(faults) - faults.count("disk")
