@@ -40,6 +40,7 @@ while [ $# -gt 0 ]; do
     -N | --nodes) nodes=${2:-none} ;;
     -N*) nodes=${1#-N} ;;
     --nodes=*) nodes=${1#*=} ;;
+    [a-z]*.[a-z]*=*) wrong variables "'$1' would not be read; give overrides as EXTRA_ARGS='$1' before bash" ;;
     --gres=*gpu:* | --gpus-per-node=*) gpus=${1##*[:=]} ;;
     esac
     shift

@@ -44,7 +44,7 @@ if [ -n "${IMAGE:-}" ]; then
 elif [ ! -x "$python" ]; then
     VENV=${VENV:-$STAGE_PATH/venv}
     source launch/venv.sh
-    use_venv plot
+    use_venv plot,data
 fi
 
 missing=0

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.config import cli, rules
 from minitron.config.files import errors_as, size_of
 from minitron.config.schema import Config
-from minitron.data.build import check_maker, check_vocabulary, parse_paths, split_ranges
+from minitron.data.build import TRAIN, VALID, check_maker, check_vocabulary, parse_paths, split_part
+from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
 from minitron.data.sft import encode_line
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
@@ -139,15 +140,13 @@ def data(job: Job) -> str:
 
 
 def _indexed(cfg: Config, tokenizer: Tokenizer | None) -> str:
-    """Open each pair of files, which reads headers and sizes, and ask its .json who made it."""
+    """Open each pair of files, ask its .json who made it, and see whether each part of the split makes a sample."""
     prefixes, total = parse_paths(cfg.data.paths)[0], 0
     for prefix in prefixes:
         file = IndexedDataset(prefix)
         check_maker(prefix, cfg.data.tokenizer, tokenizer, cfg.model.vocab_size)
-        if not len(split_ranges(cfg.data.split, len(file))[0]):
-            raise ValueError(
-                f"data.split={cfg.data.split} leaves none of {prefix} to train on; enlarge its first share"
-            )
+        for part in (TRAIN, VALID) if cfg.train.eval_every else (TRAIN,):
+            count_tokens(file, split_part(file, cfg.data.split, part), cfg.train.seq_len)
         total += file.num_bin_bytes // file.dtype.itemsize
     needed = cfg.train.steps * cfg.train.global_batch_size * cfg.train.seq_len
     files = f"{len(prefixes)} pair{'s' * (len(prefixes) > 1)} of files"

@@ -6,16 +6,29 @@ A tool's `main(argv)` parses with `Parser`, raises ValueError for whatever is wr
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from minitron.config import installed
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError for a bad argument, where argparse prints its usage and exits with status 2."""
+    """Raises ValueError for a bad argument, where argparse prints its usage and exits with status 2.
+
+    In a wheel, where nobody has tools/, --help names the commands instead: minitron-plan for python tools/plan.py.
+    """
+
+    def __init__(self, description: str | None = None, **options: Any):
+        super().__init__(description=description, **options)
+        if installed.ROOT == installed.SHARE:
+            for command, program in installed.COMMANDS.items():
+                self.prog = re.sub(rf"^{Path(program).name}\b", command, self.prog)
+                self.description = self.description and self.description.replace(f"python {program}", command)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists what there is")

@@ -133,7 +133,7 @@ def _token_files(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> 
     def dataset(which: int, samples: int) -> GPTDataset | BlendedDataset:
         wanted = [samples] if weights is None else [part_samples(samples, share) for share in normalize(weights)]
         parts = [
-            GPTDataset(file, _sequences(file, data.split, which), count, seq_len, seed, cache_dir, vocab_size)
+            GPTDataset(file, split_part(file, data.split, which), count, seq_len, seed, cache_dir, vocab_size)
             for file, count in zip(files, wanted, strict=True)
         ]
         return parts[0] if weights is None else BlendedDataset(parts, weights, samples, cache_dir)
@@ -155,7 +155,7 @@ def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
 
     def dataset(which: int, samples: int) -> SFTDataset:
         documents = read(tuple(of_their_own if which == VALID and of_their_own else data.paths))
-        chosen = range(len(documents)) if of_their_own else _sequences(documents, data.split, which)
+        chosen = range(len(documents)) if of_their_own else split_part(documents, data.split, which)
         return SFTDataset(documents, chosen, samples, seq_len, seed)
 
     return tokenizer, {"source": "sft"}, dataset
@@ -192,7 +192,8 @@ def split_ranges(split: str, num_sequences: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _sequences(file: IndexedDataset | TokenizedFiles, split: str, which: int) -> range:
+def split_part(file: IndexedDataset | TokenizedFiles, split: str, which: int) -> range:
+    """Return the sequences of TRAIN or VALID.  Raises ValueError if there are none."""
     sequences = split_ranges(split, len(file))[which]
     if not len(sequences):
         purpose, share = ("train on", "first") if which == TRAIN else ("validate on", "second")

@@ -181,13 +181,19 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, num_samp
     return rows
 
 
+def count_tokens(indexed: IndexedDataset, sequences: range, seq_len: int) -> int:
+    """Count the tokens of the range of sequences.  Raises ValueError if they make no sample."""
+    tokens = int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+    if tokens < seq_len + 1:
+        have = f"sequences {sequences.start} to {sequences.stop} hold {tokens} tokens"
+        need = f"fewer than one sample of train.seq_len={seq_len} + 1"
+        raise ValueError(f"{indexed.prefix}: {have}, {need}; shorten it, add data or change data.split")
+    return tokens
+
+
 def _save_index(folder: Path, key: dict, indexed: IndexedDataset, sequences: range) -> None:
     """Build the three arrays of `key` and write them into `folder`, and the key as key.json, for people to read."""
-    tokens = int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-    if tokens < key["seq_len"] + 1:
-        have = f"sequences {sequences.start} to {sequences.stop} hold {tokens} tokens"
-        need = f"fewer than one sample of train.seq_len={key['seq_len']} + 1"
-        raise ValueError(f"{indexed.prefix}: {have}, {need}; shorten it, add data or change data.split")
+    tokens = count_tokens(indexed, sequences, key["seq_len"])
     plan, rng = plan_epochs(tokens, key["samples"], key["seq_len"]), np.random.RandomState(key["seed"])
     documents = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), plan.epochs)
     fits = plan.samples < np.iinfo(np.uint32).max - 1

@@ -217,7 +217,8 @@ class Leader:
         over = {} if status is None else {"status": status}
         with suppress(OSError), open(self.args.dir / "restarts.jsonl", "a") as file:
             file.write(json.dumps(record | {"cause": cause} | over) + "\n")
-        self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended after step {record['step']}: {cause}")
+        when = "before its first step" if record["step"] is None else f"after step {record['step']}"
+        self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended {when}: {cause}")
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -181,10 +181,13 @@ def test_fine_tuning_jobs_start_the_other_command(config, arguments, module):
 
 
 def test_the_chart_knows_every_key_and_no_other():
-    """After a new key: the list of launch/helm/files/keys.txt is this one."""
+    """After a new key or name: launch/helm/files/keys.txt is this, a key and the names of others for it on a line."""
     names = {key for f in fields(Config) for key, _, _ in keys(kinds(Config)[f.name][0], f"{f.name}.")}
     names |= {name.rpartition(".")[0] for name in names if name.count(".") > 1}
-    assert (CHART / "files" / "keys.txt").read_text() == "\n".join(sorted(names)) + "\n"
+    theirs = yaml.safe_load((ROOT / "minitron" / "config" / "names.yaml").read_text())
+    assert theirs.keys() <= names
+    lines = [f"{name} {theirs.get(name, '')}".rstrip() for name in sorted(names)]
+    assert (CHART / "files" / "keys.txt").read_text() == "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
@@ -300,7 +303,12 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ({"workload__serviceAccount": "Mine"}, "/workload/serviceAccount"),
         ({"workload__arguments": "{--steps}"}, "/workload/arguments/0"),
         ({"workload__arguments": "{train.stepz=5}"}, "unknown key train.stepz in config or workload.arguments; python"),
-        ({"workload__arguments": "{trainer.max_steps=5}"}, "unknown key trainer.max_steps in config or workload.arg"),
+        (
+            {"workload__arguments": "{trainer.max_steps=5}"},
+            "unknown key trainer.max_steps in config or workload.arguments; use train.steps",
+        ),
+        ({"workload__arguments": "{model.optim.sched.max_steps=5}"}, "workload.arguments; use optimizer.decay_steps"),
+        ({"workload__arguments": "{model.seed=5}"}, "key model.seed in config or workload.arguments; use train.seed"),
         ({"workload__volumes[0].name": "a"}, "/workload/volumes/0"),
         ({"workload__env[0].name": "A"}, "/workload/env/0"),
         ({"workload__resources.nvidia\\.com/gpu": 4}, "invalid propertyName 'nvidia.com/gpu'"),

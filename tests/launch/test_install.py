@@ -104,6 +104,9 @@ def test_tools_are_commands(bin_folder, tmp_path):
     options = ["--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "bytes", "--workers", "2"]  # of processes
     made = typed(bin_folder, tmp_path, "minitron-preprocess", *options)
     assert made.returncode == 0 and (tmp_path / "a_text_document.idx").is_file(), made.stderr
+    for command, options in (("minitron-plan", []), ("minitron-convert", []), ("minitron-convert", ["import"])):
+        shown = typed(bin_folder, tmp_path, command, *options, "--help").stdout
+        assert shown.startswith(" ".join([f"usage: {command}", *options])) and "python tools/" not in shown
     wrong = typed(bin_folder, tmp_path, "minitron-check-data", "b_text_document")
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: b_text_document.idx: no such file")
 

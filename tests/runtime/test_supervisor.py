@@ -207,7 +207,7 @@ def test_a_first_start_that_fails_by_itself_is_not_repeated(tmp_path):
         assert nodes.end() == [1, 1]
     (cause,) = nodes.causes()
     assert re.fullmatch(r"rank \d on host\d ended with status 1; the first start failed before its first step", cause)
-    assert f"error: round 1 ended after step None: {cause}" in nodes.said()
+    assert f"error: round 1 ended before its first step: {cause}" in nodes.said()
 
 
 def test_the_same_step_failing_three_times_ends_the_run(tmp_path):

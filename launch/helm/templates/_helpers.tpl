@@ -29,9 +29,15 @@
 {{- toYaml $env }}
 {{- end }}
 
-{{/* Refuses a key that minitron does not have, of config and of arguments: the pods would, one after another. */}}
+{{/* Refuses a key that minitron does not have, of config and of arguments: the pods would, one after another. A line of
+keys.txt is a key and the names that NeMo and Megatron-LM have for it, as they end; the longest end counts. */}}
 {{- define "minitron.check" -}}
-{{- $keys := .Files.Get "files/keys.txt" | splitList "\n" }}
+{{- $ours := dict }}
+{{- range $line := .Files.Lines "files/keys.txt" }}
+{{- range splitList " " $line }}
+{{- $_ := set $ours . (splitList " " $line | first) }}
+{{- end }}
+{{- end }}
 {{- $typed := list }}
 {{- $config := fromYaml .Values.config }}
 {{- if not (hasKey $config "Error") }}
@@ -49,8 +55,15 @@
 {{- $typed = append $typed (splitList "=" . | first) }}
 {{- end }}
 {{- range $typed }}
-{{- if not (has . $keys) }}
-{{- fail (printf "unknown key %s in config or workload.arguments; python -m minitron.pretrain --help lists the keys" .) }}
+{{- if ne . (get $ours .) }}
+{{- $fix := "python -m minitron.pretrain --help lists the keys" }}
+{{- $parts := splitList "." . }}
+{{- range untilStep (min 3 (len $parts) | int) 0 -1 | reverse }}
+{{- with get $ours (slice $parts (sub (len $parts) . | int) | join ".") }}
+{{- $fix = printf "use %s" . }}
+{{- end }}
+{{- end }}
+{{- fail (printf "unknown key %s in config or workload.arguments; %s" . $fix) }}
 {{- end }}
 {{- end }}
 {{- end }}
