@@ -35,7 +35,7 @@ LOST = 125  # a collective failed: another rank has died
 BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
 REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
 
-TOLD = "got SIGTERM"  # why a node leaves with which nothing is wrong
+STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
 SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs
 SAME_STEP = 3  # failures after the same step that end a run
 
@@ -155,7 +155,7 @@ class Leader:
                 leaves = status in (0, BROKEN) and not round_["left"]
                 return known | {"left": cause} if leaves else None  # a node that leaves may go
             pairs = zip(round_["nodes"], members)
-            lost = [node["host"] for node, beat in pairs if beat is None or beat["leaving"] not in ("", TOLD)]
+            lost = [node["host"] for node, beat in pairs if beat is None or beat["leaving"].startswith(STUCK)]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
             return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
         if status != 0 and self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):

@@ -38,7 +38,7 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.runtime.agent import Agent
-from minitron.runtime.lead import BROKEN, TOLD, Leader, replace, words
+from minitron.runtime.lead import BROKEN, STUCK, Leader, replace, words
 from minitron.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.1
@@ -101,7 +101,7 @@ class Supervisor:
     def hear(self, number: signal.Signals) -> None:
         """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on."""
         if number == signal.SIGTERM:
-            self.beat["leaving"] = TOLD
+            self.beat["leaving"] = "got SIGTERM"
         else:
             self.beat["stopping"] = True
         self.agent.signal(number)
@@ -113,7 +113,7 @@ class Supervisor:
         if self.ending and (not self.agent.running or monotonic() - self.ending > KILL_SECONDS):
             self.ending, self.beat["state"] = 0.0, "ended"
             if self.agent.running:
-                self.beat["leaving"] = f"has ranks that SIGKILL does not end in {KILL_SECONDS:.0f} s"
+                self.beat["leaving"] = f"{STUCK} in {KILL_SECONDS:.0f} s"
         elif not self.ending and state != "ended":  # how they ended by themselves
             self.beat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
             if BROKEN in self.agent.ended.values():

@@ -17,7 +17,7 @@ import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
 from minitron.runtime import agent, lead, supervisor
-from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, TOLD, Leader, repeated, replace
+from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, Leader, repeated, replace
 from minitron.runtime.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
@@ -263,7 +263,7 @@ def test_a_beat_that_is_not_whole_is_none(leader, tmp_path):
     assert leader.alive(1) is None
 
 
-@pytest.mark.parametrize("leaving, excluded", [(TOLD, []), ("has ranks that SIGKILL does not end", ["host1"])])
+@pytest.mark.parametrize("leaving, excluded", [("got SIGTERM", []), (f"{STUCK} in 30 s", ["host1"])])
 def test_a_node_that_is_of_no_use_is_excluded_and_one_that_was_told_to_end_is_not(leader, leaving, excluded):
     beats = [{"node": n, "host": f"host{n}", "life": "a", "round": "b", "state": "ended"} for n in (0, 1)]
     beats = [beat | {"ended": {}, "said": {}, "leaving": "", "stopping": False} for beat in beats]
