@@ -53,7 +53,7 @@ check_job() {
 # run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
 # It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
 run_job() {
-    local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended excluded
+    local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended
     local round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
@@ -104,13 +104,7 @@ run_job() {
         fail "Slurm ended the job; $last"
     elif [ "$status" = 75 ]; then
         line=$(grep -oE 'round [0-9]+ ended .*' "$output" | tail -n 1) || true
-        excluded=$({ scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *ExcNodeList=\([^ (].*\)/\1/p'
-            cat "$run/excluded_nodes"; } 2>/dev/null | sort -u | paste -sd ,)
-        echo "$line; back to the queue${excluded:+ without $excluded}"
-        # Only a job that waits takes other nodes. To requeue it ends this shell, too, but by a SIGTERM first (KillWait).
-        trap '' TERM
-        scontrol requeue "$SLURM_JOB_ID"
-        until [ -z "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"; do sleep 1; done
+        requeue "$line" "$run/excluded_nodes"
     elif [ "$status" != 0 ]; then
         # The line that says why comes last: torchrun adds a page of its own.
         line=$(tail -c +$((before + 1)) "$output" 2>/dev/null | grep -oE '(^|:)error: .*' | tail -n 1) || true
@@ -122,11 +116,22 @@ run_job() {
         [ ! -e "$output" ] || tail -n 20 "$output" >&2
         fail "$ended"
     elif [[ $last == *"stopped after iteration"*"which was saved" ]]; then
-        echo "$last; back to the queue"
-        scontrol requeue "$SLURM_JOB_ID"
+        requeue "$last" "$run/excluded_nodes"
     elif [[ $last == *"stopped after iteration"* ]]; then
         fail "$last"
     fi
+}
+
+# requeue WHY FILE: sends the job back to the queue, without the nodes that FILE lists.
+requeue() {
+    local excluded
+    excluded=$({ scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *ExcNodeList=\([^ (].*\)/\1/p'
+        cat "$2" || true; } 2>/dev/null | sort -u | paste -sd ,)
+    echo "$1; back to the queue${excluded:+ without $excluded}"
+    # Only a job that waits takes other nodes. To requeue it ends this shell, too, but by a SIGTERM first (KillWait).
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID"
+    until [ -z "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"; do sleep 1; done
 }
 
 # NVLink multicast takes memory that these models need; larger chunks suit the pipeline's messages. What else torch and

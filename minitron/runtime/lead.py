@@ -18,12 +18,16 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from contextlib import suppress
+import uuid
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
+
+from minitron.runtime.sinks import File
 
 # Exit statuses of ranks, by which the cause of a failure is told from its consequences.
 HUNG = 124  # as of timeout(1)
@@ -31,6 +35,7 @@ LOST = 125  # a collective failed: another rank has died
 BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
 REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
 
+STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
 SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs
 SAME_STEP = 3  # failures after the same step that end a run
 
@@ -43,6 +48,7 @@ class Leader:
         self.seen: dict[int, tuple[str, float]] = {}  # the last text of each beat, and when it was new
         self.looked = monotonic()
         self.since: tuple[str, float] = "", self.looked  # what the leader waits for, and since when
+        self.reported: tuple | None = None  # the last round that was reported, and its status
 
     # ---- the files --------------------------------------------------------------------------------------------------
 
@@ -54,27 +60,31 @@ class Leader:
 
     def alive(self, node: int) -> dict | None:
         """Read the beat of a node; None if it is dead or never was."""
-        try:
-            text = (self.folder / f"node-{node}.json").read_text()
-        except FileNotFoundError:
+        text = words(self.folder / f"node-{node}.json")
+        if text is None:
             return None
         now = monotonic()
         if now - self.looked > self.args.dead_seconds / 2:  # this node stood still, or the disk did
             self.seen = {node: (text, now) for node, (text, _) in self.seen.items()}
         self.looked = now
-        if self.seen.get(node, ("",))[0] != text:
-            self.seen[node] = text, now
-        return json.loads(text) if now - self.seen[node][1] < self.args.dead_seconds else None
+        known, since = self.seen.get(node, ("", 0.0))
+        if text not in ("", known):
+            known, since = self.seen[node] = text, now
+        return json.loads(known) if known and now - since < self.args.dead_seconds else None
 
     def leads(self, node: int) -> bool:
         return all(self.alive(lower) is None for lower in range(node))
 
     def step(self) -> int | None:
         """Read the last step that the run has recorded in metrics.jsonl."""
-        with suppress(OSError, ValueError, StopIteration), open(self.args.dir / "metrics.jsonl", "rb") as file:
+        rows = []
+        with suppress(OSError), open(self.args.dir / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
             rows = file.read().splitlines()
-            return json.loads(next(row for row in reversed(rows) if row.startswith(b'{"kind": "step"')))["step"]
+        for row in reversed(rows):
+            with suppress(ValueError):  # torn, as on a full disk
+                if row.startswith(b'{"kind": "step"'):
+                    return json.loads(row)["step"]
         return None
 
     # ---- decisions --------------------------------------------------------------------------------------------------
@@ -87,7 +97,12 @@ class Leader:
         decide = {"none": self.gather, "run": self.train, "stop": self.restart}.get(round_["state"])
         after = None if decide is None else decide(round_, alive, usable)
         if after is not None:
-            replace(self.folder / "round.json", after)
+            if more := [host for host in after["excluded"] if host not in round_["excluded"]]:
+                with suppress(OSError), open(self.args.dir / "excluded_nodes", "a") as file:
+                    file.writelines(f"{host}\n" for host in more)
+            replace(self.folder / "round.json", after, durable=True)
+            if after["state"] == "run":
+                self.say(f"round {after['number']} on {', '.join(node['host'] for node in after['nodes'])}")
         return after or round_
 
     def waited(self, round_: dict, what: str) -> float:
@@ -139,7 +154,8 @@ class Leader:
             if self.waited(round_, "nodes") < self.args.rejoin_seconds:
                 leaves = status in (0, BROKEN) and not round_["left"]
                 return known | {"left": cause} if leaves else None  # a node that leaves may go
-            lost = [member["host"] for member, beat in zip(round_["nodes"], members) if beat is None]
+            pairs = zip(round_["nodes"], members)
+            lost = [node["host"] for node, beat in pairs if beat is None or beat["leaving"].startswith(STUCK)]
             known["excluded"] = list(dict.fromkeys([*known["excluded"], *lost]))
             return self.end(known, REQUEUE, f"{cause}; {len(usable)} nodes are left of {self.args.nodes}")
         if status != 0 and self.waited(round_, "backoff") < self.args.backoff_seconds * (repeated(failures) - 1):
@@ -166,7 +182,7 @@ class Leader:
         beat = alive.get(node["node"])
         if beat is None or beat["life"] != node["life"]:
             return None
-        known = beat["round"] == round_["number"]
+        known = beat["round"] == round_["key"]
         return beat if known else beat | {"state": "idle", "ended": {}, "said": {}}  # has not begun with this round
 
     def cause(self, round_: dict, members: list) -> tuple[int | None, str | None, str]:
@@ -198,24 +214,24 @@ class Leader:
     def next(self, round_: dict, usable: list) -> dict:
         number = round_["number"] + 1
         nodes = [{key: b[key] for key in ("node", "life", "host", "address")} for b in usable[: self.args.nodes]]
-        ended = {"end_seconds": round(time.time() - round_["stopped"], 2)} if round_["state"] == "stop" else {}
-        self.say(f"round {number} on {', '.join(node['host'] for node in nodes)}")
-        parts = round_["parts"] | ended
-        return round_ | {"number": number, "state": "run", "nodes": nodes, "parts": parts, "left": ""}
+        passed = max(0.0, time.time() - round_["stopped"]) if round_["state"] == "stop" else None
+        ended = {} if passed is None else {"end_seconds": round(passed, 2)}
+        start = {"number": number, "key": uuid.uuid4().hex, "parts": round_["parts"] | ended}
+        return round_ | start | {"state": "run", "nodes": nodes, "left": ""}
 
     def end(self, round_: dict, status: int, why: str) -> dict:
         if why:
             self.report(round_, why, status)
-        if round_["excluded"]:
-            with open(self.args.dir / "excluded_nodes", "a") as file:
-                file.writelines(f"{host}\n" for host in round_["excluded"])
         return round_ | {"state": "end", "status": status}
 
     def report(self, round_: dict, cause: str, status: int | None = None) -> None:
-        """Append to restarts.jsonl, and say on stderr, what ended a round."""
+        """Append to restarts.jsonl, and say on stderr, what ended a round; once, if that cannot be written."""
+        before, self.reported = self.reported, (round_["number"], status)
+        if self.reported == before:
+            return
         record = {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "round": round_["number"], "step": self.step()}
         over = {} if status is None else {"status": status}
-        with suppress(OSError), open(self.args.dir / "restarts.jsonl", "a") as file:
+        with suppress(OSError), closing(File(self.args.dir / "restarts.jsonl")) as file:
             file.write(json.dumps(record | {"cause": cause} | over) + "\n")
         when = "before its first step" if record["step"] is None else f"after step {record['step']}"
         self.say(f"{'error: ' * (status == 1)}round {round_['number']} ended {when}: {cause}")
@@ -229,8 +245,23 @@ def repeated(failures: list) -> int:
     return [*(step == failures[-1][0] for step, _ in reversed(failures)), False].index(False)
 
 
-def replace(path: Path, value: dict) -> None:
-    """Write JSON that others see whole, or as it was before."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(value))
+def words(path: Path) -> str | None:
+    """Read JSON that `replace` wrote; None if there is no file, "" if it is not whole: its machine died meanwhile."""
+    try:
+        json.loads(text := path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return ""
+    return text
+
+
+def replace(path: Path, value: dict, durable: bool = False) -> None:
+    """Write JSON that others see whole, or as it was before; durable: also if this machine dies now."""
+    temporary = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}")  # pods have the same process ids
+    with open(temporary, "w") as file:
+        file.write(json.dumps(value))
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)

@@ -38,7 +38,7 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.runtime.agent import Agent
-from minitron.runtime.lead import BROKEN, Leader, replace
+from minitron.runtime.lead import BROKEN, STUCK, Leader, replace, words
 from minitron.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.1
@@ -59,15 +59,16 @@ class Supervisor:
             "host": args.host,
             "address": args.address,
             "count": 0,
-            "round": 0,
+            "round": "",  # the key of the last round that was begun here
             "state": "idle",  # running, done, failed, ended
             "ended": {},  # local rank: status
             "said": {},  # local rank: why
             "leaving": "",  # why this node will not take part in another round
             "stopping": False,  # the run is to end: SIGUSR1, Ctrl+C
         }
-        self.leader = Leader(args, self.folder)
+        self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
         self.ending = self.beaten = 0.0
+        self.shown = False
 
     def run(self) -> int:
         """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
@@ -75,10 +76,16 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # they are waited for, below
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch/node.sh had it ignored until here
         self.agent.open()
+        with suppress(OSError):
+            if (over := self.leader.round())["state"] == "end":
+                self.leader.say(f"{self.folder} ended before, with {over['status']}: start again with another --id")
         try:
             while True:
                 self.watch()
                 if monotonic() - self.beaten > self.args.beat_seconds:
+                    if self.replaced():
+                        self.leader.say(f"another supervisor has come as node {self.args.node}: this one leaves")
+                        return LEFT
                     self.show()
                     with suppress(OSError):  # a full disk: once more, a beat later
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
@@ -88,7 +95,8 @@ class Supervisor:
                     self.hear(signal.Signals(got.si_signo))
         finally:
             self.agent.close()
-            (self.folder / f"node-{self.args.node}.json").unlink(missing_ok=True)
+            if not self.replaced():
+                self.path.unlink(missing_ok=True)
 
     def hear(self, number: signal.Signals) -> None:
         """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on."""
@@ -105,7 +113,7 @@ class Supervisor:
         if self.ending and (not self.agent.running or monotonic() - self.ending > KILL_SECONDS):
             self.ending, self.beat["state"] = 0.0, "ended"
             if self.agent.running:
-                self.beat["leaving"] = f"has ranks that SIGKILL does not end in {KILL_SECONDS:.0f} s"
+                self.beat["leaving"] = f"{STUCK} in {KILL_SECONDS:.0f} s"
         elif not self.ending and state != "ended":  # how they ended by themselves
             self.beat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
             if BROKEN in self.agent.ended.values():
@@ -117,12 +125,20 @@ class Supervisor:
         if state != self.beat["state"]:
             self.beaten = 0.0
 
+    def replaced(self) -> bool:
+        """Tell whether a younger supervisor writes this node's beats, as of a pod that was given up for lost."""
+        with suppress(OSError):
+            text = words(self.path) if self.shown else None
+            return bool(text) and json.loads(text)["life"] != self.beat["life"]
+        return False
+
     def show(self) -> None:
         """Write the beat."""
         self.beat["count"] += 1
         self.beaten = monotonic()
         try:
-            replace(self.folder / f"node-{self.args.node}.json", self.beat)
+            replace(self.path, self.beat)
+            self.shown = True
         except OSError:  # the disk is full or away: beats that do not change say nothing of their nodes now
             self.leader.seen.clear()
 
@@ -130,10 +146,12 @@ class Supervisor:
         """Do what the round asks of this node; return its status if there is no more to do for it."""
         members = [(node["node"], node["life"]) for node in round_["nodes"]]
         mine, beat = (self.args.node, self.beat["life"]), self.beat
-        if round_["state"] == "run" and mine in members and round_["number"] > beat["round"] and not self.ending:
+        wanted, begun = round_["state"] == "run" and mine in members, beat["state"] in ("running", "failed")
+        new = wanted and round_["key"] != beat["round"]  # also with an old number, after two have led for a moment
+        if new and not begun:
             self.start(round_, members.index(mine))
-        elif beat["state"] in ("running", "failed") and not (round_["state"] == "run" and mine in members):
-            self.ending = monotonic()
+        elif begun and (new or not wanted):
+            self.ending = self.ending or monotonic()
             self.agent.signal(signal.SIGKILL)
         if self.ending or round_["state"] != "end" and beat["state"] in ("running", "failed"):
             return None
@@ -155,7 +173,7 @@ class Supervisor:
         }
         own = [common | {"RANK": node_rank * local + i, "LOCAL_RANK": i} for i in range(local)]
         self.agent.start([{name: str(value) for name, value in variables.items()} for variables in own])
-        self.beat |= {"round": round_["number"], "state": "running", "ended": {}, "said": {}}
+        self.beat |= {"round": round_["key"], "state": "running", "ended": {}, "said": {}}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

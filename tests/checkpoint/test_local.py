@@ -6,6 +6,7 @@ Nodes are folders: rank r of these jobs has its local_dir in node r // 2, or all
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -234,19 +235,38 @@ def test_a_directory_that_several_nodes_see(ranks, tmp_path):
         )
 
 
-def test_a_killed_run_goes_on_from_its_node(tmp_path):
+@pytest.fixture
+def memory():
+    """A folder in the machine's memory."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="minitron-test-") as folder:
+        yield Path(folder) / "run"
+
+
+IN_MEMORY = [pytest.param(place, marks=pytest.mark.slow) for place in ("memory", "memory that is lost")]
+
+
+@pytest.mark.parametrize("place", ["disk", *IN_MEMORY])
+def test_a_killed_run_goes_on_from_its_node(tmp_path, memory, place):
     """The whole program under torchrun: the first local save is a shared one, and nothing of the log is lost."""
+    local_dir = tmp_path / "disk" if place == "disk" else memory
     words = ["parallel.pp=2", "train.steps=40", "optimizer.decay_steps=40"]
     run(tmp_path / "whole", 2, *words)
     words += [f"checkpoint.dir={tmp_path / 'saves'}", "checkpoint.every=0"]
-    words += [f"checkpoint.local_dir={tmp_path / 'disk'}", "checkpoint.local_every=3"]
+    words += [f"checkpoint.local_dir={local_dir}", "checkpoint.local_every=3"]
     with Run(tmp_path, "none", *MODEL, *words, ranks=2) as torchrun:
         torchrun.wait_for("step 12 saved on the nodes' own disks")
+    if place == "memory that is lost":  # as with a machine that starts again
+        shutil.rmtree(memory)
     with Run(tmp_path, "none", *MODEL, *words, ranks=2) as torchrun:
         status, _, output = torchrun.end()
-    assert status == 0 and f"resumed from {tmp_path}/disk/step_000000" in output, output
     first, second = torchrun.rows("run")
-    assert second["first_step"] >= 13 and second["first_step"] % 3 == 1
-    assert {row["local"] for row in torchrun.rows("save")} == {True, False}
+    if place == "memory that is lost":
+        assert f"resumed from {tmp_path}/saves/step_00000003" in output and second["first_step"] == 4
+    else:
+        assert f"resumed from {local_dir}/step_000000" in output, output
+        assert second["first_step"] >= 13 and second["first_step"] % 3 == 1
+    assert status == 0 and {row["local"] for row in torchrun.rows("save")} == {True, False}
     assert dict(losses(torchrun.folder)) == dict(losses(tmp_path / "whole"))
     assert steps_in(tmp_path / "saves") == [3, 40]

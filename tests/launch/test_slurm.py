@@ -505,6 +505,21 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(cluster, stage):
 
 
 @pytest.mark.slow
+def test_a_job_that_was_told_to_stop_does_not_come_back_to_a_node_that_it_excludes(cluster, stage):
+    """As after a device that computed wrongly: a spare took the node's place, and later the job's time was up."""
+    job = stage.submit(cluster, "-N1", EXTRA_ARGS=SAVES, RUN_CONF_GPUS_PER_NODE="2")
+    until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
+    node = cluster.job(job)["NodeList"]
+    [run] = stage.folder.glob(f"results/*/*/*/*/{job}")
+    (run / "excluded_nodes").write_text(f"{node}\n")
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["ExcNodeList"] == node, 60)
+    facts = cluster.wait(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), stage.output(job)
+    assert facts["NodeList"] != node and f"which was saved; back to the queue without {node}\n" in stage.output(job)
+
+
+@pytest.mark.slow
 def test_the_job_of_a_drained_node_goes_on_elsewhere(cluster, stage):
     job = stage.submit(cluster, "-N1", EXTRA_ARGS=SAVES, RUN_CONF_GPUS_PER_NODE="2")
     until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))

@@ -198,6 +198,38 @@ def test_no_rank_is_named_for_nothing(tmp_path, ranks, argv):
     assert [row["step"] for row in run.rows("ranks")] == list(range(10, 301, 10))
 
 
+def cost_of_comparing() -> tuple[float, float]:
+    """Processor seconds of a training step, and of what its comparison takes: asking the clock, gathering the times."""
+    sizes = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 704, "num_heads": 4, "num_kv_heads": 4}
+    steps = {"seq_len": 256, "global_batch_size": 4, "micro_batch_size": 1}
+    cfg = config(LLAMA, {"model": sizes | {"max_positions": 256}, "train": steps, "parallel": {"tp": 2}})
+    trainer = build(cfg, mesh_of(cfg))
+    log = SimpleNamespace(places=lambda _: None, own_times=lambda *_: None, alarm=print, info=print)
+    compared, loader = Stragglers(trainer.mesh, log, cfg.train, None), Loader(dataset_of(cfg), cfg, trainer.mesh)
+    batches, watch, asked = loader.step(0, 1), compared.stopwatch, []
+    loader.close()
+
+    def mean_of(calls: int, call, *arguments) -> float:
+        began = time.thread_time()
+        for _ in range(calls):
+            call(*arguments)
+        return (time.thread_time() - began) / calls
+
+    add, watch._add = watch._add, asked.append
+    mean_of(2, trainer.step, batches, 1e-3)
+    step = mean_of(10, trainer.step, batches, 1e-3)
+    watch._add, compare = add, lambda: (watch.begin(), compared.step(0))
+    mean_of(20, compare)  # which connects the ranks
+    return step, len(asked) / 12 * mean_of(10_000, add, 1) + mean_of(100, compare)
+
+
+def test_the_comparison_costs_under_half_a_percent_of_a_step(ranks):
+    """Of one of 0.1 s; in processor time, for the machine has other work."""
+    for step, more in ranks(2, cost_of_comparing):
+        print(f"{1e6 * more:.0f} us of {1e3 * step:.1f} ms")
+        assert more < 0.005 * step, (step, more)
+
+
 def test_a_rank_that_recovers_is_said_once():
     said = SimpleNamespace(alarms=[], infos=[])
     log = SimpleNamespace(alarm=said.alarms.append, info=said.infos.append)

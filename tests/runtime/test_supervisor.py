@@ -1,5 +1,7 @@
 """Supervisors of several nodes on this machine: what they start again, without whom, and when they give up."""
 
+import argparse
+import errno
 import json
 import os
 import re
@@ -9,12 +11,14 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
-from minitron.runtime import agent
-from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, repeated
+from minitron.runtime import agent, lead, supervisor
+from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, Leader, repeated, replace
+from minitron.runtime.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
 RANK = """
@@ -154,6 +158,7 @@ def test_all_nodes_start_again_and_the_cause_is_named(tmp_path, code, cause):
     assert ports[0] != ports[1]  # a fresh store
     hosts = [node["host"] for node in json.loads((tmp_path / "rounds/job/round.json").read_text())["nodes"]]
     assert hosts == (["host0", "host2"] if "broken" in cause else ["host0", "host1"])
+    assert (tmp_path / "excluded_nodes").exists() == ("broken" in cause)  # for a scheduler, at once
 
 
 def test_the_rank_that_stands_still_is_named_not_those_that_waited_for_it(tmp_path):
@@ -191,6 +196,104 @@ def test_a_lost_node_may_come_back(tmp_path):
         nodes.start(1)
         assert nodes.end() == [0, 0], nodes.said()
     assert nodes.causes() == ["node 1 (host1) is lost"]
+
+
+def test_of_two_supervisors_of_a_node_the_older_one_leaves(tmp_path):
+    """As when a machine comes back that was cut off, and its pod was made again elsewhere."""
+    with Nodes(tmp_path, 2, ranks=1) as nodes:
+        older = nodes.steps(3).processes[1]
+        nodes.start(1)
+        assert older.wait(PATIENCE) == 143 and nodes.end() == [0, 0], nodes.said()
+    assert nodes.causes() == ["node 1 (host1) is lost"] and "another supervisor has come as node 1" in nodes.said()
+    assert len(list(tmp_path.glob("step-*"))) == 20
+
+
+def test_of_two_rounds_with_one_number_the_later_one_counts(tmp_path):
+    """As when a leader that stood still for a while writes one more round: here with the nodes the other way round."""
+    with Nodes(tmp_path, 2, ranks=1) as nodes:
+        nodes.steps(3)
+        round_ = json.loads((tmp_path / "rounds/job/round.json").read_text())
+        (tmp_path / "started-0-1").unlink()
+        replace(tmp_path / "rounds/job/round.json", round_ | {"key": "another", "nodes": round_["nodes"][::-1]})
+        assert nodes.end() == [0, 0] and not nodes.report(), nodes.said()
+    assert (tmp_path / "started-0-1").exists() and len(list(tmp_path.glob("step-*"))) == 20
+
+
+def test_a_start_that_has_ended_says_that_another_needs_another_id(tmp_path):
+    with Nodes(tmp_path, 1, command=["rank.py", ".", "2"]) as nodes:
+        assert nodes.end() == [0] and not nodes.said().count("--id")
+        nodes.start(0)
+        assert nodes.end() == [0] and "rounds/job ended before, with 0: start again with another --id" in nodes.said()
+
+
+def arguments(folder: Path) -> argparse.Namespace:
+    args = ["--node", "0", "--nodes", "2", "--ranks", "1", "--dir", folder, "--id", "a", "--dead-seconds", "2", "x"]
+    return parse([str(arg) for arg in args])
+
+
+def test_a_node_whose_ranks_cannot_be_killed_leaves(tmp_path, monkeypatch):
+    """They hang in a driver; the others wait for this node to say that its ranks have ended."""
+    node, now, signals = Supervisor(arguments(tmp_path)), [0.0], []
+    monkeypatch.setattr(supervisor, "monotonic", lambda: now[0])
+    monkeypatch.setattr(node, "agent", SimpleNamespace(listen=lambda: None, signal=signals.append, running=True))
+    node.agent.ended, node.agent.said = {}, {}
+    node.beat |= {"state": "running", "round": "key"}
+    for now[0] in range(1, 40):
+        assert node.follow({"state": "stop", "nodes": [], "left": ""}) == (143 if node.beat["leaving"] else None)
+        node.watch()
+    assert node.beat["state"] == "ended" and node.beat["leaving"] == "has ranks that SIGKILL does not end in 30 s"
+    assert set(signals) == {signal.SIGKILL}
+
+
+@pytest.fixture
+def leader(tmp_path):
+    return Leader(arguments(tmp_path), tmp_path)
+
+
+def test_a_beat_that_is_not_whole_is_none(leader, tmp_path):
+    """A machine that loses its power may leave an empty file, which must not end the others."""
+    (tmp_path / "node-0.json").write_text("")
+    assert leader.alive(0) is None
+    replace(tmp_path / "node-1.json", {"count": 1})
+    assert leader.alive(1) == {"count": 1}
+    (tmp_path / "node-1.json").write_text('{"count": ')
+    assert leader.alive(1) == {"count": 1}  # until it is too old
+    time.sleep(0.9)
+    leader.alive(1)  # this node did not stand still
+    time.sleep(0.9)
+    leader.alive(1)
+    time.sleep(0.4)
+    assert leader.alive(1) is None
+
+
+@pytest.mark.parametrize("leaving, excluded", [("got SIGTERM", []), (f"{STUCK} in 30 s", ["host1"])])
+def test_a_node_that_is_of_no_use_is_excluded_and_one_that_was_told_to_end_is_not(leader, leaving, excluded):
+    beats = [{"node": n, "host": f"host{n}", "life": "a", "round": "b", "state": "ended"} for n in (0, 1)]
+    beats = [beat | {"ended": {}, "said": {}, "leaving": "", "stopping": False} for beat in beats]
+    beats[1]["leaving"] = leaving
+    round_ = {"number": 1, "key": "b", "nodes": beats, "failures": [], "excluded": [], "left": ""}
+    ended = leader.restart(round_, dict(enumerate(beats)), beats[:1])
+    assert (ended["status"], ended["excluded"]) == (REQUEUE, excluded)
+
+
+def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path, monkeypatch, capsys):
+    """The step before a row that is torn counts: a first start that fails without one is not repeated."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 9}\n{"kind": "step", "st')
+    round_ = {"number": 4, "failures": [], "excluded": [], "parts": {}, "left": ""}
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(leader, "round", lambda: round_ | {"state": "run", "nodes": []})
+    monkeypatch.setattr(leader, "train", lambda *_: leader.end(round_ | {"excluded": ["host1"]}, 1, "why"))
+    for _ in range(3):
+        with monkeypatch.context() as full_disk, pytest.raises(OSError):
+            full_disk.setattr(lead, "replace", full)
+            leader.lead()
+    assert leader.lead()["state"] == "end"
+    (line,) = (tmp_path / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 9 and capsys.readouterr().err.count("round 4 ended after step 9: why") == 1
+    assert set((tmp_path / "excluded_nodes").read_text().splitlines()) == {"host1"}
 
 
 @pytest.mark.parametrize("spares", [0, 1])
