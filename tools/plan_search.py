@@ -239,7 +239,14 @@ def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
     given = replace(cfg, train=replace(cfg.train, recompute="none"))
     yield given
     for family in families(cfg, world, machine):
-        yield from (member for member in Family(family, world, machine).pipelines() if member != given)
+        yield from (member for member in Family(family, world, machine).pipelines() if member != listed(given))
+
+
+def listed(cfg: Config) -> Config:
+    """The configuration as `Family.pipelines` lists it: None for stages that are the default's."""
+    p = cfg.parallel
+    default = tuple(map(len, stage_layers(cfg.model.num_layers, p.pp, p.vp)))
+    return replace(cfg, parallel=replace(p, layers_per_stage=None)) if p.layers_per_stage == default else cfg
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -269,6 +276,7 @@ class _Search:
 
     def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
         self.cfg = replace(cfg, train=replace(cfg.train, recompute="none"))
+        self.given = listed(self.cfg)
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
         self.heap: list[Candidate] = []
         self.timed: list[Candidate] = []  # fastest first; seconds are those of the whole step
@@ -295,7 +303,7 @@ class _Search:
                 self.look(heapq.heappop(self.heap))
         for candidate in self.heap:
             self.drop(candidate)
-        self.reasons[TOO_SLOW] += sum(member != self.cfg for *_, family in closed for member in family.pipelines())
+        self.reasons[TOO_SLOW] += sum(member != self.given for *_, family in closed for member in family.pipelines())
         best, smaller = self.fastest[: self.count], []
         for one in self.timed if self.smaller else ():
             if not smaller or one.gib < LESS * smaller[-1].gib:
@@ -341,7 +349,7 @@ class _Search:
         broken: dict[int, str] = {}  # by pp, on which rules depend; not on the stages, which are made to keep them
         for member in family.pipelines():
             p = member.parallel
-            if member == self.cfg:  # looked at already
+            if member == self.given:  # looked at already
                 continue
             if p.pp not in broken:
                 broken[p.pp] = self.broken(replace(member, parallel=replace(p, vp=1, layers_per_stage=None)))

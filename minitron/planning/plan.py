@@ -25,7 +25,7 @@ from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planning.machine import Machine
 from minitron.planning.memory import ITEM, Memory
-from minitron.planning.simulate import Timeline, simulate
+from minitron.planning.simulate import Meetings, Timeline, meetings, simulate
 from minitron.planning.work import Parts, Work, document_tokens, total
 
 STATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
@@ -92,11 +92,11 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
 
 
 @lru_cache(32)
-def checked_schedule(pp: int, vp: int, num_microbatches: int, kind: Kind) -> Schedule:
-    """Make the schedule that the run will have, and prove it, once."""
+def checked_schedule(pp: int, vp: int, num_microbatches: int, kind: Kind) -> tuple[Schedule, Meetings]:
+    """Make the schedule that the run will have, prove it, and find which Exchanges meet, once."""
     schedule = make(pp, vp, num_microbatches, kind)
     check(schedule)
-    return schedule
+    return schedule, meetings(schedule)
 
 
 class Step:
@@ -131,10 +131,10 @@ class Step:
 
     def timeline(self, transfer_seconds: float) -> Timeline:
         p = self.cfg.parallel
-        schedule = checked_schedule(p.pp, p.vp, self.microbatches, p.schedule)
+        schedule, meets = checked_schedule(p.pp, p.vp, self.microbatches, p.schedule)
         shares = [backward["put_off"] / total(backward) or 0.5 for _, backward in self.parts]  # 0.5: nothing is put off
         put_off = [share * seconds for share, seconds in zip(shares, self.backward)]
-        return simulate(schedule, self.forward, self.backward, transfer_seconds, put_off)
+        return simulate(schedule, self.forward, self.backward, transfer_seconds, put_off, meets)
 
     def update_seconds(self, rank: int) -> float:
         """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""

@@ -22,15 +22,17 @@ Left out: links that several transfers share, and kernels that run slower beside
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from minitron.pipeline.check import match_exchanges
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Exchange, Forward, Operation, Schedule
 
 Seconds = float | Sequence[float]  # one for all stages, or per global stage
+Meetings = Sequence[Sequence[Sequence[tuple[int, int]]]]  # of each rank's Exchanges
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One operation in time; `start` and `end` in seconds from the start of the step."""
 
     rank: int
@@ -61,11 +63,12 @@ def simulate(
     backward_seconds: Seconds,
     transfer_seconds: float = 0.0,
     weight_seconds: Seconds | None = None,
+    meets: Meetings | None = None,
 ) -> Timeline:
     """Time a schedule that `check` passes, given the seconds of one microbatch in each stage and between two ranks.
 
-    weight_seconds: how much of the backward a BackwardWeight takes, where it is split; None: half of it. Raises
-    ValueError if a duration is not positive, or if their number is not that of the stages.
+    weight_seconds: how much of the backward a BackwardWeight takes, where it is split; None: half of it. meets: of
+    `meetings`, if known. Raises ValueError if a duration is not positive, or if their number is not that of the stages.
     """
     if not 0 <= transfer_seconds < float("inf"):
         raise ValueError(f"transfer_seconds={transfer_seconds} must not be negative or infinite; use 0 or more")
@@ -82,7 +85,8 @@ def simulate(
         ),
         BackwardWeight: weight,
     }
-    ranks = [_Rank(schedule, rank, meets, seconds) for rank, meets in enumerate(match_exchanges(schedule))]
+    meets = meetings(schedule) if meets is None else meets
+    ranks = [_Rank(schedule, rank, meets[rank], seconds) for rank in range(schedule.pp)]
     waiting = dict.fromkeys(ranks)  # those that may go on, in order, each once
     while waiting:
         rank = next(iter(waiting))
@@ -93,6 +97,18 @@ def simulate(
     makespan = max(rank.events[-1].end for rank in ranks)
     idle = tuple(makespan - sum(event.end - event.start for event in rank.events) for rank in ranks)
     return Timeline(schedule, tuple(event for rank in ranks for event in rank.events), makespan, idle)
+
+
+def meetings(schedule: Schedule) -> Meetings:
+    """List for each rank and each of its Exchanges the (peer, number of the peer's Exchange) that it meets."""
+    number = [
+        {index: n for n, index in enumerate(i for i, action in enumerate(actions) if type(action) is Exchange)}
+        for actions in schedule.ranks
+    ]
+    return [
+        [[(peer, number[peer][there]) for peer, there in meets[index]] for index in number[rank]]
+        for rank, meets in enumerate(match_exchanges(schedule))
+    ]
 
 
 def _per_stage(name: str, seconds: Seconds, stages: int) -> list[float]:
@@ -106,50 +122,53 @@ def _per_stage(name: str, seconds: Seconds, stages: int) -> list[float]:
 
 
 class _Rank:
-    """One rank's two streams, each advanced as far as the other ranks allow."""
+    """One rank's two streams, each advanced as far as the other ranks allow; Exchanges by their number on the rank."""
 
     def __init__(self, schedule: Schedule, rank: int, meets: dict, seconds: dict):
-        self.rank, self.pp = rank, schedule.pp
-        self.actions, self.meets, self.seconds = schedule.ranks[rank], meets, seconds
+        self.rank, self.actions = rank, schedule.ranks[rank]
+        self.seconds = {kind: of[rank :: schedule.pp] for kind, of in seconds.items()}  # by chunk
+        self.meets = meets  # (peer, number of the peer's Exchange) of each Exchange
         self.position, self.now = 0, 0.0  # compute stream: next action, end of the last operation
-        self.posted: list[tuple[int, float]] = []  # communication stream: (index of the Exchange, when posted)
-        self.over, self.free = 0, 0.0  # how many Exchanges are over, and when the last one was
-        self.started: dict[int, float] = {}  # index of an Exchange -> its start
-        self.arrived: dict = {}  # Transfer -> when its tensor is there
+        # communication stream: when each Exchange was posted, when it started, when it was over
+        self.posted: list[float] = []
+        self.started: list[float] = []
+        self.over: list[float] = []
         self.events: list[Event] = []
 
     def advance(self, ranks: list["_Rank"], transfer_seconds: float) -> bool:
-        before = self.position, self.over, len(self.started)
-        while self._compute() or self._communicate(ranks, transfer_seconds):
-            pass
-        return before != (self.position, self.over, len(self.started))
+        before = self.position, len(self.over), len(self.started)
+        self._compute()
+        while self._communicate(ranks, transfer_seconds):
+            self._compute()
+        return before != (self.position, len(self.over), len(self.started))
 
-    def _compute(self) -> bool:
-        if self.position == len(self.actions):
-            return False
-        action = self.actions[self.position]
-        if type(action) is Exchange:
-            self.posted.append((self.position, self.now))
-        else:
-            if action.input is not None and action.input not in self.arrived:
-                return False
-            start = max(self.now, self.arrived.pop(action.input, 0.0))
-            self.now = start + self.seconds[type(action)][action.chunk * self.pp + self.rank]
-            self.events.append(Event(self.rank, action, start, self.now))
-        self.position += 1
-        return True
+    def _compute(self) -> None:
+        """Run actions up to one whose input has not arrived: the Exchanges that it waits for are not over."""
+        now, over = self.now, self.over
+        for action in islice(self.actions, self.position, None):
+            if type(action) is Exchange:
+                self.posted.append(now)
+            else:
+                if action.after > len(over):
+                    break
+                start = max(now, over[action.after - 1]) if action.after else now
+                now = start + self.seconds[type(action)][action.chunk]
+                self.events.append(Event(self.rank, action, start, now))
+            self.position += 1
+        self.now = now
 
     def _communicate(self, ranks: list["_Rank"], transfer_seconds: float) -> bool:
-        if self.over == len(self.posted):
+        """Finish the next Exchange; return False if it is not posted, or if a partner has not started its own."""
+        number = len(self.over)
+        if number == len(self.posted):
             return False
-        index, posted = self.posted[self.over]
-        self.started[index] = max(posted, self.free)
-        partners = self.meets[index]
-        if any(there not in ranks[peer].started for peer, there in partners):
-            return False
-        both = max(max(self.started[index], ranks[peer].started[there]) for peer, there in partners)
-        self.free = both + transfer_seconds
-        self.over += 1
-        for transfer in self.actions[index].recvs:
-            self.arrived[transfer] = self.free
+        if number == len(self.started):
+            self.started.append(max(self.posted[number], self.over[-1] if self.over else 0.0))
+        both = self.started[number]
+        for peer, there in self.meets[number]:
+            starts = ranks[peer].started
+            if there >= len(starts):
+                return False
+            both = max(both, starts[there])
+        self.over.append(both + transfer_seconds)
         return True

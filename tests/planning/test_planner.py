@@ -861,6 +861,16 @@ def test_level_stages_leave_the_slowest_rank_as_little_as_any_stages(num_layers,
     assert min(most(c) for c in tried if c is not None) == pytest.approx(min(map(most, ways)))
 
 
+def test_stages_written_out_as_the_default_has_them_are_one_layout():
+    """They were listed twice, once as given and once as null."""
+    cfg = cli.load([*SMALL, "parallel.pp=4", "parallel.layers_per_stage=[2,2,2,2]"])
+    found = search(cfg, 8, H100, count=1000)
+    planned = [*(job.cfg for job in found.best), *(cfg for cfg, _ in found.others)]
+    default = replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=None))
+    assert cfg in planned and default not in planned
+    assert sum(1 for _ in layouts(cfg, 8, H100)) == sum(1 for _ in layouts(default, 8, H100))
+
+
 def test_a_reason_names_the_whole_rule():
     cfg = cli.load([*SMALL, "model.hidden_size=32", "model.num_kv_heads=2", "precision.fp8=delayed"])
     reasons = search(cfg, 2, H100, count=40).reasons
