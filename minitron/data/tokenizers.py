@@ -189,7 +189,7 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
     joined = {"".join(pair): 256 + rank for rank, pair in enumerate(merges)}
     if any(len(pair) != 2 for pair in merges) or joined != {token: i for token, i in encoder.items() if len(token) > 1}:
-        fix = "give the two files of one vocabulary"
+        fix = "give the two files of one vocabulary as published; one of your own as hf:DIR, with its tokenizer.json"
         raise ValueError(f"{merges_path}: its merges are not those of {encoder_path}; {fix}")
     _check_ranks(ranks | {b"<|endoftext|>": end}, encoder_path)
     return TiktokenTokenizer(ranks, {"<|endoftext|>": end}, GPT2_SPLIT, "<|endoftext|>")
