@@ -213,7 +213,9 @@ class Leader:
 
     def next(self, round_: dict, usable: list) -> dict:
         number = round_["number"] + 1
-        nodes = [{key: b[key] for key in ("node", "life", "host", "address")} for b in usable[: self.args.nodes]]
+        nodes = [
+            {key: b[key] for key in ("node", "life", "host", "address", "port")} for b in usable[: self.args.nodes]
+        ]
         passed = max(0.0, time.time() - round_["stopped"]) if round_["state"] == "stop" else None
         ended = {} if passed is None else {"end_seconds": round(passed, 2)}
         start = {"number": number, "key": uuid.uuid4().hex, "parts": round_["parts"] | ended}

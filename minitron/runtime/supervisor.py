@@ -42,6 +42,7 @@ from minitron.runtime.lead import BROKEN, STUCK, Leader, replace, words
 from minitron.runtime.signals import SIGNALS
 
 POLL_SECONDS = 0.1
+PORTS = 100
 LEFT = 128 + signal.SIGTERM
 KILL_SECONDS = 30.0  # what SIGKILL does not end in this time hangs in a driver: the node is of no use any more
 
@@ -58,6 +59,7 @@ class Supervisor:
             "life": uuid.uuid4().hex,  # another after a restart of this supervisor: its ranks are gone
             "host": args.host,
             "address": args.address,
+            "port": args.port,  # that is free here, for the next round
             "count": 0,
             "round": "",  # the key of the last round that was begun here
             "state": "idle",  # running, done, failed, ended
@@ -68,7 +70,7 @@ class Supervisor:
         }
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
         self.ending = self.beaten = 0.0
-        self.shown = False
+        self.shown, self.starts = False, 0
 
     def run(self) -> int:
         """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
@@ -136,6 +138,8 @@ class Supervisor:
         """Write the beat."""
         self.beat["count"] += 1
         self.beaten = monotonic()
+        if self.beat["state"] not in ("running", "failed"):
+            self.beat["port"] = free_port([self.args.port + (self.starts + i) % PORTS for i in range(PORTS)])
         try:
             replace(self.path, self.beat)
             self.shown = True
@@ -166,14 +170,25 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": local,
             "GROUP_RANK": node_rank,
             "MASTER_ADDR": round_["nodes"][0]["address"],
-            "MASTER_PORT": self.args.port + round_["number"] % 100,  # another store every time
+            "MASTER_PORT": round_["nodes"][0]["port"],
             "TORCHELASTIC_RUN_ID": self.args.id,  # the ranks end when their parent does (runtime/signals.py)
             "TORCHELASTIC_USE_AGENT_STORE": False,  # the store is rank 0's
             "MINITRON_ROUND": json.dumps({"round": round_["number"], **round_["parts"], "at": time.time()}),
         }
         own = [common | {"RANK": node_rank * local + i, "LOCAL_RANK": i} for i in range(local)]
+        self.starts += 1  # the next one has another port, and with it another store
         self.agent.start([{name: str(value) for name, value in variables.items()} for variables in own])
         self.beat |= {"round": round_["key"], "state": "running", "ended": {}, "said": {}}
+
+
+def free_port(ports: Sequence[int]) -> int:
+    """Return the first of these ports at which nobody listens; the first one if there is none."""
+    for port in ports:
+        with socket.socket() as here, suppress(OSError, OverflowError):  # in use, or beyond 65535
+            here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store
+            here.bind(("", port))
+            return port
+    return ports[0]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -188,7 +203,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--id", required=True, help="another one for every start of the job")
     flag("--host", default=socket.gethostname(), help="the node's name, as its scheduler knows it")
     flag("--address", default=socket.gethostname(), help="where other nodes reach this one")
-    flag("--port", type=int, default=29600, help="the first of 100 ports, one a round, on the round's first node")
+    flag("--port", type=int, default=29600, help=f"the first of {PORTS}: a round's ranks meet at a free one")
     flag("--max-restarts", type=int, default=100)
     flag("--backoff-seconds", type=float, default=5.0, help="after the second failure at one step; then more")
     flag("--beat-seconds", type=float, default=1.0)

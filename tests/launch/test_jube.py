@@ -105,6 +105,8 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         "MASTER_PORT": f"{port}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "RESTARTS": "20",  # as somebody may have exported who starts other jobs, too
+        "SPARE_NODES": "1",
     }
     return subprocess.run(
         ["bash", str(FOLDER / "job.sbatch"), str(ROOT), sys.executable, "2", *arguments],

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -196,6 +197,16 @@ def test_a_lost_node_may_come_back(tmp_path):
         nodes.start(1)
         assert nodes.end() == [0, 0], nodes.said()
     assert nodes.causes() == ["node 1 (host1) is lost"]
+
+
+def test_a_port_that_somebody_listens_at_is_left_out(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Nodes(tmp_path, 1, "--port", str(port), command=["rank.py", ".", "2"]) as nodes:
+            assert nodes.end() == [0], nodes.said()
+    assert port < int(eval((tmp_path / "started-0-1").read_text())["MASTER_PORT"]) < port + 100
 
 
 def test_of_two_supervisors_of_a_node_the_older_one_leaves(tmp_path):
