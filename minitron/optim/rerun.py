@@ -7,7 +7,8 @@ same microbatches with the same weights once more.
 
     the same result again      data or model: the update is skipped, the samples are named, the run goes on
     another result             hardware: the ranks whose figures differ are named and end with status BROKEN, the others
-                               with LOST, so that the run can go on from its last save without their node
+                               with LOST, so that the run can go on from its last save without their node. Where
+                               they are of several nodes they end with 1: one is to blame, so all go on with all
 
 Both runs read the same batches, weights, scales and dropout counters; a recorded step is replayed. Suspicious is what
 is not finite, and a spike: more than SPREADS spreads above the median of the last WINDOW steps. The spread is 1.4826
@@ -51,14 +52,15 @@ TOLERANCE = 0.02
 
 
 class WrongResult(ValueError):
-    """A rank has computed something else from the same data and weights. mine: it was this one.
+    """A rank has computed something else from the same data and weights.
 
-    status: of the process. quiet: it leaves the line, and to be the first to end, to one that was wrong.
+    mine: it may have been this one. of_one_node: those that it may have been are of one node. status: of the process.
+    quiet: it leaves the line, and to be the first to end, to one that was wrong.
     """
 
-    def __init__(self, text: str, mine: bool):
+    def __init__(self, text: str, mine: bool, of_one_node: bool = True):
         super().__init__(text)
-        self.status, self.quiet = (BROKEN, False) if mine else (LOST, True)
+        self.status, self.quiet = (BROKEN if of_one_node else 1, False) if mine else (LOST, True)
 
 
 class Samples(Protocol):
@@ -106,7 +108,7 @@ class Rerun:
         first, finite = self._own_figures(loss_sum), all(map(math.isfinite, figures.values()))
         loss_sum = again()
         if wrong := self._differing(first, second := self._own_figures(loss_sum)):
-            raise WrongResult(self._blame(why, wrong), self.mesh.rank in wrong)
+            raise self._blame(why, wrong)
         if isinstance(scale, Tensor) and math.isfinite(figures["loss"]) and not finite:
             return loss_sum, False  # fp16: the loss scale was too large, as it is now and then
         skip = finite and self.in_a_row < IN_A_ROW
@@ -162,14 +164,17 @@ class Rerun:
         alone = ~same[:, :2].all(1)
         return torch.nonzero(alone if alone.any() else ~same[:, 2]).flatten().tolist()
 
-    def _blame(self, why: str, wrong: Sequence[int]) -> str:
+    def _blame(self, why: str, wrong: Sequence[int]) -> WrongResult:
+        """Make the error of this rank. Collective over the world."""
         places = gather_places(self.mesh)
         named = "; ".join(f"rank {rank} on {places[rank]}" for rank in wrong)
-        return (
+        of_one_node = len({places[rank].partition(" GPU ")[0] for rank in wrong}) == 1
+        text = (
             f"iteration {self.mesh.activity.step}: {why}. Computed again from the same data and weights the result of "
             f"{listed(wrong)} is another one: {named}. Suspect the hardware{' of one of them' * (len(wrong) > 1)}, and "
-            "go on from the newest checkpoint without that node; this step has changed nothing"
+            f"go on from the newest checkpoint{' without that node' * of_one_node}; this step has changed nothing"
         )
+        return WrongResult(text, self.mesh.rank in wrong, of_one_node)
 
     def _samples(self, batches: Iterable[Samples], figures: Tensor, worst: str) -> str:
         """Name the samples of the ranks with figures that are not finite; if all are, of that with the largest one."""

@@ -15,7 +15,7 @@ from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.optim import rerun
 from minitron.optim.rerun import Rerun, WrongResult
-from minitron.runtime.lead import BROKEN
+from minitron.runtime.lead import BROKEN, LOST
 from minitron.train import build
 from replay import replayed
 from test_replay import APART, DROPOUT, FP16, fp8
@@ -97,6 +97,27 @@ def test_what_is_not_finite_is_always_suspicious_and_a_spike_only_against_enough
     assert check({"loss": 1e9, "gradient norm": 1e9}) is None
     assert check({"loss": math.nan, "gradient norm": 1.0}) == "the loss is nan"
     assert check({"loss": 2.0, "gradient norm": math.inf}) == "the gradient norm is inf"
+
+
+@pytest.mark.parametrize(
+    "places, statuses",
+    [
+        (["a GPU 0", "a GPU 1", "b GPU 0", "b GPU 1"], [LOST, BROKEN, LOST, LOST]),
+        (["a", "b", "b", "b"], [LOST, BROKEN, BROKEN, LOST]),
+        (["a GPU 0", "a GPU 1", "b GPU 0", "b GPU 1"], [LOST, 1, 1, LOST]),
+    ],
+)
+def test_a_node_is_left_out_only_if_no_other_may_be_to_blame(monkeypatch, places, statuses):
+    """What a wrong value reaches through pipeline stages and tensor parallelism differs there, too."""
+    monkeypatch.setattr(rerun, "gather_places", lambda mesh: places)
+    wrong = [rank for rank, status in enumerate(statuses) if status != LOST]
+    errors = [with_mesh(rank)._blame("the loss is nan", wrong) for rank in range(4)]
+    assert [error.status for error in errors] == statuses
+    assert all(("without that node" in str(error)) == (BROKEN in statuses) for error in errors)
+
+
+def with_mesh(rank: int) -> Rerun:
+    return Rerun(SimpleNamespace(mesh=SimpleNamespace(rank=rank, activity=SimpleNamespace(step=9))))
 
 
 # ---- who is blamed, in runs -----------------------------------------------------------------------------------------
