@@ -195,7 +195,7 @@ class Machine:
         return f.network_gb_s * min(1.0, f.cards_per_node / f.gpus_per_node)
 
     def uplink_gb_s(self, stride: int) -> float:
-        """What a ring of every `stride`-th rank, or a message along it, gets of the uplinks of a pod."""
+        """Return what a ring of every `stride`-th rank, or a message along it, gets of the uplinks of a pod."""
         f = self.fabric
         return max(1, f.gpus_per_pod // stride) * f.uplinks * self.network_gb_s
 
