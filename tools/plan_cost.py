@@ -20,6 +20,7 @@ from tools import pictures
 from tools.pictures import BLUE, tint
 
 CALIBRATION = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "calibration.md"
+LEAST = 0.01  # of the time must count, or a job is said to have no end: it has hardly one save between failures
 FEWEST = 5  # rows of one GPU that make a range; with less those of all GPUs do
 
 
@@ -37,8 +38,8 @@ class Cost(NamedTuple):
 
 
 def cost(job: Plan, tokens: float, goodput: float = 1.0) -> Cost:
-    """Count what it takes to train on so many tokens. goodput: share of the time that is steps; endless if 0."""
-    hours = tokens / job.tokens_per_second / 3600 / goodput if goodput else inf
+    """Count what it takes to train on so many tokens. goodput: share of the time that is steps; below LEAST endless."""
+    hours = tokens / job.tokens_per_second / 3600 / goodput if goodput >= LEAST else inf
     return Cost(hours / 24, hours * job.world)
 
 
@@ -89,19 +90,20 @@ def without_failures(job: Plan) -> float:
 @pictures.styled
 def curves(plans: list[Plan], tokens: float, goodput: Callable[[Plan], float] = without_failures):
     """Draw GPU-hours and days over GPUs, with their range: plans of one job at growing scale, and their goodput."""
-    shares = [goodput(job) for job in plans]
-    plans = [job for job, share in zip(plans, shares) if share]  # beyond these the job never ends
+    shares, off = [goodput(job) for job in plans], error_range(plans[0].machine.device.gpu)
+    plans = [job for job, share in zip(plans, shares) if share >= LEAST]  # beyond these the job never ends
     failing = ", with failures" if min(shares) < 1 else ""
     figure, axes = pictures.new(3.8, columns=2)
-    off, worlds = error_range(plans[0].machine.device.gpu), [job.world for job in plans]
-    for axis, name, values in zip(
-        axes, ("GPU-hours", "days"), zip(*(reversed(cost(job, tokens, goodput(job))) for job in plans))
-    ):
+    worlds, costs = [job.world for job in plans], [cost(job, tokens, goodput(job)) for job in plans]
+    hours, days = [one.gpu_hours for one in costs], [one.days for one in costs]
+    for axis, name, values in zip(axes, ("GPU-hours", "days"), (hours, days)):
         axis.plot(worlds, values, "o-", ms=4, color=BLUE, label="planned")
         if off is not None:
             band = [[value * ratio for value in values] for ratio in (off.low, off.high)]
             axis.fill_between(worlds, *band, color=tint(BLUE, 0.3), lw=0, label=f"as far as {off.rows} runs were off")
         axis.set(xscale="log", xlabel="GPUs", ylabel=name, title=f"{name} for {tokens:g} tokens{failing}")
+        if not plans:
+            axis.text(0.5, 0.5, "no end at any size", transform=axis.transAxes, ha="center")
         axis.set_xticks(worlds, worlds, rotation=45)
         axis.minorticks_off()
         axis.set_ylim(0, None)

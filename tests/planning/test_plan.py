@@ -297,9 +297,12 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     figure = plan_cost.curves(plan_pictures.scaling(job, in_proportion=True)[:3], 1e12)
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
     scaled = plan_pictures.scaling(job, in_proportion=True)[:3]
-    figure = plan_cost.curves(scaled, 1e12, lambda job: {8: 0.5, 16: 0.25, 32: 0.0}[job.world])  # the third has no end
+    # the third has no end
+    figure = plan_cost.curves(scaled, 1e12, lambda job: {8: 0.5, 16: 0.25, 32: 0.005}[job.world])
     assert list(figure.axes[0].lines[0].get_xdata()) == [8, 16] and "with failures" in figure.axes[0].get_title("left")
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(2 * hours)
+    never = plan_cost.curves(scaled, 1e12, lambda job: 0.001)  # 1e45 days were drawn of such a job
+    assert [axis.texts[0].get_text() for axis in never.axes] == ["no end at any size"] * 2
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------

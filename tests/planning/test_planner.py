@@ -848,6 +848,18 @@ def test_uneven_stages_are_found_where_layers_do_not_divide():
     assert any(member.parallel.layers_per_stage == given for member in family.pipelines())
 
 
+def test_chunks_are_tried_where_a_rank_lacks_a_layer():
+    """Llama 3.1 70B on 64 GPUs: 80 layers on 28 stages, 0.5 % faster than any equal ones, were never looked at."""
+    cfg = recipe("llama31_70b", "train.global_batch_size=128")
+    best = search(cfg, 64, H100, count=1, smaller=False).best[0]
+    p = cfg.parallel
+    every = []
+    for vp in range(1, 80 // p.pp + 1):
+        parallel = replace(best.cfg.parallel, tp=p.tp, pp=p.pp, cp=1, vp=vp, schedule="1f1b", layers_per_stage=None)
+        every.append(plan(replace(best.cfg, parallel=parallel), 64, H100))
+    assert best.step_seconds <= min(job.step_seconds for job in every if job.fits) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     "num_layers, pp, vp, first, last", [(7, 3, 1, 0.2, 1.5), (9, 2, 2, 0.1, 1.2), (10, 4, 2, 0.0, 0.7)]
 )

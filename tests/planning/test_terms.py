@@ -1,0 +1,184 @@
+"""What each term of a plan is worth, where a mistake would hide in larger ones: by hand, on a GPU without any loss."""
+
+from dataclasses import replace
+
+import pytest
+from test_planner import GPT3, IDEAL, SMALL
+
+from minitron.config import cli
+from minitron.config.sizes import BUCKET_BYTES
+from minitron.planning.machine import SOFTWARE
+from minitron.planning.memory import Memory
+from minitron.planning.plan import Step, plan
+from minitron.planning.work import SHARES, Work, total
+
+FP8 = "precision.fp8=delayed"
+LORA = ["finetune.kind=lora", "lora.targets=[q,down]"]
+MEGATRON = replace(IDEAL, software=SOFTWARE["megatron"])
+
+
+def with_device(**values):
+    return replace(IDEAL, device=replace(IDEAL.device, **values))
+
+
+def block(keys, machine=IDEAL, fp8=False):
+    """Both passes of a block together."""
+    forward, backward = Work(cli.load([*SMALL, *keys]), machine).block(fp8)
+    return forward + backward
+
+
+def test_attention_by_keys_and_head_dims():
+    half = with_device(half_keys=1000)
+    assert half.attention(1e12, 1000, 128) == pytest.approx(2) and half.attention(1e12, 4000, 64) == pytest.approx(1.25)
+    # 96 channels cost what 128 do, 130 what 256 do; beyond that there is no kernel that pads.
+    assert [IDEAL.attention(1e12, 1, d) for d in (96, 130, 512)] == pytest.approx([128 / 96, 256 / 130, 1])
+    slow = with_device(in_step=0.5)
+    assert slow.attention(1e12, 1, 128) == pytest.approx(2)
+
+
+def test_products_by_rate_traffic_and_tiles():
+    m, n, k = 256, 512, 1024
+    operations = 2 * m * n * k / 1e12
+    assert with_device(in_step=0.5).product(m, n, k, fp8=False) == pytest.approx(2 * operations)
+    half = with_device(weight_grad={"bf16": 0.5, "fp8": 1})
+    assert half.product(m, n, k, fp8=False, weight_grad=True) == pytest.approx(2 * operations)
+    # 2 x 4 tiles of y on 16 processors, and 4 x 8 of dW on 64: half are idle.
+    assert with_device(processors=16).product(m, n, k, fp8=False) == pytest.approx(2 * operations)
+    assert with_device(processors=64).product(m, n, k, fp8=False, weight_grad=True) == pytest.approx(2 * operations)
+    traffic = with_device(unhidden=1)
+    for fp8, item in ((False, 2), (True, 1)):
+        y, dw = (traffic.product(m, n, k, fp8=fp8, weight_grad=w) - operations for w in (False, True))
+        assert y * 1e12 == pytest.approx(item * (m * k + n * k) + 2 * m * n)
+        assert dw * 1e12 == pytest.approx(item * (m * k + m * n) + 8 * n * k)
+
+
+@pytest.mark.parametrize(
+    "keys, software, kernels",
+    [
+        ([], "minitron", 50),
+        ([FP8], "minitron", 50 + 14),
+        (["parallel.cp=2"], "minitron", 50 + 25),
+        (["parallel.tp=4"], "minitron", 50 + 2 * 44),
+        (["parallel.tp=4"], "megatron", 50 + 60),
+        (LORA, "minitron", 50 + 2 * 8),
+    ],
+)
+def test_a_kernel_costs_a_gap(keys, software, kernels):
+    """As results/recipes.md counted them, with 37 % in the forward."""
+    machine = replace(with_device(gap_seconds=1.0), software=SOFTWARE[software])
+    cfg = cli.load([*SMALL, *keys])
+    for gaps, none, share in zip(
+        Work(cfg, machine).block(FP8 in keys),
+        Work(cfg, replace(machine, device=IDEAL.device)).block(FP8 in keys),
+        (0.37, 0.63),
+    ):
+        assert gaps["pointwise"] - none["pointwise"] == pytest.approx(kernels * share)
+
+
+def test_recomputation_launches_the_forward_again():
+    machine = with_device(launch_seconds=1.0)
+    cfg = cli.load([*SMALL, "train.cuda_graph=off", "train.recompute=full"])
+    _, backward = Work(cfg, machine).block(False)
+    _, busy = Work(replace(cfg, train=replace(cfg.train, cuda_graph="auto")), machine).block(False)
+    assert backward["host"] == pytest.approx(50 * sum(SHARES) - total(busy))
+
+
+def test_without_sequence_parallelism_messages_are_all_reduces():
+    """Of twice the bytes: two forward and two backward of a block, the head's, the table's two halves."""
+    cfg = cli.load([*SMALL, "parallel.tp=2", "parallel.sequence_parallel=false"])
+    m, t = cfg.model, cfg.train
+    crossing = t.global_batch_size * 2 * m.hidden_size * t.seq_len / 2 / 1e9
+    assert plan(cfg, 2, IDEAL).seconds["tp_exposed"] == pytest.approx((8 * m.num_layers + 2 + 2) * crossing)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ulysses_exchanges_queries_keys_values_and_outputs(cp):
+    parts = block([f"parallel.cp={cp}", "parallel.cp_style=ulysses"])
+    q, kv, tokens = 8 * 128, 4 * 128, 2048 // cp
+    exchanged = 2 * tokens * (q + kv + kv + q) * (cp - 1) / cp
+    assert parts["cp_exposed"] * 1e9 == pytest.approx(2 * exchanged)
+
+
+@pytest.mark.parametrize("style, factor", [("ring", 2 * 3 / 4), ("ulysses", 1)])
+def test_a_ring_calls_attention_over_shorter_sequences(style, factor):
+    """With half_keys as long as the sequence: half of it fills the kernel to a third, all of it to a half."""
+    half = with_device(half_keys=2048)
+    whole, shared = block([], half), block(["parallel.cp=2", f"parallel.cp_style={style}"], half)
+    assert shared["attention"] == pytest.approx(factor * whole["attention"] / 2)
+
+
+def test_unfused_attention_is_shared_by_the_ranks_of_a_ring():
+    keys = ["model.attention=reference"]
+    whole, shared = block(keys), block([*keys, "parallel.cp=2"])
+    assert shared["attention"] == pytest.approx(whole["attention"] / 2)
+
+
+def test_transformer_engine_casts_activations_and_scales_adapters_by_kernels_of_their_own():
+    """FP8: the activation and its gradients written in bf16 and read again. Of an adapter: x twice, y thrice."""
+    f, h, t = 4096, 1024, 2048
+
+    def more(keys, fp8=False):
+        return (block(keys, MEGATRON, fp8)["pointwise"] - block(keys, IDEAL, fp8)["pointwise"]) * 1e12
+
+    assert more([FP8], True) - more([]) == pytest.approx(2 * 2 * f * t + 2 * 2 * 2 * f * t)
+    adapters = 2 * t * ((2 * h + 3 * h) + (2 * f + 3 * h))  # q of h to h, down of f to h
+    assert more(LORA) - more([]) == pytest.approx(2 * adapters)
+
+
+@pytest.mark.parametrize("tuned, columns", [([], 1), (LORA, 0)])
+def test_casts_write_columns_only_for_weight_gradients(tuned, columns):
+    """A cast of bf16 reads 2 bytes and writes 1, and 1 more of columns; SwiGLU is the same pass as its cast."""
+    f, h, w, t = 4096, 1024, 2048, 2048
+    casts = 2 * (2 + 1 + columns) * 2 * h * t + (2 + 1 + columns) * (h + w) * t
+    swiglu = (2 * 2 * f + (1 + columns) * f) * t + (2 * 3 * f + (1 + columns) * 2 * f) * t
+    plain = 2 * 3 * f * t + 2 * 5 * f * t
+    difference = block([*tuned, FP8], fp8=True)["pointwise"] - block(tuned)["pointwise"]
+    assert difference * 1e12 == pytest.approx(casts + swiglu - plain)
+
+
+def test_the_last_bucket_and_the_first_gather_are_waited_for():
+    """However long the backward is, its last bucket leaves when it is over; and the first forward needs a bucket."""
+    cfg = cli.load([*SMALL, "train.global_batch_size=8"])
+    step = Step(cfg, 2, replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, copy_felt=0)))
+    count = step.memory.trained(0)
+    reduce, gather, share = 4 * count / 2 / 1e9, 2 * count / 2 / 1e9, BUCKET_BYTES / (4 * count)
+    assert 0 < share < 1
+    step.forward = [1e9]
+    exposed, hidden = step._data_rank(0, {0: [0.0, 100.0, 200.0]}, 200.0)
+    assert exposed == pytest.approx(share * (reduce + gather)) and exposed + hidden == pytest.approx(reduce + gather)
+    step.forward = [gather / 2]  # the second half of the gather is late
+    exposed, _ = step._data_rank(0, {0: [0.0, 100.0, 200.0]}, 200.0)
+    assert exposed == pytest.approx(share * reduce + max(share, 0.5) * gather)
+    # A backward shorter than its reduction: what is left of it.
+    exposed, _ = step._data_rank(0, {0: [gather, 100.0, 100.0 + reduce / 4]}, 100.0 + reduce / 4)
+    assert exposed == pytest.approx(max(3 / 4, share) * reduce)
+
+
+@pytest.mark.parametrize(
+    "software, per_node, share", [("minitron", 8, 0.5), ("minitron", 1, 0.25), ("megatron", 8, 0.25)]
+)
+def test_gradients_are_felt_as_copies_in_a_node_of_our_software_alone(software, per_node, share):
+    keys = [*SMALL, "train.global_batch_size=64"]
+    none = replace(IDEAL, software=SOFTWARE[software])
+    fabric = replace(IDEAL.fabric, gpus_per_node=per_node, cards_per_node=per_node, network_gb_s=100, nvlink_gb_s=100)
+    free, felt = (
+        plan(cli.load(keys), 2, replace(none, fabric=replace(fabric, felt=a, copy_felt=b))).seconds["dp_hidden"]
+        for a, b in ((0, 0), (0.25, 0.5))
+    )
+    assert free > 0 and felt == pytest.approx((1 - share) * free)
+
+
+def test_memory_of_buffers_between_gpus_of_a_node():
+    """An operand of each kind of product twice: rows of a rank and of all."""
+    cfg = cli.load([*SMALL, *GPT3, "parallel.tp=2", "parallel.overlap_grads=false"])
+    far, near = (Memory(cfg, 2, gpus_per_node=n).of(0)["messages"] for n in (1, 8))
+    assert near - far == 2 * 2 * 1024 * (1024 + 2048)
+
+
+def test_dropout_of_unfused_attention_keeps_three_more_matrices():
+    """Of float32 scores: the mask, what is dropped, and its gradient."""
+    keys = [*SMALL, "model.attention=reference"]
+    plain, dropped = (
+        Memory(cli.load([*keys, f"model.attention_dropout={p}"]), 1, gpus_per_node=8).of(0)["working"] for p in (0, 0.1)
+    )
+    assert dropped - plain == 3 * 4 * 8 * 2048**2
