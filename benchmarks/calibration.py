@@ -434,7 +434,7 @@ def _error(predicted: float, measured: float) -> str:
 
 
 METHOD = """\
-Written by `python benchmarks/calibration.py`; no figure of its tables is typed in. Constants: `benchmarks/devices.json`.
+Written by `python benchmarks/calibration.py`; no figure in a table is typed in. Constants: `benchmarks/devices.json`.
 
 - Measured alone on an H200: products, attention, copies, NVLink, and what launching a kernel takes the host; kernels of
   a block were counted on single ranks. Those of H100 and A100 are scaled by data sheets and by others' measurements,
