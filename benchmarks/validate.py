@@ -175,7 +175,8 @@ def summary(rows: list[dict]) -> str:
     errors = [entry["seconds_error_percent"] for entry in rows]
     mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
     largest = max(errors, key=abs)
-    return f"{len(rows)} jobs: step times off by {mean:.1f} % on average, bias {bias:+.1f} %, largest {largest:+.1f} %"
+    jobs = f"{len(rows)} job{'s' * (len(rows) > 1)}"
+    return f"{jobs}: step times off by {mean:.1f} % on average, bias {bias:+.1f} %, largest {largest:+.1f} %"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -662,7 +662,9 @@ def test_keys_that_no_peer_knows_are_named(peer, shown, monkeypatch, capsys):
 PACKED = ["data.separate_documents=true", "data.document_length=20"]
 
 
-@pytest.mark.parametrize("case, world, argv", [("lora", 1, PACKED), ("sft", 2, PACKED)])
+@pytest.mark.parametrize(
+    "case, world, argv", [pytest.param("lora", 1, PACKED, marks=pytest.mark.slow), ("sft", 2, PACKED)]
+)
 def test_fine_tuning_and_its_peer_really_run(case, world, argv):
     """On the same samples, by the same counting. Of packed LoRA two thirds of the documents' own operations count."""
     peer_module("huggingface")

@@ -25,10 +25,9 @@ def test_a_run_survives_many_kills(tmp_path):
 @pytest.mark.parametrize(
     "world, layout",
     [
-        (4, ["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"]),
-        (2, ["parallel.cp=2", "train.recompute=full"]),
+        pytest.param(4, ["parallel.tp=2", "parallel.pp=2", "model.attention_dropout=0.1"], id="tensor"),
+        pytest.param(2, ["parallel.cp=2", "train.recompute=full"], id="context", marks=pytest.mark.slow),
     ],
-    ids=["tensor", "context"],
 )
 def test_deterministic_runs_are_bit_equal_however_often_they_end(tmp_path, world, layout):
     """Two runs, and one that ends and goes on at every save."""

@@ -478,6 +478,7 @@ def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
     assert first[0] == 1 and first[1] % 5 == 1 and first[1] > 5 and stage.metrics(job)[-1]["step"] == 50
 
 
+@pytest.mark.slow
 def test_a_lost_node_sends_the_job_back_to_the_queue_without_it(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES)
     until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))

@@ -149,7 +149,9 @@ def test_a_result_that_does_not_come_again_is_the_rank_s(tmp_path, ranks, rank, 
     "ranks, argv",
     [(2, ["parallel.tp=2"]), *(pytest.param(2, argv, marks=pytest.mark.slow) for argv in ([], ["parallel.pp=2"]))],
 )
-@pytest.mark.parametrize("factor, what", [("nan", "the loss is nan"), ("2000", "the loss is ")])
+@pytest.mark.parametrize(
+    "factor, what", [pytest.param("nan", "the loss is nan", marks=pytest.mark.slow), ("2000", "the loss is ")]
+)
 def test_what_comes_again_is_the_data_s(tmp_path, ranks, argv, factor, what):
     with Run(tmp_path, f"batch@25@{factor}", *argv, ON, "train.steps=30", ranks=ranks) as run:
         status, _, output = run.end()

@@ -23,7 +23,10 @@ PUBLISHED = [  # recipe, GPUs, their kind, samples
 ]
 
 
-ROWS = [pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * (row[0] == "llama31_405b")) for row in PUBLISHED]
+ROWS = [
+    pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * ("175b" in row[0] or "405b" in row[0]))
+    for row in PUBLISHED
+]
 
 
 @pytest.mark.parametrize("recipe, world, device, batch", ROWS)

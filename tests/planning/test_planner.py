@@ -907,7 +907,7 @@ def test_the_bound_is_never_above_the_step(data):
     assert family.at_least() <= family.member_at_least(cfg) * (1 + 1e-9) and family.member_at_least(cfg) <= step
 
 
-@pytest.mark.parametrize("name, world", [("gpt3_175b", 128), ("llama31_70b", 64)])
+@pytest.mark.parametrize("name, world", [pytest.param("gpt3_175b", 128, marks=pytest.mark.slow), ("llama31_70b", 64)])
 def test_the_search_is_at_least_as_fast_as_the_published_layout(name, world):
     cfg = recipe(name, f"train.global_batch_size={2 * world}")
     given_plan, found = plan(cfg, world, H100), search(cfg, world, H100, count=1)

@@ -4,6 +4,7 @@ import json
 import socket
 import struct
 import sys
+import time
 import urllib.request
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -70,9 +71,14 @@ def records(path):
 
 def read(folder):
     """(id, project, configuration, rows of history, exit code) of each run in log.dir/wandb, oldest first."""
-    found = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        config, history, run, code = {}, [], None, None
+    return [whole(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def whole(path, patience=60.0):
+    """Read what W&B's own process writes, and on a busy machine goes on writing after it has said that it has ended."""
+    deadline, code = time.monotonic() + patience, None
+    while code is None and time.monotonic() < deadline:
+        config, history, run = {}, [], None
         for record in records(path):
             match record.WhichOneof("record_type"):
                 case "run":
@@ -84,8 +90,8 @@ def read(folder):
                     history.append({item.key or item.nested_key[-1]: json.loads(item.value_json) for item in items})
                 case "exit":
                     code = record.exit.exit_code
-        found.append((run.run_id, run.project, config, history, code))
-    return found
+        time.sleep(0.1 * (code is None))
+    return run.run_id, run.project, config, history, code
 
 
 def test_wandb_has_the_record_and_the_configuration(wandb, tmp_path):

@@ -166,8 +166,11 @@ def test_a_step_that_is_replayed_is_timed_too(ranks):
 @pytest.mark.parametrize(
     "ranks, slow, argv",
     [
-        (4, 2, ["parallel.tp=2", "parallel.pp=2"]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, []), (2, 0, ["parallel.cp=2"]))),
+        (2, 0, ["parallel.cp=2"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, 2, ["parallel.tp=2", "parallel.pp=2"]), (4, 1, []))
+        ),
     ],
 )
 def test_a_slow_rank_is_named_within_30_steps(tmp_path, ranks, slow, argv):
@@ -186,8 +189,11 @@ def test_a_slow_rank_is_named_within_30_steps(tmp_path, ranks, slow, argv):
 @pytest.mark.parametrize(
     "ranks, argv",
     [
-        (2, ["parallel.tp=2"]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, []), (8, ["train.micro_batch_size=1"]))),
+        (2, []),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, ["parallel.tp=2"]), (8, ["train.micro_batch_size=1"]))
+        ),
     ],
 )
 def test_no_rank_is_named_for_nothing(tmp_path, ranks, argv):

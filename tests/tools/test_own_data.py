@@ -36,7 +36,7 @@ def commands():
     return [[word.strip('"') for word in re.findall(r'"[^"]*"|\S+', line)] for line in lines]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_the_page_s_five_commands_give_a_model(tmp_path, form):
     """On two ranks of a smaller model and vocabulary; nothing else is changed."""
     transformers = pytest.importorskip("transformers")
