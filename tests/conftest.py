@@ -26,8 +26,8 @@ ONE_AFTER_ANOTHER = {f"test_{name}" for name in ("faults", "invariance", "kill",
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of `-n auto`: one worker for those files, two for the others. None on GPUs: a test has them all."""
-    return 0 if torch.cuda.is_available() else 3
+    """Of `-n auto`: one worker for those files, and one for the others. None on GPUs: each test has them for itself."""
+    return 0 if torch.cuda.is_available() else 2
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,19 +8,20 @@ from soak_run import EXPECTED, GOODPUT_OFF, soak
 
 
 @pytest.mark.parametrize(
-    "nodes, faults, apart",
+    "nodes, faults, apart, off",
     [
-        pytest.param(2, ["term", "nan", "node"], 6.0, id="small"),
+        pytest.param(2, ["term", "nan", "node"], 6.0, 0.2, id="small"),
         pytest.param(
             4,
             [*EXPECTED] * 6 + ["rank", "agent", "stop", "term", "nan", "spike"],
             40.0,
+            GOODPUT_OFF,
             marks=pytest.mark.slow,
             id="60 faults",
         ),
     ],
 )
-def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_path, nodes, faults, apart):
+def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_path, nodes, faults, apart, off):
     if nodes == 4:
         random.Random(1).shuffle(faults)
     said = []
@@ -30,5 +31,6 @@ def test_every_fault_is_named_and_the_run_ends_as_if_there_had_been_none(tmp_pat
     assert hurt == pytest.approx(calm, rel=1e-6)  # float32, the same layout: only the order of arrival can differ
     # From a fault to the first new step; how soon a hang is seen is train.hang_seconds' to say.
     assert max(seconds for kind, seconds in figures["seconds"] if kind != "stop") < 30, "\n".join(said)
-    assert figures["predicted"] == pytest.approx(figures["goodput"], abs=GOODPUT_OFF), figures
+    # Of three faults chance decides much: how soon they come, and how many steps each costs.
+    assert figures["predicted"] == pytest.approx(figures["goodput"], abs=off), figures
     assert figures["restarts"] >= len(faults) - faults.count("disk")

@@ -46,6 +46,7 @@ def test_deterministic_runs_are_bit_equal_however_often_they_end(tmp_path, world
                 assert torch.equal(other.read(tensor, kind, *box), once.read(tensor, kind, *box)), (name, tensor, kind)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path):
     """Twice, as often as --max-restarts allows; in the same layout the losses have the same bits."""
     argv = ["parallel.pp=2", "train.steps=60"]

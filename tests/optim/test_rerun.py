@@ -129,7 +129,7 @@ ON = "train.rerun=on"
     "ranks, rank, argv, factor, how",
     [
         (2, 1, [], "nan", ""),
-        (4, 2, ["parallel.tp=2"], "1e4", ""),
+        pytest.param(4, 2, ["parallel.tp=2"], "1e4", "", marks=pytest.mark.slow),
         pytest.param(2, 0, ["parallel.pp=2"], "1e4", "", marks=pytest.mark.slow),
         pytest.param(1, 0, [], "nan", "", marks=pytest.mark.slow),
         (2, 1, [], "1e4", "replay+"),

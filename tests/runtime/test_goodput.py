@@ -120,6 +120,7 @@ def test_the_best_interval_is_best():
     assert predict(3600.0, 0.0, 0.0, 0.0, 1.0) == 0.0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice(tmp_path):
     """Its shares sum to 1 over all starts, and the steps that were made again are those of the log."""
     words = [*MODEL, "train.steps=40", f"checkpoint.dir={tmp_path / 'saves'}", "checkpoint.every=5"]

@@ -63,7 +63,7 @@ def weights_of(folder):
 
 
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed: pip install megatron-core")
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
 def test_logits_equal_megatron_s(tmp_path, kind):
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "write_megatron.py"), str(tmp_path), kind],
