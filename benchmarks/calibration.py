@@ -459,12 +459,12 @@ recipe's; its software is none of these, and whether its TFLOP/s count all score
 is a factor of 1.4. Where a row has no measured memory, the predicted one is that of minitron in this layout, and above
 the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
-What is known of errors above 7 %. A3 Mega: the missing dropout of attention would take 5 % of the step with minitron's
-kernel, and what TCPXO reaches is assumed. GPT-3 175B FP8 at 512 and 1,024 GPUs: the same document has 2,048 GPUs faster
+What is known of errors above 7 %. A3 Mega: the missing dropout of attention would take more of the step than planned,
+and what TCPXO reaches is assumed. GPT-3 175B FP8 at 512 and 1,024 GPUs: the same document has 2,048 GPUs faster
 than both. JUWELS Booster, 13B: no constant of its GPUs is measured. Fine-tuning: all rows are planned too slow, LoRA in
 FP8 most. Llama 3 8B FP8: planned, it does not fit into an H100, so the run kept something in another way than its table
-tells; Transformer Engine's ring merges its parts in more passes than are counted, for 1 % of this step; the rest is not
-explained. Megatron-core, of two and four GPUs: every row is planned too fast, FP8 with tp 2 most; not explained.
+tells; Transformer Engine's ring merges its parts in more passes than are counted, which is a small part of it; the rest
+is not explained. Megatron-core, of two and four GPUs: every row is planned too fast, FP8 with tp 2 most; not explained.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and

@@ -137,7 +137,7 @@ class Trainer:
 
     @property
     def state(self) -> State:
-        """What a checkpoint holds of this rank."""
+        """Return what a checkpoint holds of this rank."""
         return State(self.chunks, self.optimizer, self.scaler, self.base)
 
     @property
