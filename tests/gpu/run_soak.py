@@ -12,8 +12,9 @@ SKIPPED-th step has an infinite gradient and is skipped. It is started under tor
     fallback     one rank of a start cannot record its step: all ranks go on eagerly, until one of the above comes
 
 and when the run has made all its steps another one begins, until the time is over. Each start prints a row. Losses,
-norms, loss scales and evaluations are compared; and the device's memory, which must be the same in every replayed start
-and not grow. Exits with status 1 at the first difference.
+norms, loss scales and evaluations are compared; and the memory that the ranks hold by the driver, which must be the
+same in every replayed start and not grow. Other work on the GPUs disturbs none of this. Exits with status 1 at the
+first difference.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
@@ -78,7 +81,7 @@ class Soak:
         self.keys += (f"train.steps={args.steps}", f"optimizer.decay_steps={args.steps}")
         self.events: Counter[str] = Counter()
         self.made: Counter[str] = Counter()
-        self.gib: list[float] = []  # of settled steps of replayed starts
+        self.gib: list[float] = []  # of the fuller rank, at settled steps of replayed starts
         self.starts, self.runs, self.longest = 0, 0, 0.0
 
     def launch(self, folder: Path, fault: str, *keys: str, restarts: int = 0) -> Run:
@@ -117,11 +120,17 @@ class Soak:
         begun, rng, saved = time.monotonic(), self.rng, folder / "saved"
         newest = max(checkpoints(saved), default=0) if saved.exists() else 0
         event, fallback = rng.choice(["SIGTERM", "SIGKILL", "restart"]), rng.random() < 0.25
+        seen: list[float] = []
         fault = "+replay" * self.args.cpu + f"+unrecorded@{rng.randrange(2)}" * fallback
         keys = ("train.cuda_graph=on", f"checkpoint.dir={saved}")
         with self.launch(folder, fault, *keys, restarts=int(event == "restart")) as run:
             before, made = {kind: len(run.rows(kind)) for kind in ("run", "step", "eval")}, run.rows("step")
-            at = max([newest, *(row["step"] for row in made)]) + rng.randint(LEAST, MOST)
+            last = max([newest, *(row["step"] for row in made)])
+            at = last + rng.randint(LEAST, MOST)
+            for step in (last + SETTLED, at - LEAST):
+                if last + SETTLED <= step < self.args.steps - LEAST:
+                    self.reach(run, step)
+                    seen += held_gib(run.workers())
             text = self.happen(run, event, at)
             status, _, output = run.end()
             rows = {kind: run.rows(kind)[number:] for kind, number in before.items()}
@@ -133,7 +142,8 @@ class Soak:
         expected = {"SIGKILL": 1}.get(text.split()[0], 0)
         assert status == expected, f"status {status} after {text}\n{output}"
         self.compare(rows["step"], rows["eval"], output)
-        memory = self.memory(rows) if not fallback else None
+        self.gib += [] if fallback else seen
+        assert not self.gib or max(self.gib) - min(self.gib) < GIB, f"memory is not flat: {self.gib}"
         self.starts += 1
         self.events.update([text.split()[0], *["fallback"] * fallback])
         self.made.update(
@@ -144,7 +154,7 @@ class Soak:
         print(
             f"run {self.runs} start {self.starts}: steps {first} to {last}, {'eager' if fallback else 'replayed'}, "
             f"{text}; {len(rows['eval'])} evaluations, as the eager run's; "
-            + (f"{min(memory):.3f} to {max(memory):.3f} GiB; " if memory else "")
+            + (f"{min(seen):.3f} to {max(seen):.3f} GiB; " if seen and not fallback else "")
             + f"{time.monotonic() - begun:.0f} s",
             flush=True,
         )
@@ -161,9 +171,9 @@ class Soak:
 
     def signal(self, run: Run, number: signal.Signals, at: int) -> str:
         """Send a signal to one rank after step `at`, or let the run end if it has no such step."""
-        if at >= self.args.steps:
+        if at >= self.args.steps - LEAST:  # it may end while the driver is asked
             return "end"
-        run.wait_for(f'"step": {at},', run.folder / "metrics.jsonl")
+        self.reach(run, at)
         rank = self.rng.randrange(2)
         os.kill(run.workers()[rank], number)
         return f"{number.name} to rank {rank} after step {at}"
@@ -175,18 +185,17 @@ class Soak:
         for row in evaluations:
             assert row["loss"] == self.evaluations[row["step"]], f"{row}, {self.evaluations[row['step']]}\n{output}"
 
-    def memory(self, rows: dict[str, list[dict]]) -> list[float]:
-        """Return the GiB of settled steps, and raise AssertionError if they are not those of the starts before."""
-        firsts = [row["first_step"] for row in rows["run"]]
-        gib, begun = [], 0
-        for row in rows["step"]:
-            if row["step"] in firsts:
-                begun = row["step"]
-            if row["step"] >= begun + SETTLED and row["memory_gib"] is not None:
-                gib.append(row["memory_gib"])
-        self.gib += [x for x in (min(gib, default=None), max(gib, default=None)) if x is not None]
-        assert not self.gib or max(self.gib) - min(self.gib) < GIB, f"memory is not flat: {self.gib}"
-        return gib
+    def reach(self, run: Run, step: int) -> None:
+        run.wait_for(f'"step": {step},', run.folder / "metrics.jsonl")
+
+
+def held_gib(pids: list[int]) -> list[float]:
+    """What the driver says that the fullest of these processes holds of its GPU, in GiB; [] without GPUs."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    with suppress(FileNotFoundError):
+        rows = [line.split(", ") for line in subprocess.check_output(command, text=True).splitlines()]
+        return [max([float(mib) / 1024 for pid, mib in rows if int(pid) in pids])]
+    return []
 
 
 def figures(row: dict) -> list[str]:
