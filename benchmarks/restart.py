@@ -58,8 +58,8 @@ def measure(command: list[str], ranks: int, times: int, preload: str, folder: Pa
     try:
         for number in range(1, times + 1):
             until(lambda: len(rows(folder, "start")) == number, supervisor)
-            first = rows(folder, "run")[-1]["first_step"]
-            until(lambda: rows(folder, "step")[-1]["step"] >= first + 12, supervisor)  # with a save, of every tenth
+            saves = len(rows(folder, "save"))
+            until(lambda: len(rows(folder, "save")) > saves, supervisor)
             (agent,) = children(supervisor.pid)
             os.kill(children(agent)[-1], signal.SIGKILL)
             killed = time.time()
