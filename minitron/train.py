@@ -138,7 +138,7 @@ class Trainer:
     @property
     def state(self) -> State:
         """Return what a checkpoint holds of this rank."""
-        return State(self.chunks, self.optimizer, self.scaler, self.base)
+        return State(self.chunks, self.optimizer, self.scaler, self.base, self.rerun)
 
     @property
     def shared_bytes(self) -> int:
@@ -279,6 +279,7 @@ def train(
     saves = Checkpointer(cfg, trainer.state, data.info, log, done, root) if cfg.checkpoint.dir is not None else None
     meter = Meter(log, trainer.mesh, stop, *filter(None, [saves]))
     step = done
+    log.ready()
     for step in profiled(range(done + 1, t.steps + 1), cfg, trainer.mesh, log):
         activity.begin_step(step)
         activity.begin("data")
@@ -312,11 +313,12 @@ def train(
         trainer.graph.close()
     replicas.flush()
     stragglers.flush()
-    activity.begin("checkpoint")
+    if saves is not None and stop.agreed:
+        replicas.require_equal(step)
+    activity.begin("checkpoint")  # from here on a rank may stand still for as long as its disk takes
     began = time.perf_counter()
     if saves is not None:
         if stop.agreed:
-            replicas.require_equal(step)
             saves.save(step, consumed)
         saves.close(stop.agreed)
     waited = time.perf_counter() - began

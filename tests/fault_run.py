@@ -13,6 +13,7 @@ batch@S@F     a sample of data rank 0 counts F times in step S, each time that i
 drift@R       from step 3 on rank R updates a norm's weight differently
 unrecorded@R  rank R cannot record a step as a graph
 replay        on CPUs steps are recorded and replayed by the graphs' twin, tests/replay.py
+disk@S        a file of a checkpoint takes S seconds; after SIGTERM a rank may stand still for one second
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -31,6 +32,7 @@ import torch
 
 import replay as twin
 from minitron import pretrain
+from minitron.checkpoint import format as files
 from minitron.data.loader import Loader
 from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
@@ -276,6 +278,16 @@ def drift(rank):
     Trainer.step = drifting
 
 
+def disk(seconds):
+    write, stop.PATIENCE_SECONDS = files.write_file, 1.0
+
+    def slow_write(*args):
+        time.sleep(float(seconds))
+        return write(*args)
+
+    files.write_file = slow_write
+
+
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     now = stop.Stop.now
@@ -289,7 +301,7 @@ def late(port):
 
 
 if __name__ == "__main__":
-    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, late
+    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, late
     for planted in sys.argv[1].split("+"):
         fault, *arguments = planted.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)

@@ -59,7 +59,7 @@ MODEL = [
     "train.rerun=on",
 ]
 WRONG = {"nan": math.nan, "spike": 1e4}  # what a gradient is multiplied by
-SPIKE_STEPS = 24  # of a start, until it can tell a spike from what is usual
+SPIKE_STEPS = 24  # of the run, until it can tell a spike from what is usual
 SAVE_EVERY = 5  # steps
 APART = 60.0  # steps from a recovery to the next fault, on average
 GOODPUT_OFF = 0.05  # how far the predicted share may be from the measured one
@@ -91,11 +91,17 @@ def rank(orders: Path, argv: list[str]) -> None:
 
     step, write, reduce = Trainer.step, files.write_file, Bucket.reduce
 
+    spoiled = []  # factors that the first gradients of this step take
+
     def obedient(trainer, batches, lr):
         order = orders / f"exception-{os.environ['RANK']}"
         if order.exists():
             order.unlink()
             raise RuntimeError("planted")
+        for kind, factor in WRONG.items():
+            if (order := orders / f"{kind}-{os.environ['RANK']}").exists():
+                order.unlink()
+                spoiled.append(factor)
         return step(trainer, batches, lr)
 
     def full(*args):
@@ -103,15 +109,13 @@ def rank(orders: Path, argv: list[str]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*args)
 
-    def spoiled(bucket):
-        for kind, factor in WRONG.items():
-            if (order := orders / f"{kind}-{os.environ['RANK']}").exists():
-                order.unlink()
-                for param in bucket.params.values():
-                    param.slot.main_grad.mul_(factor)
+    def reduced(bucket):
+        for param in bucket.params.values() if spoiled else ():
+            param.slot.main_grad.mul_(spoiled[0])
+        spoiled.clear()
         return reduce(bucket)
 
-    Trainer.step, files.write_file, Bucket.reduce = obedient, full, spoiled
+    Trainer.step, files.write_file, Bucket.reduce = obedient, full, reduced
     pretrain.main(argv)
 
 
@@ -254,7 +258,7 @@ def soak(
     """Run the job, hurt it, compare it with one that nobody hurt; return the figures. Raises SystemExit."""
     random_ = random.Random(seed)
     distances = [1 + round(random_.expovariate(1 / apart)) for _ in faults]
-    steps = sum(distances) + STEPS_BESIDE * len(faults) + SPIKE_STEPS * faults.count("spike") + 2 * SAVE_EVERY
+    steps = sum(distances) + STEPS_BESIDE * len(faults) + SPIKE_STEPS + 2 * SAVE_EVERY
     port = 20000 + random_.randrange(4000)
     calm = Job(folder / "calm", nodes, ranks, steps, port)
     try:
@@ -269,7 +273,7 @@ def soak(
             starts, records = len(job.rows("start")), len(job.report())
             wanted = job.rows("step")[-1]["step"] + distance
             if kind == "spike":
-                wanted = max(wanted, job.rows("start")[-1]["step"] + SPIKE_STEPS)
+                wanted = max(wanted, SPIKE_STEPS)
             if not job.until(lambda: job.rows("step")[-1]["step"] >= wanted, f"step {wanted}"):
                 raise SystemExit(f"the run ended before fault {number}")
             saves, hit = len(job.failed_saves()), time.time()

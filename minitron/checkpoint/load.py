@@ -14,18 +14,22 @@ may be started again. A newer save on the nodes' own disks (local.py) is preferr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from minitron.checkpoint.adapter import Weights, base_of, best_kind, check_base, config_of, fingerprint, open_weights
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
 from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, make_writable, newest
-from minitron.checkpoint.format import CheckpointError
+from minitron.checkpoint.format import BLOCK_BYTES, CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import State, decide, pieces
 from minitron.comm.activity import listed
@@ -35,6 +39,7 @@ from minitron.runtime.log import Log
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
+READERS = 4
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 
 
@@ -186,6 +191,8 @@ def restore(start: Start, state: State) -> None:
     if start.resume:
         for name, value in state.scalars().items():  # a run in another dtype had no loss scale
             value.fill_(reader.state.get(name, value.item()))
+        if state.rerun is not None:
+            state.rerun.restore(reader.state.get("rerun", {}))
         for chunk in state.chunks:
             if chunk.fp8_state.scaling is not None and chunk.fp8_state.scaling.history.any():
                 chunk.fp8_state.scaling.follow_history()
@@ -199,13 +206,32 @@ def _files(reader: Reader, wanted: list[Piece]) -> list[str]:
 
 def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh, verified: bool = False) -> None:
     """Verify the files that hold the pieces, and this rank's share of the others; then read every piece."""
-    if isinstance(reader, Reader) and not verified:
+    if not isinstance(reader, Reader):
+        if not verified:
+            reader.verify()
+        for piece in wanted:
+            piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
+        return
+    if not verified:
         share = list(reader.files)[mesh.rank :: mesh.world.size]
         reader.verify(sorted({*_files(reader, wanted), *share}))
-    elif not verified:
-        reader.verify()
-    for piece in wanted:
-        piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
+    with ThreadPoolExecutor(READERS, "reader") as pool:  # they read what comes next while this thread fills
+        waiting: deque[tuple[Tensor, Future[Tensor]]] = deque()
+        for piece in chain.from_iterable(map(slabs, wanted)):
+            waiting.append((piece.tensor, pool.submit(reader.read, piece.name, piece.kind, *piece.box)))
+            if len(waiting) == 2 * READERS:
+                tensor, read = waiting.popleft()
+                tensor.copy_(read.result())
+        for tensor, read in waiting:
+            tensor.copy_(read.result())
+
+
+def slabs(piece: Piece) -> Iterator[Piece]:
+    """Cut a piece along its first dim into pieces of at most BLOCK_BYTES, or of one row."""
+    rows = max(1, BLOCK_BYTES * len(piece.tensor) // max(1, piece.tensor.nbytes))
+    for first in range(0, len(piece.tensor), rows):
+        start = (piece.start[0] + first, *piece.start[1:])
+        yield piece._replace(start=start, tensor=piece.tensor[first : first + rows])
 
 
 def _wanted(start: Start, state: State) -> Iterator[Piece]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import zlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, covers
+from minitron.checkpoint.checksum import crc32
 from minitron.checkpoint.directory import STEP, newest
 from minitron.checkpoint.format import BLOCK_BYTES, INDEX, STORED, CheckpointError, disk_errors, file_size, read_index
 from minitron.config.files import errors_as
@@ -27,6 +29,7 @@ from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 MAX_COUNT, MAX_DIMS = 1 << 48, 8
+BUFFERS = threading.local()
 COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
 
 
@@ -67,6 +70,11 @@ class Reader:
         _counts(*self.layout.values())
         data = _mapping({"data": {}} | self.state, "data", "state.")
         _counts(*(data.get(name, 0) for name in ("train_samples", "valid_samples")))
+        rerun = _mapping({"rerun": {}} | self.state, "rerun", "state.")
+        _counts(rerun.get("in_a_row", 0))
+        for values in _mapping({"history": {}} | rerun, "history", "state.rerun.").values():
+            if not all(isinstance(value, float) and math.isfinite(value) for value in values):
+                raise ValueError("state.rerun.history holds what is no finite number")
         for name in COUNTERS:
             if not -1 << 31 < self.state.get(name, 0) < 1 << 31:
                 raise ValueError(f"{name}={self.state[name]} is no counter")
@@ -144,20 +152,26 @@ class Reader:
         """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
             path, saved = self.path / name, self.files[name]
-            size, checksum, block = file_size(path), 0, memoryview(bytearray(BLOCK_BYTES))
+            size = file_size(path)
             if size != saved["bytes"]:
                 raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
-            with disk_errors(path), open(path, "rb", buffering=0) as file:
-                while count := file.readinto(block):
-                    checksum = zlib.crc32(block[:count], checksum)
-            if f"{checksum:08x}" != saved["checksum"]:
-                raise CheckpointError(
-                    f"{path} is damaged: its checksum is {checksum:08x} instead of {saved['checksum']}"
-                )
+            with disk_errors(path):
+                checksum = f"{crc32(partial(_block, path, begin) for begin in range(0, size, BLOCK_BYTES)):08x}"
+            if checksum != saved["checksum"]:
+                raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
 
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
         for box in self._tensors[name]["kinds"][kind]["boxes"]:
             yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
+
+
+def _block(path: Path, begin: int) -> memoryview:
+    """Read a block into this thread's buffer, which its next one overwrites."""
+    if not hasattr(BUFFERS, "block"):
+        BUFFERS.block = memoryview(bytearray(BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        return BUFFERS.block[: file.readinto(BUFFERS.block)]
 
 
 def _counts(*values: object) -> tuple[int, ...]:

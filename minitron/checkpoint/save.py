@@ -24,11 +24,13 @@ more, in a folder aside, and ends. When saves are due is cadence.py's; those on 
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -42,6 +44,7 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
 from minitron.checkpoint.cadence import Cadence
+from minitron.checkpoint.checksum import THREADS
 from minitron.checkpoint.directory import STEP_NAME, TakenOver, begin, check_owner, claim, commit
 from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, write_shard
@@ -51,6 +54,7 @@ from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.model.gpt import GPT
 from minitron.optim.buckets import Gradients
+from minitron.optim.rerun import Rerun
 from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.parallel.linear import ParallelLinear
@@ -67,6 +71,7 @@ class State(NamedTuple):
     optimizer: Zero1Optimizer
     scaler: LossScaler | None
     base: str | None = None  # fingerprint of frozen weights, which are not saved
+    rerun: Rerun | None = None
 
     def slices(self) -> dict[str, list[Tensor]]:
         """Map each kind to one flat slice per bucket."""
@@ -78,6 +83,10 @@ class State(NamedTuple):
         s = self.scaler
         scaler = {} if s is None else {"loss_scale": s.scale, "clean_steps": s.clean, "loss_tolerance": s.tolerance}
         return {"optimizer_steps": self.optimizer.steps, **scaler}
+
+    def facts(self) -> dict:
+        """Map names in the index to what the host knows, the same on every rank."""
+        return {"base": self.base} | ({} if self.rerun is None else {"rerun": self.rerun.state()})
 
     @staticmethod
     def histories(chunk: GPT) -> Iterator[Piece]:
@@ -186,8 +195,9 @@ class Checkpointer:
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
         if copied is not None:
             self.state.optimizer.snapshot_done = Snapshot(copied, self.mesh.device, self.pauses)
-        progress = {"iteration": step, "consumed_samples": consumed_samples}
-        self.running = self.thread.submit(self._write, progress, mine, scalars, copied, local, time.perf_counter())
+        progress, facts = {"iteration": step, "consumed_samples": consumed_samples}, self.state.facts()
+        begun = time.perf_counter()
+        self.running = self.thread.submit(self._write, progress, facts, mine, scalars, copied, local, begun)
         if not self.cfg.checkpoint.async_save:
             self.wait()
         self.pauses.append(Pause(began, Mark(self.mesh.device)))
@@ -214,6 +224,7 @@ class Checkpointer:
     def _write(
         self,
         progress: dict,
+        facts: dict,
         mine: list[Piece],
         scalars: dict[str, Tensor],
         copied: torch.cuda.Event | None,
@@ -225,7 +236,7 @@ class Checkpointer:
             copied.synchronize()
         layout = {axis: getattr(self.mesh, axis).size for axis in ("world", "tp", "pp", "cp", "dp")}
         layout["vp"] = len(self.state.chunks)
-        state = {name: value.item() for name, value in scalars.items()} | {"data": self.data, "base": self.state.base}
+        state = {name: value.item() for name, value in scalars.items()} | {"data": self.data} | facts
         about = progress | {"config": asdict(self.cfg), "layout": layout, "state": state}
         step = progress["iteration"]
         try:
@@ -280,17 +291,26 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
     """Take [rows, numel] float32 of the host, written once so that each page is there. Raises CheckpointError.
 
     pinned: lock the pages, so that a GPU copies to them by itself. They are registered with CUDA here, because torch's
-    own pinned memory comes in powers of two, up to twice of what is needed.
+    own pinned memory comes in powers of two, up to twice of what is needed. Linux is asked for large pages, and several
+    threads write: a rank of a large model takes a hundred gigabytes, and a restart waits for it.
     """
     size = 4 * rows * numel
     fix = "use more hosts, or save nothing with checkpoint.dir=null"
     why = f"checkpoint.dir is set and the host has no {size / 1e9:.1f} GB for a copy of this rank's state"
     lacking = CheckpointError(f"{why}; {fix}")
+    if not size:
+        return torch.zeros(rows, numel)
     try:
-        memory = torch.zeros(rows, numel)
-    except RuntimeError as error:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
         raise lacking from error
-    if pinned and size:
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(Tensor.zero_, memory.view(-1).chunk(THREADS)))
+    if pinned:
         cuda, address = torch.cuda.cudart(), memory.data_ptr()
         if int(cuda.cudaHostRegister(address, size, 0)) != 0:
             raise lacking

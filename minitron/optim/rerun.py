@@ -15,7 +15,7 @@ is not finite, and a spike: more than SPREADS spreads above the median of the la
 times the median distance from the median (Hampel's identifier, for which outliers among those steps do not matter),
 and at least a share of the median, FLOORS: so a loss has to be a tenth above it, and a norm eleven times as large, near
 the factor of 10 at which Megatron-LM runs a step again. Losses that stay high are no spike: after IN_A_ROW skipped
-spikes the history begins anew.
+spikes the history begins anew. Checkpoints hold it, so a restart forgets nothing.
 
 Each rank compares figures that other ranks' gradients do not reach: its part of the loss sum, and the norm of the
 gradients that it computed, as far as they were not yet added up (of P data ranks the reduce-scatter overwrites one
@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,16 @@ class Rerun:
         self.gradients, self.mesh = gradients, gradients.mesh
         self.history: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in FLOORS}
         self.in_a_row = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a run that goes on skips the spikes that it would have skipped anyway."""
+        return {"in_a_row": self.in_a_row, "history": {name: list(values) for name, values in self.history.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the `state()` of a checkpoint; {} of one without leaves a new history."""
+        self.in_a_row = state.get("in_a_row", 0)
+        for name, values in self.history.items():
+            values.extend(state.get("history", {}).get(name, ()))
 
     def check(
         self,

@@ -92,6 +92,11 @@ class Log(AbstractContextManager):
         self._startup = startup
         self._record("run", world=self.world, **facts)
 
+    def ready(self) -> None:
+        """Note that the first step begins."""
+        if self._startup is not None:
+            self._startup.mark("prepare")
+
     def places(self, places: Sequence[str]) -> None:
         """Record the host and the GPU of every rank."""
         self._record("places", places=places)

@@ -6,6 +6,7 @@
     import    until its modules were there: nothing, if an agent had imported them (runtime/agent.py)
     build     data, the meeting of the ranks, model, optimizer
     load      the checkpoint
+    prepare   the loader, and the host's memory for saves
     first_step
 
 A graph of the step is captured some steps later; its own line says how long that took.

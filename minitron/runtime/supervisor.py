@@ -44,7 +44,9 @@ from minitron.runtime.signals import SIGNALS
 POLL_SECONDS = 0.1
 PORTS = 100
 LEFT = 128 + signal.SIGTERM
-KILL_SECONDS = 30.0  # what SIGKILL does not end in this time hangs in a driver: the node is of no use any more
+# What SIGKILL does not end in this time hangs in a driver: the node is of no use any more. A rank with 30 GB of locked
+# memory takes three seconds to end.
+KILL_SECONDS = 120.0
 
 
 class Supervisor:

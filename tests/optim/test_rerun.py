@@ -165,6 +165,23 @@ def test_what_comes_again_is_the_data_s(tmp_path, ranks, argv, factor, what):
     assert all(row["loss"] < 7 for row in rows[25:])
 
 
+@pytest.mark.parametrize("ranks, more", [(None, []), pytest.param(2, ["parallel.tp=2"], marks=pytest.mark.slow)])
+def test_a_run_that_goes_on_knows_what_was_usual(tmp_path, ranks, more):
+    """Four steps after a restart a spike is skipped, as without one."""
+    rows = []
+    for name, ends in ("at once", [30]), ("in parts", [20, 30]):
+        (folder := tmp_path / name).mkdir()
+        for end in ends:
+            keys = ON, f"train.steps={end}", "optimizer.decay_steps=30", f"checkpoint.dir={folder / 'saved'}"
+            keys = *keys, "checkpoint.every=20"
+            with Run(folder, "batch@25@2000", *keys, *more, ranks=ranks) as run:
+                status, _, output = run.end()
+            assert status == 0, output
+        assert "iteration 25: " in output and "the update is skipped" in output
+        rows.append([(row["step"], row["loss"], row["grad_norm"], row["skipped_total"]) for row in run.rows("step")])
+    assert [row[:3] for row in rows[0]] == [row[:3] for row in rows[1]]
+
+
 def test_fp16_s_overflows_are_no_one_s_fault_and_nothing_else_changes(tmp_path):
     losses = []
     for how in "on", "off":

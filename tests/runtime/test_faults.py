@@ -219,6 +219,14 @@ def test_a_signal_during_an_evaluation_ends_it(tmp_path):
     assert list(checkpoints(tmp_path / "saved")) == [4] and "validation loss" not in output
 
 
+def test_a_save_after_a_signal_takes_the_time_that_it_takes(tmp_path):
+    with Run(tmp_path, "disk@3", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+        os.kill(run.training().workers()[0], signal.SIGTERM)
+        status, seconds, output = run.end()
+    assert status == 0 and seconds > 3 and ", which was saved\n" in output and "has not moved" not in output
+    assert list(checkpoints(tmp_path / "saved")) == [run.last_step()]
+
+
 @pytest.fixture
 def stop(monkeypatch, tmp_path):
     """A Stop whose ends are noted in `.ends`, in place of the end of pytest."""

@@ -1,0 +1,74 @@
+"""CRC-32 of a large file by several threads.
+
+Problem: zlib sums one stream at some GB/s on one core, and a rank saves and resumes tens of gigabytes while the other
+cores have nothing to do. The idea: threads sum blocks, each by itself, and the sums are put together in order. The bits
+of a CRC are the coefficients of a polynomial, the remainder of the data by a fixed one, P. So of two blocks
+
+    crc(AB) = crc(A) * x^(8 * len(B)) mod P  +  crc(B)
+
+and x^(8 * len(B)) is the same for all blocks of a length. Polynomials over two elements add by exclusive or. zlib keeps
+the coefficient of x^0 in the highest bit, as here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+
+P = 0xEDB88320  # without its x^32
+ONE, X = 1 << 31, 1 << 30
+THREADS = 8
+
+
+def crc32(blocks: Iterator[Callable[[], bytes | memoryview]]) -> int:
+    """Return the CRC-32 of all blocks, one after another. blocks: each returns its bytes, in any thread, at any time.
+
+    No more than two blocks a thread are held at a time.
+    """
+    total = 0
+    with ThreadPoolExecutor(THREADS, "checksum") as pool:
+        waiting: deque[Future[tuple[int, int]]] = deque()
+        for block in blocks:
+            waiting.append(pool.submit(_sum, block))
+            if len(waiting) == 2 * THREADS:
+                total = joined(total, *waiting.popleft().result())
+        for future in waiting:
+            total = joined(total, *future.result())
+    return total
+
+
+def _sum(block: Callable[[], bytes | memoryview]) -> tuple[int, int]:
+    data = block()
+    return zlib.crc32(data), len(data)
+
+
+def joined(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of A and B together, of those of A and of B, which has `length` bytes."""
+    return _product(first, _shift(length)) ^ second
+
+
+@lru_cache(maxsize=256)
+def _shift(length: int) -> int:
+    """Return x^(8 * length) mod P."""
+    result, power = ONE, X
+    for _ in range(3):
+        power = _product(power, power)  # x^8
+    while length:
+        if length & 1:
+            result = _product(result, power)
+        power, length = _product(power, power), length >> 1
+    return result
+
+
+def _product(a: int, b: int) -> int:
+    """Return a * b mod P."""
+    result = 0
+    while a:  # from the coefficient of x^0 on; b is multiplied by x each time
+        if a & ONE:
+            result ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ P if b & 1 else b >> 1
+    return result
