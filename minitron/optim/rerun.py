@@ -83,7 +83,7 @@ class Rerun:
         self.in_a_row = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a run that goes on skips the spikes that it would have skipped anyway."""
+        """Return what a checkpoint keeps: a run that goes on skips the spikes that it would have skipped anyway."""
         return {"in_a_row": self.in_a_row, "history": {name: list(values) for name, values in self.history.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
