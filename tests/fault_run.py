@@ -13,7 +13,8 @@ batch@S@F     a sample of data rank 0 counts F times in step S, each time that i
 drift@R       from step 3 on rank R updates a norm's weight differently
 unrecorded@R  rank R cannot record a step as a graph
 replay        on CPUs steps are recorded and replayed by the graphs' twin, tests/replay.py
-disk@S        a file of a checkpoint takes S seconds; after SIGTERM a rank may stand still for one second
+disk@S        a file of a checkpoint takes S seconds
+impatient     after SIGTERM a rank may stand still for one second
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -279,13 +280,17 @@ def drift(rank):
 
 
 def disk(seconds):
-    write, stop.PATIENCE_SECONDS = files.write_file, 1.0
+    write = files.write_file
 
     def slow_write(*args):
         time.sleep(float(seconds))
         return write(*args)
 
     files.write_file = slow_write
+
+
+def impatient():
+    stop.PATIENCE_SECONDS = 1.0
 
 
 def late(port):
@@ -301,7 +306,7 @@ def late(port):
 
 
 if __name__ == "__main__":
-    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, late
+    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, impatient, late
     for planted in sys.argv[1].split("+"):
         fault, *arguments = planted.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)

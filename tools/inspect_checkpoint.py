@@ -44,7 +44,7 @@ def describe(reader: Reader) -> str:
             total[kind] = total.get(kind, 0) + count * reader.dtype(name, kind).itemsize
     others = [folder.name for folder in checkpoints(reader.path.parent).values() if folder != reader.path]
     size = sum(record["bytes"] for record in reader.files.values())
-    state = [f"{name} {value}" for name, value in reader.state.items() if name != "data"]
+    state = [f"{name} {value}" for name, value in reader.state.items() if name not in ("data", "rerun")]
     return "\n".join(
         [
             str(reader.path),

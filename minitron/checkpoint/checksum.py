@@ -32,12 +32,21 @@ def crc32(blocks: Iterator[Callable[[], bytes | memoryview]]) -> int:
     with ThreadPoolExecutor(THREADS, "checksum") as pool:
         waiting: deque[Future[tuple[int, int]]] = deque()
         for block in blocks:
-            waiting.append(pool.submit(_sum, block))
+            waiting.append(_begin(pool, block))
             if len(waiting) == 2 * THREADS:
                 total = joined(total, *waiting.popleft().result())
         for future in waiting:
             total = joined(total, *future.result())
     return total
+
+
+def _begin(pool: ThreadPoolExecutor, block: Callable[[], bytes | memoryview]) -> Future[tuple[int, int]]:
+    try:
+        return pool.submit(_sum, block)
+    except RuntimeError:  # Python is ending, and no thread begins anything; but a save under way is to become whole
+        future: Future[tuple[int, int]] = Future()
+        future.set_result(_sum(block))
+        return future
 
 
 def _sum(block: Callable[[], bytes | memoryview]) -> tuple[int, int]:

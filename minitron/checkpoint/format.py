@@ -45,7 +45,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}  # in the index
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # in safetensors
 INDEX, INDEX_BEGIN = "index.json", b'{"checksum": "'
 INDEX_BYTES = 2 << 30
-BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time: in between it stays in the cache
+BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time
 
 
 class CheckpointError(ValueError):

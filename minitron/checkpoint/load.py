@@ -1,8 +1,8 @@
 """From a checkpoint to a trainer, whatever layout either has.
 
-Each rank reads the boxes of its own slices straight into the optimizer's masters and moments: there is no second copy
-of the state, so resuming takes no more memory than a fresh start. Parameters are then the rounded masters, or their FP8
-casts, and an all-gather brings the other ranks' slices.
+Each rank reads the boxes of its own slices straight into the optimizer's masters and moments: but for some blocks that
+threads read ahead there is no second copy of the state, so resuming takes no more memory than a fresh start. Parameters
+are then the rounded masters, or their FP8 casts, and an all-gather brings the other ranks' slices.
 
 A checkpoint in checkpoint.dir is resumed, with all of its state and its data; else finetune.base or checkpoint.load
 gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and must
@@ -227,7 +227,7 @@ def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh, verified: bool = Fal
 
 
 def slabs(piece: Piece) -> Iterator[Piece]:
-    """Cut a piece along its first dim into pieces of at most BLOCK_BYTES, or of one row."""
+    """Cut a piece, of at least one dim, along its first one into pieces of at most BLOCK_BYTES, or of one row."""
     rows = max(1, BLOCK_BYTES * len(piece.tensor) // max(1, piece.tensor.nbytes))
     for first in range(0, len(piece.tensor), rows):
         start = (piece.start[0] + first, *piece.start[1:])

@@ -29,7 +29,6 @@ from minitron.kernels.gemm import DTYPES
 
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 MAX_COUNT, MAX_DIMS = 1 << 48, 8
-BUFFERS = threading.local()
 COUNTERS = ("optimizer_steps", "clean_steps", "loss_tolerance")  # of `state`; the last may be negative
 
 
@@ -152,11 +151,13 @@ class Reader:
         """Check size and checksum of these files, by default all. Raises CheckpointError naming the first bad one."""
         for name in self.files if files is None else files:
             path, saved = self.path / name, self.files[name]
-            size = file_size(path)
+            size, buffers = file_size(path), threading.local()
             if size != saved["bytes"]:
                 raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
             with disk_errors(path):
-                checksum = f"{crc32(partial(_block, path, begin) for begin in range(0, size, BLOCK_BYTES)):08x}"
+                checksum = (
+                    f"{crc32(partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES)):08x}"
+                )
             if checksum != saved["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
 
@@ -165,13 +166,16 @@ class Reader:
             yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
 
 
-def _block(path: Path, begin: int) -> memoryview:
+def _block(path: Path, begin: int, buffers: threading.local) -> memoryview:
     """Read a block into this thread's buffer, which its next one overwrites."""
-    if not hasattr(BUFFERS, "block"):
-        BUFFERS.block = memoryview(bytearray(BLOCK_BYTES))
+    if not hasattr(buffers, "block"):
+        buffers.block = memoryview(bytearray(BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
-        return BUFFERS.block[: file.readinto(BUFFERS.block)]
+        end = 0
+        while count := file.readinto(buffers.block[end:]):  # a network's file system may give less than asked for
+            end += count
+    return buffers.block[:end]
 
 
 def _counts(*values: object) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ more, in a folder aside, and ends. When saves are due is cadence.py's; those on 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import shutil
 import time
@@ -307,11 +308,12 @@ def host_memory(rows: int, numel: int, *, pinned: bool) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(Tensor.zero_, memory.view(-1).chunk(THREADS)))
+    memory, part = torch.frombuffer(pages, dtype=torch.float32).view(rows, numel), -(-size // THREADS)
+    address, begins = memory.data_ptr(), range(0, size, part)
+    with ThreadPoolExecutor(THREADS) as pool:  # not by torch, of which each thread would start a team
+        list(pool.map(lambda begin: ctypes.memset(address + begin, 0, min(part, size - begin)), begins))
     if pinned:
-        cuda, address = torch.cuda.cudart(), memory.data_ptr()
+        cuda = torch.cuda.cudart()
         if int(cuda.cudaHostRegister(address, size, 0)) != 0:
             raise lacking
         weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # the system does it then

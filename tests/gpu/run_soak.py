@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
@@ -128,7 +127,7 @@ class Soak:
             last = max([newest, *(row["step"] for row in made)])
             at = last + rng.randint(LEAST, MOST)
             for step in (last + SETTLED, at - LEAST):
-                if last + SETTLED <= step < self.args.steps - LEAST:
+                if not self.args.cpu and last + SETTLED <= step < self.args.steps - LEAST:
                     self.reach(run, step)
                     seen += held_gib(run.workers())
             text = self.happen(run, event, at)
@@ -190,12 +189,12 @@ class Soak:
 
 
 def held_gib(pids: list[int]) -> list[float]:
-    """What the driver says that the fullest of these processes holds of its GPU, in GiB; [] without GPUs."""
+    """What the driver says that the fullest of these processes holds of its GPU, in GiB."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    with suppress(FileNotFoundError):
-        rows = [line.split(", ") for line in subprocess.check_output(command, text=True).splitlines()]
-        return [max([float(mib) / 1024 for pid, mib in rows if int(pid) in pids])]
-    return []
+    rows = [line.split(", ") for line in subprocess.check_output(command, text=True).splitlines()]
+    found = [float(mib) / 1024 for pid, mib in rows if int(pid) in pids]
+    assert found, f"nvidia-smi shows none of the processes {pids}; run this where it sees them: {rows}"
+    return [max(found)]
 
 
 def figures(row: dict) -> list[str]:

@@ -220,11 +220,20 @@ def test_a_signal_during_an_evaluation_ends_it(tmp_path):
 
 
 def test_a_save_after_a_signal_takes_the_time_that_it_takes(tmp_path):
-    with Run(tmp_path, "disk@3", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+    with Run(tmp_path, "disk@3+impatient", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
         os.kill(run.training().workers()[0], signal.SIGTERM)
         status, seconds, output = run.end()
     assert status == 0 and seconds > 3 and ", which was saved\n" in output and "has not moved" not in output
     assert list(checkpoints(tmp_path / "saved")) == [run.last_step()]
+
+
+def test_a_save_under_way_becomes_whole_when_the_run_ends_with_an_error(tmp_path):
+    """Whose line says to go on from it. Python is ending then, and no thread begins anything any more."""
+    keys = "checkpoint.every=2", f"checkpoint.dir={tmp_path / 'saved'}", "train.max_skipped=2"
+    with Run(tmp_path, "disk@4+nan", *keys, ranks=None) as run:
+        status, _, output = run.end()
+    assert status == 1 and "the gradients of 2 iterations in a row were not finite" in output
+    assert list(checkpoints(tmp_path / "saved")) == [2]
 
 
 @pytest.fixture
