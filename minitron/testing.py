@@ -82,7 +82,7 @@ class RankPool(AbstractContextManager):
         self._workers: list[_Worker] = []
         self._numbers = count(1)  # of workers and jobs
 
-    def run(self, world_size: int, fn: Callable, *args, timeout: float = 60.0, **kwargs) -> list:
+    def run(self, world_size: int, fn: Callable, *args, timeout: float = 300.0, **kwargs) -> list:
         """Call fn(*args, **kwargs) on `world_size` ranks and return what each returned, in rank order.
 
         Each rank has the default process group (gloo) of this job alone, one thread, and torch seeded with 0. Tensors

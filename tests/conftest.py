@@ -45,6 +45,6 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(world_size, fn, *args, timeout=60, **kwargs): what each of `world_size` gloo ranks returned."""
+    """ranks(world_size, fn, *args, timeout=300, **kwargs): what each of `world_size` gloo ranks returned."""
     with RankPool(preload=("pytest", "hypothesis", "minitron.train")) as pool:
         yield pool.run

@@ -47,7 +47,7 @@ def assert_equals_one_process(ranks, world: int, base: dict, change: dict, *layo
     figures, gradients = twin(base, size, change)
     cfg = config(base, size, change, *layout)
     rules.check(cfg, world)
-    results = ranks(world, run, cfg, timeout=120)
+    results = ranks(world, run, cfg, timeout=300)
     for rank, (_, parts) in enumerate(results):
         for name, (grad, how) in parts.items():
             assert_close_rel(grad, part_of(gradients[name], how), TOLERANCE, f"gradient of {name} on rank {rank}")
@@ -295,7 +295,7 @@ def test_half_precision_is_as_near_to_float32_in_every_layout(ranks, base, world
     (_, exact), (_, single) = twin(base, SMALL), twin(base, SMALL, half)
     allowed = mean_error({name: (grad, None) for name, grad in single.items()}, exact)
     assert HALF[dtype] < allowed < 0.1, "the comparison would prove nothing"
-    for _, parts in ranks(world, train_steps, config(base, SMALL, half, axes(layout)), timeout=120):
+    for _, parts in ranks(world, train_steps, config(base, SMALL, half, axes(layout)), timeout=300):
         assert mean_error(parts, exact) <= 1.5 * allowed
 
 
@@ -321,7 +321,7 @@ def test_gradients_in_bf16_are_off_by_the_rounding_of_their_sums_in_every_layout
     """
     grads = {"optimizer": {"grad_dtype": "bf16"}}
     figures, exact = twin(base, SMALL)
-    for steps, parts in ranks(world, train_steps, config(base, SMALL, grads, axes(layout)), timeout=120):
+    for steps, parts in ranks(world, train_steps, config(base, SMALL, grads, axes(layout)), timeout=300):
         for name, (grad, how) in parts.items():
             assert grad.dtype == torch.bfloat16
             expected = part_of(exact[name], how)

@@ -40,7 +40,7 @@ from minitron.config.schema import PrecisionConfig
 from minitron.config.sizes import fp8_layers
 from minitron.kernels import fp8_torch, meta
 from minitron.kernels.fp8_scales import KINDS, ROLES, DelayedScaling, KeptInFp8, WeightScales, advance
-from minitron.kernels.fp8_torch import Operand, payload_of
+from minitron.kernels.fp8_torch import Operand, payload_of, scaled_mm
 from minitron.kernels.gemm import ALONE, DTYPES, Activation, Gemm, Payload
 from minitron.kernels.param import Param
 from minitron.kernels.plain import CastInto
@@ -125,11 +125,11 @@ class Fp8Gemm(Gemm):
     def forward(self, x: Payload, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         w = self._quantized(weight)  # fast: less than float32 in the tensor cores' sums, in this product alone
         a, b, scales = x.rows, w.rows.t(), (x.rows_scale, w.rows_scale)
-        return torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=self.dtype, use_fast_accum=True, out=out)
+        return scaled_mm(a, b, *scales, bias=bias, out_dtype=self.dtype, use_fast_accum=True, out=out)
 
     def input_grad(self, dy: Payload, weight: Tensor, out: Tensor | None = None) -> Tensor:
         w = self._columns(self._quantized(weight))
-        return torch._scaled_mm(dy.rows, w.values.t(), dy.rows_scale, w.scale, out_dtype=self.dtype, out=out)
+        return scaled_mm(dy.rows, w.values.t(), dy.rows_scale, w.scale, out_dtype=self.dtype, out=out)
 
     def weight_grad(self, weight: Param, dy: Payload, x: Payload) -> Tensor | None:
         a, b, slot = self._columns(dy), self._columns(x), weight.slot

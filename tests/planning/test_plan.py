@@ -463,8 +463,9 @@ def test_own_runs_are_met_within_4_percent_and_their_memory_within_1():
     assert len(errors) >= 15 and abs(sum(errors) / len(errors)) < 0.015
 
 
-def test_single_ranks_are_met_within_20_percent():
-    ranks = calibration.single_ranks(calibration.RESULTS)
+def test_recorded_single_ranks_are_met_within_20_percent():
+    """Eager ones wait for their host, and one launches twice as fast as another."""
+    ranks = [one for one in calibration.single_ranks(calibration.RESULTS) if one["replayed"]]
     errors = [calibration.rank_seconds(one, MACHINES) / one["step_seconds"] - 1 for one in ranks]
     assert ranks and max(map(abs, errors)) < 0.20 and abs(sum(errors) / len(errors)) < 0.04
 
