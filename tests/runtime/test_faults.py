@@ -499,6 +499,10 @@ def test_a_killed_rank_ends_the_others_within_seconds(tmp_path):
     assert status == 1 and "forcefully" not in output and re.search(r"exitcode *: -9", output)
     ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
     lines = [line for line in ours.splitlines() if line.startswith("error: ")]
+    if not lines:  # torchrun's SIGTERM was there before the peer's connection was seen to be closed
+        return_code = re.search(r"exitcode *: 143\b", output)
+        assert return_code, output
+        return
     assert len(lines) == 1, output
     assert re.match(
         r"error: rank 0 \(pp 0, dp 0, cp 0, tp 0\) failed in step \d+, .*, \S+ over \w+ \([\d,]+ bytes\); "
