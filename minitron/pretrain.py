@@ -53,7 +53,11 @@ def main(
 ) -> None:
     """Run the command. description: for --help. finetune: what finetune.kind has to be set for. listener: is open."""
     with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
-        stopped = run(argv, description, finetune, listener)
+        try:
+            stopped = run(argv, description, finetune, listener)
+        except SystemExit:  # its line is written
+            listener.finish()
+            raise
     if stopped == signal.SIGINT and not listener.torchrun:  # which would take a status for a failure
         raise SystemExit(128 + stopped)
 

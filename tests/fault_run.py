@@ -14,6 +14,7 @@ drift@R       from step 3 on rank R updates a norm's weight differently
 unrecorded@R  rank R cannot record a step as a graph
 replay        on CPUs steps are recorded and replayed by the graphs' twin, tests/replay.py
 disk@S        a file of a checkpoint takes S seconds
+speaks@S      to say which collective failed takes S seconds
 impatient     after SIGTERM a rank may stand still for one second
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,6 +291,16 @@ def disk(seconds):
     files.write_file = slow_write
 
 
+def speaks(seconds):
+    format_exc = traceback.format_exc
+
+    def slow_format():
+        time.sleep(float(seconds))
+        return format_exc()
+
+    traceback.format_exc = slow_format
+
+
 def impatient():
     stop.PATIENCE_SECONDS = 1.0
 
@@ -306,7 +318,7 @@ def late(port):
 
 
 if __name__ == "__main__":
-    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, impatient, late
+    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, speaks, impatient, late
     for planted in sys.argv[1].split("+"):
         fault, *arguments = planted.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)

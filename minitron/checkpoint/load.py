@@ -39,8 +39,8 @@ from minitron.runtime.log import Log
 
 # Of `model`: what a checkpoint must agree in, and what only a run that goes on must.
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
-READERS = 4
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
+READERS = 4  # threads that read ahead
 
 
 class Start(NamedTuple):

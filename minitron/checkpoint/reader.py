@@ -154,10 +154,9 @@ class Reader:
             size, buffers = file_size(path), threading.local()
             if size != saved["bytes"]:
                 raise CheckpointError(f"{path} is damaged: {size} bytes instead of {saved['bytes']}")
+            blocks = (partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES))
             with disk_errors(path):
-                checksum = (
-                    f"{crc32(partial(_block, path, begin, buffers) for begin in range(0, size, BLOCK_BYTES)):08x}"
-                )
+                checksum = f"{crc32(blocks):08x}"
             if checksum != saved["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
 

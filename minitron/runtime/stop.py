@@ -135,8 +135,9 @@ class Stop:
             self._hear(signal.Signals(self.listener.kept))
         return self
 
-    def __exit__(self, *_) -> None:
-        self.listener.finish()
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+        if error is None:  # else torchrun's SIGTERM, for a rank that died before, would end this one before it says why
+            self.listener.finish()
 
     def _hear(self, number: signal.Signals) -> None:
         self.times[number] += 1
