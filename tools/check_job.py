@@ -35,7 +35,7 @@ from minitron.planning.plan import plan, room_gib
 from tools.command import Parser, run
 from tools.plan import DEVICES, chosen
 from tools.plan import layout as described
-from tools.plan_search import remedy
+from tools.plan_remedy import remedy
 
 
 class Unseen(ValueError):

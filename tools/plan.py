@@ -40,7 +40,8 @@ from minitron.planning.work import HIDDEN
 from tools import plan_cost, plan_pictures
 from tools.command import Parser, run
 from tools.plan_pictures import MEANINGS
-from tools.plan_search import Found, changes, remedy, search, written
+from tools.plan_remedy import changes, remedy, written
+from tools.plan_search import Found, search
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
 

@@ -753,7 +753,7 @@ def test_a_tied_weight_lies_in_one_unit():
 @pytest.mark.parametrize(
     "peer, world, argv",
     [
-        ("huggingface", 2, []),
+        pytest.param("huggingface", 2, [], marks=pytest.mark.slow),  # fine-tuning's, above, is the same program
         ("torchtitan", 1, []),
         ("torchtitan", 2, []),
         ("torchtitan", 4, ["parallel.tp=2"]),

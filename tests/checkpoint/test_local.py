@@ -54,13 +54,26 @@ def steps_in(folder: Path) -> list[int]:
     return list(checkpoints(folder))
 
 
-@pytest.fixture
-def begun(ranks, tmp_path):
+@pytest.fixture(scope="module")
+def first_leg(ranks, tmp_path_factory):
     """A job of two nodes that ended after step FIRST."""
-    ranks(WORLD, leg, TENSOR_AND_DATA, tmp_path, 2, FIRST)
-    assert steps_in(tmp_path / "shared") == [1, 4]
-    assert steps_in(tmp_path / "node0") == steps_in(tmp_path / "node1") == [6, 7]
-    return tmp_path
+    folder = tmp_path_factory.mktemp("first_leg")
+    ranks(WORLD, leg, TENSOR_AND_DATA, folder, 2, FIRST)
+    assert steps_in(folder / "shared") == [1, 4]
+    assert steps_in(folder / "node0") == steps_in(folder / "node1") == [6, 7]
+    return folder
+
+
+@pytest.fixture
+def begun(first_leg, tmp_path):
+    """What that job left, to go on from or to spoil."""
+    return shutil.copytree(first_leg, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks):
+    """The figures of the steps of a job that nobody ended."""
+    return ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]
 
 
 def goes_on(ranks, folder: Path, cfg=TENSOR_AND_DATA, nodes: int = 2, **keys) -> list[dict]:
@@ -85,12 +98,11 @@ def test_each_node_has_its_part_and_all_indices_are_equal(begun):
     assert first.state["root"] == [4, Reader(begun / "shared").mark]
 
 
-def test_a_start_prefers_the_newest_local_save(ranks, begun):
+def test_a_start_prefers_the_newest_local_save(ranks, begun, uninterrupted):
     """Bit for bit as if nobody had stopped it; and the next start does it again, from the same shared save."""
-    expected = ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]
     results = goes_on(ranks, begun)
     assert [result["from"] for result in results] == [f"node{i}/step_00000007" for i in (0, 0, 1, 1)]
-    assert repr(results[0]["figures"]) == repr(expected[7:]) and not warnings(results)
+    assert repr(results[0]["figures"]) == repr(uninterrupted[7:]) and not warnings(results)
     assert steps_in(begun / "shared")[-1] == 8 and steps_in(begun / "node1") == [9, 10]
 
 
@@ -113,17 +125,17 @@ def flip(path: Path) -> None:
         ("index.json", "index.json is damaged, or no index of minitron"),
     ],
 )
-def test_a_damaged_local_save_is_named_and_skipped(ranks, begun, name, said):
+def test_a_damaged_local_save_is_named_and_skipped(ranks, begun, uninterrupted, name, said):
     """For the one before it; with that damaged, too, for the shared one, whose steps are made again."""
-    expected = [f["loss"] for f in ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]]
+    expected = [f["loss"] for f in uninterrupted]
     flip(begun / "node1" / "step_00000007" / name)
     results = goes_on(ranks, begun)
     assert results[0]["from"] == "node0/step_00000006" and results[0]["losses"] == expected[6:]
     assert any(said in line and "node1/step_00000007" in line for line in warnings(results)), warnings(results)
 
 
-def test_without_a_whole_local_save_the_shared_one_is_used(ranks, begun):
-    expected = [f["loss"] for f in ranks(WORLD, whole, TENSOR_AND_DATA, 10)[0]]
+def test_without_a_whole_local_save_the_shared_one_is_used(ranks, begun, uninterrupted):
+    expected = [f["loss"] for f in uninterrupted]
     for step in 6, 7:
         os.truncate(begun / "node0" / f"step_{step:08d}" / "rank_00001.safetensors", 100)
     results = goes_on(ranks, begun)

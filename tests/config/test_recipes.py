@@ -30,7 +30,8 @@ from minitron.planning.machine import Machine, read_machines
 from minitron.planning.plan import plan, room_gib
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
-from tools.plan_search import changes, search, written
+from tools.plan_remedy import changes, written
+from tools.plan_search import search
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -24,7 +24,7 @@ PUBLISHED = [  # recipe, GPUs, their kind, samples
 
 
 ROWS = [
-    pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * ("175b" in row[0] or "405b" in row[0]))
+    pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * bool({"175b", "70b", "405b"} & {*row[0].split("_")}))
     for row in PUBLISHED
 ]
 

@@ -23,7 +23,7 @@ from minitron.runtime.goodput import best_interval, predict
 from tools import plan as tool
 from tools import plan_cost, plan_pictures
 from tools.draw_pipeline import draw_svg
-from tools.plan_search import written
+from tools.plan_remedy import written
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = [str(ROOT / "configs" / "llama3_8b.yaml"), *DATA_PARALLEL]

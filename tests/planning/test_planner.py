@@ -24,8 +24,10 @@ from minitron.planning.memory import Memory
 from minitron.planning.plan import Step, plan, room_gib
 from minitron.planning.simulate import simulate
 from minitron.planning.work import FUSED_ATTENTION, Work, document_tokens, total
+from tools import plan_remedy
 from tools import plan_search as search_module
-from tools.plan_search import RECOMPUTE, changes, layouts, remedy, search
+from tools.plan_remedy import changes, remedy
+from tools.plan_search import RECOMPUTE, layouts, search
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
@@ -962,7 +964,7 @@ def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
     assert not list(everything(job.cfg, gpus // 2, machine))
     tiny = replace(H100, device=replace(H100.device, memory_gib=3.001))
     with monkeypatch.context() as patch:
-        patch.setattr(search_module, "MICRO_BATCHES", (1,))
+        patch.setattr(plan_remedy, "MICRO_BATCHES", (1,))
         job = plan(cli.load(SMALL), 1, tiny)
         assert "GPUs fits either: use a smaller model, or another device" in remedy(job, job.cfg)
     assert room_gib(tiny) == pytest.approx(0.001)
