@@ -53,14 +53,18 @@ check_job() {
 # run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
 # It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
 run_job() {
-    local name=$1 module=$2 run=$3 output=$4 extra srun status last before line ended
-    local round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
+    local name=$1 module=$2 run=$3 output=$4 extra override srun status last before line ended round
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
     fi
     read -ra extra <<<"${EXTRA_ARGS:-}"
     arguments+=("${extra[@]}")
+    for override in "${extra[@]}"; do
+        [[ $override != log.dir=* ]] || run=${override#log.dir=}
+    done
+    run=${run/#\~/$HOME} # there the ranks say how they ended
+    round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then
         printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"
         [ ${#container[@]} = 0 ] || python=${PYTHON:-python3}
@@ -68,7 +72,7 @@ run_job() {
         [ ${#lacking[@]} = 0 ]
         return
     fi
-    mkdir -p "$run"
+    mkdir -p "$run" "$(dirname "$output")"
     set_environment
 
     # Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.

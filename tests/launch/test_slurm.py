@@ -434,6 +434,20 @@ def test_a_job_that_slurm_requeues_saves_and_goes_on(cluster, stage):
 
 
 @pytest.mark.slow
+def test_a_job_with_a_log_dir_of_its_own_goes_on_as_well(cluster, stage):
+    """Its script once looked for the last line in its own folder, found none, and ended as if all steps were done."""
+    logs, extra = stage.folder / "logs", f"{TINY} log.dir=~/logs"
+    job = stage.submit(cluster, EXTRA_ARGS=extra, HOME=str(stage.folder))
+    until(lambda: (logs / "metrics.jsonl").exists(), 200, lambda: stage.output(job))
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    cluster.wait(job, "PENDING")
+    facts = cluster.wait(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), stage.output(job)
+    assert re.search(r"SIGUSR1: stopped after iteration \d+, which was saved; back to the queue\n", stage.output(job))
+    assert json.loads((logs / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 50
+
+
+@pytest.mark.slow
 def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
     job = stage.submit(cluster, CHECKPOINT_DIR="none")
     until(lambda: stage.metrics(job), 200, lambda: stage.output(job))
