@@ -63,7 +63,7 @@ run_job() {
     for override in "${extra[@]}"; do
         [[ $override != log.dir=* ]] || run=${override#log.dir=}
     done
-    run=${run/#\~/$HOME} # there the ranks say how they ended
+    run=${run/#\~/${HOME:-}} # there the ranks say how they ended
     round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then
         printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"

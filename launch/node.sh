@@ -30,7 +30,7 @@ fi
 profiler=() folder=. kind=
 for argument; do # the last one of a key counts
     case $argument in
-    log.dir=*) folder=${argument#*=} folder=${folder/#\~/$HOME} ;;
+    log.dir=*) folder=${argument#*=} folder=${folder/#\~/${HOME:-}} ;;
     profile.kind=*) kind=${argument#*=} ;;
     esac
 done
