@@ -45,11 +45,6 @@ from tools.plan_search import Found, search
 
 DEVICES = Path(__file__).resolve().parents[1] / "benchmarks" / "devices.json"
 
-HOST_REMEDY = {
-    False: "record steps as CUDA graphs, train.cuda_graph=auto",
-    True: "use larger microbatches, less tensor parallelism, or a faster CPU",
-}
-
 
 def main(argv: list[str]) -> None:
     o = parse(argv)
@@ -152,6 +147,7 @@ def record(job: Plan, tokens: float) -> dict:
         "mfu_percent": job.mfu_percent,
         "memory_gib": job.memory_gib,
         "graph_gib": job.graph_gib,
+        "stays_eager": job.stays_eager,
         "room_gib": room_gib(job.machine),
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
@@ -205,8 +201,7 @@ def table(job: Plan, o: argparse.Namespace) -> str:
         f"  {part:12} {size / 2**30:8.2f} GiB {100 * size / total:5.1f} %" for part, size in job.memory.items() if size
     ]
     if job.graph_gib:
-        short = job.fits and job.memory_gib + job.graph_gib > room_gib(job.machine)
-        why = ": no room for that, then they stay eager" if short else ""
+        why = ": no room for that, so they stay eager" if job.stays_eager else ""
         lines.append(f"  and {job.graph_gib:17.2f} GiB more if steps are recorded as CUDA graphs{why}")
     lines += [
         "",
@@ -222,14 +217,19 @@ def table(job: Plan, o: argparse.Namespace) -> str:
                 f"{meaning}{beside}"
             )
     if job.seconds["host"] > 0.01 * seconds:
-        lines += [
-            "",
-            f"bound by the host, which launches kernels too slowly: {HOST_REMEDY[job.machine.software.eager]}",
-        ]
-    if not job.fits:
+        lines += ["", f"bound by the host, which launches kernels too slowly: {host_remedy(job)}"]
+    if not job.fits or job.stays_eager:
         lines += ["", *memory_keys(job)]
     lines += ["", *life(job, o)]
     return "\n".join([*lines, plan_cost.told(job, tokens, goodput(job, o))])
+
+
+def host_remedy(job: Plan) -> str:
+    if job.stays_eager:
+        return "make room for CUDA graphs, by one of the keys below"
+    if job.machine.software.eager:
+        return "use larger microbatches, less tensor parallelism, or a faster CPU"
+    return "record steps as CUDA graphs, train.cuda_graph=auto"
 
 
 def memory_keys(job: Plan) -> list[str]:
@@ -239,9 +239,16 @@ def memory_keys(job: Plan) -> list[str]:
         cost = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
         lines.append(
             f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {cost:>8}   "
-            f"{' '.join(keys)}{': fits' if other.fits else ''}"
+            f"{' '.join(keys)}{reached(job, other)}"
         )
     return lines
+
+
+def reached(job: Plan, lighter_job: Plan) -> str:
+    """What a lighter job reaches that this one does not."""
+    if job.fits:
+        return "" if lighter_job.stays_eager else ": recorded"
+    return ": fits" if lighter_job.fits else ""
 
 
 # ---- with failures ---------------------------------------------------------------------------------------------------
@@ -348,7 +355,10 @@ def ranking(found: Found, job: Plan, given: Config) -> str:
         "",
         f"{'step s':>8} {'MFU':>8} {'GiB':>6}  layout",
     ]
-    lines += [f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}" for p in found.best]
+    lines += [
+        f"{p.step_seconds:8.3f} {mfu(p):>8} {p.memory_gib:6.1f}  {layout(p.cfg, p.world)}{', eager' * p.stays_eager}"
+        for p in found.best
+    ]
     lines += ["", difference(job, found.best[0], changes(given, found.best[0].cfg))]
     for less in found.smaller[1:]:
         slower = 100 * (less.step_seconds / found.best[0].step_seconds - 1)

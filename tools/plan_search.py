@@ -6,7 +6,8 @@ one with the lowest bound is looked at first, each time a little closer, until n
     1. what a rank computes for a block       tp, cp and its style, micro batch, sequence parallel, schedule: seconds
                                               of all stages, over all ranks, if none ever waits
     2. the pipeline: pp, vp, layers a stage   the rules of `rules.check`; the slowest rank, the way to it and back
-    3. recomputation, as little as fits       memory, of the first pipeline rank, then of all
+    3. recomputation, as little as fits,      memory, of the first pipeline rank, then of all
+       and as leaves room for CUDA graphs
     4. the whole plan                         its schedule, simulated
 
 Stages are as equal as the trainer's default has them, or level: layers go one by one to the rank that computes least,
@@ -35,7 +36,7 @@ from minitron.config.sizes import fp8_layers
 from minitron.pipeline.schedule import stage_layers
 from minitron.planning.machine import Machine
 from minitron.planning.memory import Memory
-from minitron.planning.plan import Plan, Step, plan, room_gib
+from minitron.planning.plan import Plan, Step, eager, plan, room_gib, without_graphs
 from minitron.planning.simulate import Timeline
 from minitron.planning.work import Work, total
 
@@ -73,7 +74,8 @@ def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller
 class Candidate:
     """A layout whose step takes at least `seconds`; `number` orders equals.
 
-    gib: its memory, and then it fits; None: not known yet. extra: it recomputes more than it has to.
+    gib: its memory, and then it fits; None: not known yet. stays_eager: as Plan's, known with it. again: it fits with
+    less recomputation, too, but then stays eager. extra: it recomputes more than it has to.
     """
 
     seconds: float
@@ -81,6 +83,8 @@ class Candidate:
     cfg: Config = field(compare=False)
     family: Family = field(compare=False)
     gib: float | None = field(kw_only=True, default=None, compare=False)
+    stays_eager: bool = field(kw_only=True, default=False, compare=False)
+    again: bool = field(kw_only=True, default=False, compare=False)
     extra: bool = field(kw_only=True, default=False, compare=False)
 
 
@@ -343,7 +347,7 @@ class _Search:
         if candidate.extra:
             return
         if candidate.gib is None:
-            self.reasons[reason] += 1
+            self.reasons[reason] += not candidate.again
         else:
             self.others.append((candidate.cfg, candidate.seconds))
 
@@ -377,7 +381,8 @@ class _Search:
         """Look closer at a layout: at its memory, then at the whole plan."""
         if candidate.gib is not None:
             if self.useful(candidate):
-                step = Quick(candidate.cfg, self.world, self.machine)
+                cfg = eager(candidate.cfg) if candidate.stays_eager else candidate.cfg
+                step = Quick(cfg, self.world, self.machine)
                 candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
                 for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
                     insort(some, candidate)
@@ -390,11 +395,12 @@ class _Search:
             before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
             self.push(replace(candidate, seconds=before + step.exposed_at_least()))
         t = candidate.cfg.train
-        if t.recompute != RECOMPUTE[-1] and (reason == TOO_MUCH or reason in ("", TOO_SLOW) and self.smaller):
+        too_little, again = reason == TOO_MUCH, candidate.stays_eager
+        if t.recompute != RECOMPUTE[-1] and (too_little or again or reason in ("", TOO_SLOW) and self.smaller):
             t = replace(t, recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1])
             cfg = replace(candidate.cfg, train=t)
-            extra = candidate.extra or reason != TOO_MUCH
-            self.push(Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family, extra=extra))
+            kind = {"again": again or candidate.again, "extra": candidate.extra or not (too_little or again)}
+            self.push(Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family, **kind))
             if reason == TOO_MUCH:
                 return
         if reason:
@@ -424,4 +430,6 @@ class _Search:
             if not self.useful(candidate):
                 candidate.gib = None
                 return NOT_SMALLER if reason == TOO_LARGE else TOO_SLOW
+        fullest, parts = memory.peak()
+        candidate.stays_eager = without_graphs(memory, fullest, parts.total(), self.machine)
         return ""

@@ -24,10 +24,10 @@ With LoRA only adapters have gradients and states, and a product whose weight is
 result, no activation, but where an adapter reads it, and then in bf16.
 
 A step that is recorded as CUDA graphs (runtime/graph.py) needs more: 4 to 8 KiB in the driver for a kernel or copy, and
-activations lie in a pool of their own, which leaves some of it unused. On an H200 rank 64 of GPT-3 175B on 128 GPUs, in
-FP8, with 16 microbatches, 29,092 kernels and copies and 15 GiB of activations, took 0.6 to 1.5 GiB more than eagerly;
-`graph` says 1.2. What an evaluation casts lies where a step's casts lay. All this is no part of the peak: a recording
-that finds no room leaves the steps eager.
+what the pool of its activations leaves unused beyond the fragments of eager steps. Ranks of GPT-3 175B, Llama 70B and
+405B with 23,000 to 53,000 kernels and copies took 0.48 to 0.80 GiB more than eagerly on an H200; `graph` says 0.52 to
+0.63. What an evaluation casts lies where a step's casts lay. All this is no part of the peak: a recording that finds no
+room leaves the steps eager.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
@@ -51,7 +51,7 @@ COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
 NODE_BYTES = 8 << 10  # of a kernel or copy in a CUDA graph
 GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one in the middle, the last
-POOL_PARTS = 16  # of which a graph's pool leaves one unused
+GRAPH_BYTES = 350 << 20  # of recorded steps beside these, measured
 LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
 PARTS = (*LASTING, "activations", "working", "messages")
 _operations = lru_cache(256)(operations)
@@ -121,7 +121,7 @@ class Memory:
         nodes = sizes.NODES_PER_LAYER * microbatches * sum(len(self.layers[stage]) for stage in self.stages(rank))
         if t.eval_every:  # forwards alone
             nodes += nodes // 3
-        return NODE_BYTES * nodes + sum(self._walk(rank)) // POOL_PARTS
+        return NODE_BYTES * nodes + GRAPH_BYTES
 
     # ---- what lasts
 

@@ -15,7 +15,7 @@ GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from minitron.config import flops
@@ -33,7 +33,10 @@ STATE_BYTES = 26  # that the update reads and writes per element: master, moment
 
 @dataclass(frozen=True)
 class Plan:
-    """`seconds` of a step and `memory` in bytes, by part; both of one pipeline rank, the slowest and the fullest."""
+    """`seconds` of a step and `memory` in bytes, by part; both of one pipeline rank, the slowest and the fullest.
+
+    stays_eager: recorded as CUDA graphs the steps would find no room, so they stay eager, as `seconds` has them.
+    """
 
     cfg: Config
     world: int
@@ -41,6 +44,7 @@ class Plan:
     seconds: Counter
     memory: Counter
     fullest: int
+    stays_eager: bool
     timeline: Timeline
 
     @property
@@ -71,6 +75,8 @@ class Plan:
     @property
     def graph_gib(self) -> float:
         """Return what recorded steps need beside it."""
+        if self.machine.software.eager:
+            return 0.0
         gpus_per_node = self.machine.fabric.gpus_per_node
         return Memory(self.cfg, self.world, gpus_per_node=gpus_per_node).graph(self.fullest) / 2**30
 
@@ -87,8 +93,21 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
     """Plan a configuration that `rules.check` accepts. Raises ValueError for what the device cannot do."""
     step = Step(cfg, world, machine)
     fullest, memory = step.memory.peak()
+    stays_eager = without_graphs(step.memory, fullest, memory.total(), machine)
+    if stays_eager:
+        step = Step(eager(cfg), world, machine)
     timeline = step.timeline(step.transfer_seconds)
-    return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, timeline)
+    return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, stays_eager, timeline)
+
+
+def without_graphs(memory: Memory, fullest: int, peak_bytes: int, machine: Machine) -> bool:
+    """Tell whether a job fits, but would not if its steps were recorded as CUDA graphs: then they stay eager."""
+    room = room_gib(machine) * 2**30
+    return not machine.software.eager and peak_bytes <= room < peak_bytes + memory.graph(fullest)
+
+
+def eager(cfg: Config) -> Config:
+    return replace(cfg, train=replace(cfg.train, cuda_graph="off"))
 
 
 @lru_cache(32)

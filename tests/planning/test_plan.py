@@ -214,6 +214,26 @@ def test_software_is_named_and_an_eager_step_is_told_what_it_waits_for(capsys):
     assert "bound by the host" not in printed(capsys, *argv)
 
 
+def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_room(capsys, tmp_path):
+    keys = [*LLAMA, "parallel.tp=4", "parallel.pp=2", "parallel.vp=1", "precision.fp8=delayed"]
+    argv = [*keys, "train.global_batch_size=128", "--world", "8", "--device", "h100"]
+    roomy, table = json.loads(printed(capsys, *argv, "--json")), json.loads(tool.DEVICES.read_text())
+    table["devices"]["h100"]["memory_gib"] = roomy["memory_gib"] + 0.5 * roomy["graph_gib"] + 3.0
+    (tmp_path / "devices.json").write_text(json.dumps(table))
+    argv += ["--devices", str(tmp_path / "devices.json")]
+    crowded, off = (json.loads(printed(capsys, *argv, *more, "--json")) for more in ([], ["train.cuda_graph=off"]))
+    assert crowded["fits"] and crowded["stays_eager"] and not roomy["stays_eager"] and not off["stays_eager"]
+    assert crowded["step_seconds"] == off["step_seconds"] > roomy["step_seconds"] and crowded["seconds"]["host"] > 0
+    text = printed(capsys, *argv)
+    assert "GiB more if steps are recorded as CUDA graphs: no room for that, so they stay eager\n" in text
+    assert "launches kernels too slowly: make room for CUDA graphs, by one of the keys below\n" in text
+    lighter = re.search(r"(\S+=\S+): recorded\n", text)[1]
+    recorded = json.loads(printed(capsys, *argv, lighter, "--json"))
+    assert not recorded["stays_eager"] and recorded["step_seconds"] < crowded["step_seconds"]
+    eager = json.loads(printed(capsys, *argv, "--json", "--software", "minitron-eager"))
+    assert eager["graph_gib"] == 0 and not eager["stays_eager"]
+
+
 def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
     plans = lighter(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))

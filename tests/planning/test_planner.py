@@ -287,11 +287,18 @@ def test_a_node_shares_memory():
 
 
 def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
-    """Within what was measured (the docstring of planning/memory.py); with one stage three graphs do for all."""
-    measured = Memory(recipe("gpt3_175b", "precision.fp8=delayed", "train.global_batch_size=64"), 128, gpus_per_node=8)
-    assert measured.microbatches == 16 and 0.6 < measured.graph(4) / 2**30 < 1.5
-    pool = measured.of(4)["activations"] + measured.of(4)["working"]
-    assert measured.cfg.train.eval_every and measured.graph(4) == 8192 * 150 * 12 * 16 * 4 // 3 + pool // 16
+    """As measured on single ranks, within 0.2 GiB; with one stage three graphs do for all."""
+    measured = recorded_and_eager()
+    assert len(measured) == 5
+    for (name, world, rank, fp8, microbatches), more_gib in measured.items():
+        cfg = cli.load([str(ROOT / "configs" / f"{name}.yaml"), f"precision.fp8={fp8}", "train.eval_every=0"])
+        batch = microbatches * cfg.dp(world) * cfg.train.micro_batch_size
+        memory = Memory(replace(cfg, train=replace(cfg.train, global_batch_size=batch)), world, gpus_per_node=1)
+        graph = memory.graph(rank * cfg.parallel.pp // world)
+        layers = -(-cfg.model.num_layers // cfg.parallel.pp)  # none of these is a rank that has fewer
+        assert memory.microbatches == microbatches
+        assert graph == 8192 * 150 * layers * microbatches + (350 << 20)
+        assert graph / 2**30 == pytest.approx(more_gib, abs=0.2), name
     keys = [*SMALL, "train.micro_batch_size=1"]
     one, many, evaluated, off = (
         Memory(cli.load([*keys, *more]), 1, gpus_per_node=8)
@@ -304,6 +311,20 @@ def test_a_recorded_step_needs_more_for_its_kernels_and_its_pool():
     )
     layers = one.cfg.model.num_layers
     assert one.graph(0) == many.graph(0) == evaluated.graph(0) - 8192 * 150 * layers and off.graph(0) == 0
+
+
+def recorded_and_eager() -> dict[tuple, float]:
+    """GiB that a single rank with graphs took more than without, by recipe, world, rank, format, microbatches.
+
+    Not of 175B in FP8: its eager row is of an older version.
+    """
+    rows: dict[tuple, dict] = {}
+    for line in (ROOT / "benchmarks" / "results" / "results.jsonl").read_text().splitlines():
+        if (row := json.loads(line))["kind"] == "one_rank":
+            key = tuple(row[name] for name in ("recipe", "world", "rank", "fp8", "microbatches"))
+            rows.setdefault(key, {})[row["graph"]] = row["device_gib"]
+    both = {key: pair["on"] - pair["off"] for key, pair in rows.items() if len(pair) == 2}
+    return {key: more for key, more in both.items() if key[0] != "gpt3_175b" or key[3] == "none"}
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 5), (4, 3, 8), (3, 2, 7), (4, 1, 6, "zb-h1")])
@@ -786,7 +807,10 @@ def test_devices_not_measured_are_scaled_as_their_source_says():
 
 
 def everything(cfg, world, machine):
-    """Every plan that fits: the search's plain twin. A layout takes the first recomputation that fits."""
+    """Every plan that fits: the search's plain twin.
+
+    A layout takes the first recomputation that fits, and more as long as its steps stay eager.
+    """
     for layout in layouts(cfg, world, machine):
         try:
             rules.check(layout, world)
@@ -796,11 +820,13 @@ def everything(cfg, world, machine):
             plan(replace(layout, train=replace(layout.train, recompute=recompute)), world, machine)
             for recompute in RECOMPUTE
         )
-        if fitting := next((job for job in plans if job.fits), None):
+        for fitting in (job for job in plans if job.fits):
             yield fitting
+            if not fitting.stays_eager:
+                break
 
 
-@pytest.mark.parametrize("memory_gib, recompute", [(8.0, "none"), (2.4, "none"), (8.0, "full")])
+@pytest.mark.parametrize("memory_gib, recompute", [(8.0, "none"), (2.4, "none"), (2.0, "none"), (8.0, "full")])
 def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     """Also from a configuration that recomputes more than it needs to: the search never tried less than that."""
     cfg = cli.load([*SMALL, f"train.recompute={recompute}"])
@@ -812,7 +838,9 @@ def test_the_search_finds_what_trying_everything_finds(memory_gib, recompute):
     assert all(repr(cfg) in fitting for cfg, _ in found.others)
     known = {repr(job.cfg): job.step_seconds for job in every}
     assert all(seconds <= known[repr(cfg)] * (1 + 1e-9) for cfg, seconds in found.others)
-    looked_at = len(found.best) + len(found.others) + sum(found.reasons.values())
+    shown = [job.cfg for job in found.best] + [other for other, _ in found.others]
+    whole = {repr(replace(one, train=replace(one.train, recompute="none"))) for one in shown}
+    looked_at = len(whole) + sum(found.reasons.values())
     assert looked_at == sum(1 for _ in layouts(cfg, 8, machine))
     assert any("rule" in reason for reason in found.reasons)
 
