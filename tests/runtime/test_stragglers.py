@@ -166,7 +166,7 @@ def test_a_step_that_is_replayed_is_timed_too(ranks):
 @pytest.mark.parametrize(
     "ranks, slow, argv",
     [
-        (2, 0, ["parallel.cp=2"]),
+        (2, 0, ["parallel.cp=2", "train.global_batch_size=4"]),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in ((4, 2, ["parallel.tp=2", "parallel.pp=2"]), (4, 1, []))
