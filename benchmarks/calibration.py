@@ -450,23 +450,30 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
 - Not blind: some choices were made after published rows had been seen. NCCL's share `felt` is that of its
   multiprocessors and not one fitted with the copies', which was tried and made published errors larger; Meta's rows are
   planned without overlap of tensor parallelism; Megatron's user buffers launch no piece of their own from the host;
-  that a kernel costs a gap was seen on single ranks with published steps beside them; and the recipes of NeMo 24.07's
-  GPT-3 rows, which have dropout and gradients in bf16, were looked up because the smallest was planned too fast.
+  that a kernel costs a gap was seen on single ranks with published steps beside them; the recipes of NeMo 24.07's GPT-3
+  rows, which have dropout and gradients in bf16, were looked up because the smallest was planned too fast; and what
+  Megatron's update, embedding and loss move was read in its source because its rows beside our own were planned too
+  fast. Then the published jobs' own files were read for such keys. The rows of dgxc-benchmarking v25.02, but for two of
+  128 GPUs, were added after all this, and changed nothing.
 
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
 and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
 Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
-known. A3 Mega's row is planned without its recipe's attention dropout. Meta's stages are not published: planned are the
-recipe's; its software is none of these, and whether its TFLOP/s count all scores or half is not told, which at s 131072
-is a factor of 1.4. Where a row has no measured memory, the predicted one is that of minitron in this layout, and above
-the device's room it would need `train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
+known. A3 Mega's and GPT-3 175B's rows are planned without their recipes' attention dropout. Meta's stages are not
+published: planned are the recipe's; its software is none of these, and whether its TFLOP/s count all scores or half is
+not told, which at s 131072 is a factor of 1.4. Where a row has no measured memory, the predicted one is that of
+minitron in this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own
+peak and what GPUs of a node share.
 
 What is known of errors above 7 %. A3 Mega: the missing dropout of attention would take more of the step than planned,
-and what TCPXO reaches is assumed. GPT-3 175B FP8 at 512 and 1,024 GPUs: the same document has 2,048 GPUs faster
-than both. JUWELS Booster, 13B: no constant of its GPUs is measured. Fine-tuning: all rows are planned too slow, LoRA in
-FP8 most. Llama 3 8B FP8: planned, it does not fit into an H100, so the run kept something in another way than its table
-tells; Transformer Engine's ring merges its parts in more passes than are counted, which is a small part of it; the rest
-is not explained. Megatron-core, of two and four GPUs: every row is planned too fast, FP8 with tp 2 most; not explained.
+and what TCPXO reaches is assumed. GPT-3 175B FP8 from 512 GPUs on: the same document has 2,048 GPUs faster than fewer,
+and its next version has all of them faster. JUWELS Booster, 13B: no constant of its GPUs is measured. Fine-tuning: all
+rows are planned too slow, LoRA in FP8 most; its scripts ask the driver for more power to tensor cores (vboost), which
+pretraining's did not then and no plan knows. Llama 3 8B FP8: planned, it does not fit into an H100, so the run kept
+something in another way than its table tells; Transformer Engine's ring merges its parts in more passes than are
+counted, which is a small part of it; the rest is not explained. Megatron-core, of two and four GPUs: with tp 2 it is
+planned too fast, in FP8 most. Not counted are that its host waits for the norm of the gradients before it launches the
+update, and that the head's weight gradient, without apex, is added to the sum by a kernel of its own.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and

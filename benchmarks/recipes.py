@@ -322,7 +322,8 @@ def published(cfg: Config, run: Run) -> str:
     """What published.json has of the same recipe, GPUs and number format, the first of them."""
     for row in calibration.published_rows(calibration.PUBLISHED):
         same = Path(row.arguments[0]).stem == run.recipe and row.gpus == run.world
-        if same and calibration.configuration(row.arguments).precision == cfg.precision:
+        precision = calibration.configuration(row.arguments).precision
+        if same and (precision.dtype, precision.fp8) == (cfg.precision.dtype, cfg.precision.fp8):
             return f"{row.seconds:.2f} ({row.device})"
     return ""
 

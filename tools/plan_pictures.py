@@ -128,12 +128,13 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
 
 def published(job: Plan) -> list[tuple[int, float]]:
     """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
-    the plan or as much for each GPU.
+    the plan or as much for each GPU; dropout may differ.
     """
     devices, fabrics = read_machines(calibration.DEVICES)
 
     def kind(cfg):
-        return cfg.model, cfg.train.seq_len, cfg.finetune.kind, cfg.precision.fp8 != "none"
+        model = replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0)
+        return model, cfg.train.seq_len, cfg.finetune.kind, cfg.precision.fp8 != "none"
 
     found, batch = [], job.cfg.train.global_batch_size
     for row in calibration.published_rows(calibration.PUBLISHED):

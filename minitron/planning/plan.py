@@ -156,13 +156,20 @@ class Step:
         return simulate(schedule, self.forward, self.backward, transfer_seconds, put_off, meets)
 
     def update_seconds(self, rank: int) -> float:
-        """Time the update: the norm, AdamW, and the FP8 casts of the new weights."""
+        """Time the update: the norm, AdamW, and the FP8 casts of the new weights.
+
+        Megatron's gradients are set to zero before a step, to which its first microbatch is added; they are scaled, and
+        parameters copied from their masters, by kernels of their own.
+        """
         memory, stages = self.memory, self.memory.stages(rank)
         casts = 0 if memory.frozen else 4 * memory.cast(rank)
         moved = (STATE_BYTES + 2 * memory.grad_bytes) * sum(map(memory.trained, stages)) / memory.shards
         if kept := sum(map(memory.kept, stages)):  # cast from masters, then transposed; of two reads one is a maximum's
             read = 4 if self.cfg.precision.fp8 == "delayed" else 8
             moved, casts = moved + (read + 1 - ITEM) * kept / memory.shards, casts - 2 * kept
+        if not self.machine.software.fused:
+            trained = sum(map(memory.trained, stages))
+            moved += 2 * memory.grad_bytes * trained + (2 * memory.grad_bytes + 4) * trained / memory.shards
         return self.machine.copied(moved + casts)
 
     def seconds(self, timeline: Timeline) -> Counter:

@@ -348,19 +348,26 @@ class Work:
     # ---- the ends
 
     def embedding(self) -> tuple[Parts, Parts]:
-        rows = self.model.hidden_size * self.tokens
-        moved = self.machine.collective(rows * ITEM, self.cfg.parallel.tp, 1)
+        """Time a look into the table; Megatron's gradient is one of all its rows, in bf16, added to the sum."""
+        m, tp = self.model, self.cfg.parallel.tp
+        rows = m.hidden_size * self.tokens
+        table = 0 if self.fused else m.padded_vocab_size // tp * m.hidden_size
+        moved = self.machine.collective(rows * ITEM, tp, 1)
         forward, backward = (
             Parts(pointwise=self.machine.moved(num_bytes), tp_exposed=moved)
-            for num_bytes in (3 * ITEM * rows, 5 * self.grad_bytes * rows)
+            for num_bytes in (3 * ITEM * rows, 5 * self.grad_bytes * rows + 2 * (ITEM + self.grad_bytes) * table)
         )
         return forward, Parts() if self.frozen else backward
 
     def head(self, apart: bool = False) -> tuple[Parts, Parts]:
-        """Time the final norm, the product with the vocabulary and the loss; never in FP8."""
+        """Time the final norm, the product with the vocabulary and the loss; never in FP8.
+
+        Transformer Engine's loss keeps a copy of the logits, in which the gradient is written.
+        """
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
         self._linear(v, h, "gather", False, apart, forward, backward)
-        forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens) * ITEM)
+        kept = 0 if self.fused else v * self.tokens
+        forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens + kept) * ITEM)
         backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM)
         return forward, backward

@@ -460,7 +460,7 @@ def of_configurations(device):
 
 # What is missed, and why, is in calibration.md: these hold what is reached. Of Meta's steps of 131,072 positions nobody
 # tells which of the scores their TFLOP/s count, which is a factor of 1.4.
-@pytest.mark.parametrize("device, mean, worst", [("h100", 0.045, 0.11), ("a100", 0.06, 0.11)])
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.105), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)
     errors.pop("Llama 3.1 405B bf16, Meta, s 131072", None)

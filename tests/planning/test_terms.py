@@ -125,6 +125,31 @@ def test_transformer_engine_casts_activations_and_scales_adapters_by_kernels_of_
     assert more(LORA) - more([]) == pytest.approx(2 * adapters)
 
 
+@pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
+def test_megatron_s_update_zeroes_scales_and_copies(dtype, size):
+    """Of all gradients once zero and a first sum that is read; of the rank's shard a scale and the masters' copy."""
+    cfg = cli.load([*SMALL, f"optimizer.grad_dtype={dtype}", "parallel.tp=1"])
+    ours, theirs = (Step(cfg, 4, machine) for machine in (IDEAL, MEGATRON))
+    trained = ours.memory.trained(0)
+    assert ours.memory.shards == 4
+    more = (theirs.update_seconds(0) - ours.update_seconds(0)) * 1e12
+    assert more == pytest.approx(2 * size * trained + (2 * size + 4) * trained / 4)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_megatron_s_ends_add_a_whole_table_and_keep_the_logits(tp):
+    cfg = cli.load([*SMALL, f"parallel.tp={tp}"])
+    ours, theirs = (Work(cfg, machine) for machine in (IDEAL, MEGATRON))
+    table = cfg.model.padded_vocab_size // tp * cfg.model.hidden_size
+    logits = cfg.model.padded_vocab_size // tp * ours.tokens
+    for end, forward, backward in (("embedding", 0, 2 * 2 + 2 * 4), ("head", 2 * logits, 0)):
+        more = [
+            (after["pointwise"] - before["pointwise"]) * 1e12
+            for before, after in zip(getattr(ours, end)(), getattr(theirs, end)())
+        ]
+        assert more == pytest.approx([forward, backward * (table if end == "embedding" else 0)])
+
+
 @pytest.mark.parametrize("tuned, columns", [([], 1), (LORA, 0)])
 def test_casts_write_columns_only_for_weight_gradients(tuned, columns):
     """A cast of bf16 reads 2 bytes and writes 1, and 1 more of columns; SwiGLU is the same pass as its cast."""
