@@ -459,9 +459,10 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
 and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
 Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
-known. A3 Mega's and GPT-3 175B's rows are planned without their recipes' attention dropout. Meta's stages are not
-published: planned are the recipe's; its software is none of these, and whether its TFLOP/s count all scores or half is
-not told, which at s 131072 is a factor of 1.4. Where a row has no measured memory, the predicted one is that of
+known. A3 Mega's and GPT-3 175B's rows are planned without their recipes' attention dropout, for which the latter took
+flash attention 2, slower on H100 than cuDNN's kernels (FlashAttention-3, arXiv:2407.08608, figure 5). Meta's stages are
+not published: planned are the recipe's; its software is none of these, and whether its TFLOP/s count all scores or half
+is not told, which at s 131072 is a factor of 1.4. Where a row has no measured memory, the predicted one is that of
 minitron in this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own
 peak and what GPUs of a node share.
 
