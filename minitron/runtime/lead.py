@@ -77,14 +77,17 @@ class Leader:
 
     def step(self) -> int | None:
         """Read the last step that the run has recorded in metrics.jsonl."""
-        rows = []
         with suppress(OSError), open(self.args.dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-            rows = file.read().splitlines()
-        for row in reversed(rows):
-            with suppress(ValueError):  # torn, as on a full disk
-                if row.startswith(b'{"kind": "step"'):
-                    return json.loads(row)["step"]
+            size, end = file.seek(0, os.SEEK_END), 1 << 16
+            while True:  # other rows have a number of each rank, and so may be longer than any end of the file
+                file.seek(max(0, size - end))
+                for row in reversed(file.read().splitlines()):
+                    with suppress(ValueError):  # torn, as on a full disk
+                        if row.startswith(b'{"kind": "step"'):
+                            return json.loads(row)["step"]
+                if end >= size:
+                    break
+                end *= 4
         return None
 
     # ---- decisions --------------------------------------------------------------------------------------------------

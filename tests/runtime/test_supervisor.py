@@ -307,6 +307,16 @@ def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path
     assert set((tmp_path / "excluded_nodes").read_text().splitlines()) == {"host1"}
 
 
+def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path):
+    """A row with the times of 16,384 ranks: behind it the first failure once counted as one before the first step."""
+    step, ranks = {"kind": "step", "step": 10}, {"kind": "ranks", "step": 10, "own_seconds": [0.1234] * 16384}
+    assert leader.step() is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ranks, step, ranks)))
+    assert leader.step() == 10
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ranks))
+    assert leader.step() is None
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_sigterm_to_a_node_saves_on_all_and_a_spare_goes_on(tmp_path, spares):
     with Nodes(tmp_path, 2, spares=spares, ranks=1) as nodes:
