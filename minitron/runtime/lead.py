@@ -116,6 +116,8 @@ class Leader:
 
     def gather(self, round_: dict, alive: dict, usable: list) -> dict | None:
         enough = len(usable) >= self.args.nodes
+        if told := [beat["host"] for beat in alive.values() if beat["stopping"]]:
+            return self.end(round_, REQUEUE, f"{told[0]} was told to stop")
         if enough and (len(usable) == self.args.nodes + self.args.spares or self.waited(round_, "spares") > 10):
             return self.next(round_, usable)
         if not enough and self.waited(round_, "nodes") > self.args.gather_seconds:
