@@ -425,6 +425,20 @@ def test_only_torchrun_s_orphans_end(monkeypatch, capfd, environ, ends):
     assert ("torchrun, which started this rank, has died" in capfd.readouterr().err) == ends
 
 
+def test_a_rank_ends_whose_last_line_nobody_takes(monkeypatch):
+    """A full pipe that nobody reads, or a disk that stands still: it stayed for ever, and kept its GPU."""
+    statuses, full = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(signals, "LINE_SECONDS", 0.1, raising=False)
+    with Listener({}) as listener:
+        listener.alarm = lambda text: full.wait(5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.0)
+        assert statuses == [143]
+        full.set()
+        eventually(lambda: len(statuses) == 2)  # while _exit is patched
+
+
 def lives(pid):
     """Whether a process runs; one that has died waits for a parent that asks for its status."""
     status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
