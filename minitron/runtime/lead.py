@@ -33,6 +33,7 @@ from minitron.runtime.sinks import File
 HUNG = 124  # as of timeout(1)
 LOST = 125  # a collective failed: another rank has died
 BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
+TAKEN = 18  # another run saves in checkpoint.dir now, see checkpoint/directory.py: a restart would take it back
 REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
 
 STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
@@ -172,9 +173,11 @@ class Leader:
         """Say why the run is not started again; empty if it is.
 
         A first start that fails by itself has found a mistake of its user's. A step that has failed three times will
-        fail again.
+        fail again. Of two runs in one checkpoint.dir, which would take it from each other for ever, the later goes on.
         """
         same = repeated(failures)
+        if status == TAKEN:
+            return "to start again would take it back, and end the other run"
         if len(failures) > self.args.max_restarts:
             return f"that was restart {self.args.max_restarts} of {self.args.max_restarts} (--max-restarts)"
         if len(failures) == 1 and failures[0][0] is None and status == 1:

@@ -18,7 +18,7 @@ import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
 from minitron.runtime import agent, lead, supervisor
-from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, Leader, repeated, replace
+from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, TAKEN, Leader, repeated, replace
 from minitron.runtime.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
@@ -418,6 +418,15 @@ def test_a_first_start_that_fails_by_itself_is_not_repeated(tmp_path):
     (cause,) = nodes.causes()
     assert re.fullmatch(r"rank \d on host\d ended with status 1; the first start failed before its first step", cause)
     assert f"error: round 1 ended before its first step: {cause}" in nodes.said()
+
+
+def test_a_run_whose_directory_was_taken_over_is_not_started_again(tmp_path):
+    """Two runs in one checkpoint.dir once took it from each other for ever, with a save aside each time."""
+    with Nodes(tmp_path, 2) as nodes:
+        nodes.steps(3).do(2, f"sys.exit({TAKEN})")
+        assert nodes.end() == [1, 1], nodes.said()
+    (cause,) = nodes.causes()
+    assert cause == "rank 2 on host1 ended with status 18; to start again would take it back, and end the other run"
 
 
 def test_the_same_step_failing_three_times_ends_the_run(tmp_path):
