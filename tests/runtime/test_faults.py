@@ -523,6 +523,17 @@ def test_a_killed_rank_ends_the_others_within_seconds(fault, tmp_path):
     assert "minitron/comm/collectives.py" in (run.folder / "rank-0.log").read_text()
 
 
+def test_a_rank_that_dies_in_the_last_save_ends_the_others_with_one_line(tmp_path):
+    with Run(tmp_path, "disk@2", "train.steps=2", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+        eventually(lambda: list((tmp_path / "saved").glob("step_*.tmp-*")))
+        time.sleep(0.5)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        status, _, output = run.end()
+    ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
+    lines = [line for line in ours.splitlines() if line.startswith("error: ")]
+    assert status == 1 and len(lines) == 1 and "most likely another rank has died" in lines[0], output
+
+
 def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():
     mesh = Mesh.offline()
     with pytest.raises(RuntimeError, match="mine"), watch.watched(mesh, SimpleNamespace(), 100.0):
