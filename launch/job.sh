@@ -63,6 +63,8 @@ run_job() {
     for override in "${extra[@]}"; do
         [[ $override != log.dir=* ]] || run=${override#log.dir=}
     done
+    [ "${run,,}" != null ] || # none
+        fail "log.dir=$run in EXTRA_ARGS, and a job reads there how its ranks have ended; name a folder, or leave it out"
     run=${run/#\~/${HOME:-}} # there the ranks say how they ended
     round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then

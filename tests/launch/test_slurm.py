@@ -665,7 +665,7 @@ exit 3
 class Stubs:
     """The shell of a job with stubs in place of Slurm's commands: `srun` runs the text of ranks in log.dir."""
 
-    def __init__(self, folder: Path, ranks: str, scancel: str = "", restarts: int = 0):
+    def __init__(self, folder: Path, ranks: str, scancel: str = "", restarts: int = 0, extra: str = ""):
         self.folder, self.run, self.output = folder, folder / "run", folder / "said"
         texts = {"srun": f"cd {self.run}\n{ranks}", "scancel": scancel, "scontrol": 'echo "scontrol $*"'}
         for name, text in texts.items():
@@ -678,7 +678,12 @@ class Stubs:
         )
         slurm = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "JOB_NODELIST": "node1"}
         env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
-        env |= {"STAGE_PATH": str(folder), "DTYPE": "bf16", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        env |= {
+            "STAGE_PATH": str(folder),
+            "DTYPE": "bf16",
+            "EXTRA_ARGS": extra,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        }
         with open(self.output, "w") as said:
             self.process = subprocess.Popen(["bash", "-c", job], cwd=ROOT, env=env, stdout=said, stderr=said)
 
@@ -709,6 +714,12 @@ def test_a_job_of_fine_tuning_that_was_stopped_goes_back_to_the_queue(tmp_path):
     assert status == 0 and f"{REPORT}; back to the queue\nscontrol requeue 7\n" in said, said
     status, said = Stubs(tmp_path, "echo resumed >>rank-0.log").end()
     assert status == 0 and "queue" not in said
+
+
+def test_a_job_without_a_log_is_refused(tmp_path):
+    """Told to stop it would end as if all steps were done, for it reads in log.dir how its ranks have ended."""
+    status, said = Stubs(tmp_path, "", extra="log.dir=a log.dir=null").end()
+    assert status == 1 and said.startswith("error: log.dir=null in EXTRA_ARGS, and a job reads there how"), said
 
 
 def test_a_signal_as_the_ranks_end_does_not_hide_how_they_ended(tmp_path):
