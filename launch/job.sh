@@ -53,7 +53,7 @@ check_job() {
 # run_job NAME MODULE FOLDER OUTPUT ARGUMENT...: trains, with logs and checkpoint in FOLDER; the job's output to OUTPUT.
 # It reads `checkpoint_every`: 0 saves when the job is stopped and at its end, null only when it is stopped.
 run_job() {
-    local name=$1 module=$2 run=$3 output=$4 extra override srun status last before line ended round
+    local name=$1 module=$2 run=$3 output=$4 extra override srun status last before said line ended round
     local arguments=("${@:5}" "${precision[@]}" "log.dir=$run" log.format=nemo)
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
@@ -63,6 +63,8 @@ run_job() {
     for override in "${extra[@]}"; do
         [[ $override != log.dir=* ]] || run=${override#log.dir=}
     done
+    [ "${run,,}" != null ] || # none
+        fail "log.dir=$run in EXTRA_ARGS, and a job reads there how its ranks have ended; name a folder, or leave it out"
     run=${run/#\~/${HOME:-}} # there the ranks say how they ended
     round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then
@@ -84,6 +86,7 @@ run_job() {
     unset SLURM_GPUS_PER_NODE
     echo "$name in $DTYPE on $nodes x $gpus GPUs, start number $((${SLURM_RESTART_COUNT:-0} + 1)); output: $output"
     before=$(stat -c %s "$output" 2>/dev/null || echo 0) # bytes that an earlier start wrote
+    said=$(stat -c %s "$run/rank-0.log" 2>/dev/null || echo 0)
     # The whole node for one task, which starts the ranks: no binding to a core. With restarts a node may die alone.
     local alone=(--kill-on-bad-exit=1)
     [ "$RESTARTS" = 0 ] || alone=(--kill-on-bad-exit=0 --no-kill --wait=0)
@@ -97,13 +100,14 @@ run_job() {
         wait "$srun" && status=0 || status=$? # a signal ends the wait, too
         kill -0 "$srun" 2>/dev/null || break
     done
+    wait "$srun" && status=0 || status=$? # srun may have ended while a trap ran: then the status above is a signal's
 
     # srun's is the highest status of a node; the run's is what the nodes have agreed upon.
     status=$(grep -o '"status": [0-9]*' "$round" 2>/dev/null | grep -o '[0-9]*$' || echo "$status")
 
-    # A summary may follow the line that says why the run ended.
-    last=$({ tail -n 2 "$run/rank-0.log" | grep "stopped after iteration" || tail -n 1 "$run/rank-0.log"; } 2>/dev/null ||
-        true)
+    # A summary and the goodput may follow the line that says why the run ended. A line of an earlier start says nothing.
+    last=$({ tail -c +$((said + 1)) "$run/rank-0.log" | tail -n 3 | grep "stopped after iteration" ||
+        tail -n 1 "$run/rank-0.log"; } 2>/dev/null || true)
     if [ -n "$ended_by_slurm" ]; then
         fail "Slurm ended the job; $last"
     elif [ "$status" = 75 ]; then

@@ -318,7 +318,7 @@ def train(
     activity.begin("checkpoint")  # from here on a rank may stand still for as long as its disk takes
     began = time.perf_counter()
     if saves is not None:
-        if stop.agreed:
+        if stop.agreed or step == done and saves.due(step):  # no step was left after a save on the nodes' own disks
             saves.save(step, consumed)
         saves.close(stop.agreed)
     waited = time.perf_counter() - began

@@ -36,6 +36,7 @@ from pathlib import Path
 from minitron.checkpoint import format as files
 from minitron.checkpoint.format import CheckpointError, disk_errors
 from minitron.config.files import errors_as
+from minitron.runtime.lead import TAKEN
 
 STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
 OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")
@@ -47,7 +48,9 @@ SAVED = re.compile(r"index\.json|latest|(rank|part)_\d{5,}\.safetensors|\.nfs\w+
 
 
 class TakenOver(CheckpointError):
-    """Another run saves in this directory now."""
+    """Another run saves in this directory now. status: of the process, which no supervisor is to start again."""
+
+    status = TAKEN
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:

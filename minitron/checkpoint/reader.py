@@ -139,7 +139,9 @@ class Reader:
     def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:
         """Copy what `wanted` has in common with each (key, box) of a file."""
         file_size(path)
-        with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", SafetensorError, OSError):
+        # torch, by which safetensors maps a file, raises RuntimeError: of one that has just been deleted, for instance.
+        kinds = SafetensorError, OSError, RuntimeError
+        with errors_as(CheckpointError, lambda error: f"{path} cannot be read: {error}", *kinds):
             with safe_open(path, framework="pt") as opened:
                 for key, stored, common in found:
                     part = opened.get_slice(key)

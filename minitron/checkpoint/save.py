@@ -50,6 +50,7 @@ from minitron.checkpoint.directory import STEP_NAME, TakenOver, begin, check_own
 from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.checkpoint.local import LocalSaves
+from minitron.comm.activity import PeerLost
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
@@ -360,7 +361,8 @@ def decide(own: Callable, rule: Callable, mesh: Mesh, group: dist.ProcessGroup |
     """Return rule([own() of every rank]), computed on rank 0, on every rank.
 
     A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
-    collective. What travels between these ranks is pickled in memory; no file is ever unpickled.
+    collective. What travels between these ranks is pickled in memory; no file is ever unpickled. Raises PeerLost where
+    another rank has died.
     """
 
     def outcome(call: Callable, *arguments: Any) -> Any:
@@ -369,15 +371,21 @@ def decide(own: Callable, rule: Callable, mesh: Mesh, group: dist.ProcessGroup |
         except CheckpointError as error:
             return error
 
+    def communicate(collective: Callable, *arguments: Any) -> None:
+        try:
+            collective(*arguments, group=group)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
     first, together = mesh.rank == 0, mesh.world.size > 1
     values, answer = [outcome(own)] * mesh.world.size, [None]
     if together:
-        dist.gather_object(values[0], values if first else None, group=group)
+        communicate(dist.gather_object, values[0], values if first else None)
     if first:
         failed = [value for value in values if isinstance(value, CheckpointError)]
         answer = failed[:1] or [outcome(rule, values)]
     if together:
-        dist.broadcast_object_list(answer, group=group)
+        communicate(dist.broadcast_object_list, answer)
     if isinstance(answer[0], CheckpointError):
         raise answer[0]
     return answer[0]

@@ -41,6 +41,10 @@ class Stopwatch(Protocol):
     def resume(self) -> None: ...
 
 
+class PeerLost(RuntimeError):
+    """A collective failed of which no Activity tells, such as a save's; most likely another rank has died."""
+
+
 class Activity:
     """What this rank is doing. Written by the thread that trains, read by others at any moment.
 

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -34,13 +35,14 @@ POLL_SECONDS = 0.05
 
 
 class Agent:
-    """The supervisor's side: the process, and what it says of the ranks."""
+    """The supervisor's side: the process, and what it says of the ranks. `signal` may be called by any thread."""
 
     def __init__(self, command: Sequence[str], preload: str):
         self.command, self.preload = command, preload
         self.process: subprocess.Popen | None = None
         self.group, self.wanted = 0, 0  # the ranks' process group; how many were started
-        self.pending = 0  # a signal that came before there was a group
+        self.pending = 0  # a signal that came before there was a group, or between two starts
+        self.lock = threading.RLock()
         self.ended: dict[str, int] = {}  # of this round: status by local rank, or "agent"
         self.said: dict[str, str] = {}
 
@@ -54,37 +56,41 @@ class Agent:
             theirs.close()
 
     def start(self, ranks: list[dict[str, str]]) -> None:
-        self.open()
-        self.group, self.pending, self.wanted, self.ended, self.said = 0, 0, len(ranks), {}, {}
-        self.wire.send(json.dumps({"ranks": ranks}).encode())
+        with self.lock:
+            self.open()
+            self.group, self.wanted, self.ended, self.said = 0, len(ranks), {}, {}
+            self.wire.send(json.dumps({"ranks": ranks}).encode())
 
     def listen(self) -> None:
         """Take what the agent and its ranks have sent."""
         if self.process is None:
             return
-        status = self.process.poll()
-        with suppress(BlockingIOError, ConnectionError):
-            while packet := self.wire.recv(1 << 16):
-                message = json.loads(packet)
-                if "group" in message:
-                    self.group = message["group"]
-                    self.signal(self.pending)
-                elif "said" in message:
-                    self.said[str(message["rank"])] = message["said"]
-                elif "status" in message:
-                    self.ended[str(message["rank"])] = message["status"]
-        if status is not None and self.wanted > len(self.ended):
-            self.ended.setdefault("agent", status)
+        with self.lock:
+            status = self.process.poll()
+            with suppress(BlockingIOError, ConnectionError):
+                while packet := self.wire.recv(1 << 16):
+                    message = json.loads(packet)
+                    if "group" in message:
+                        self.group = message["group"]
+                        number, self.pending = self.pending, 0
+                        self.signal(number)
+                    elif "said" in message:
+                        self.said[str(message["rank"])] = message["said"]
+                    elif "status" in message:
+                        self.ended[str(message["rank"])] = message["status"]
+            if status is not None and self.wanted > len(self.ended):
+                self.ended.setdefault("agent", status)
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks; one that is not SIGKILL waits until they are there."""
-        if self.group and (self.running or "agent" in self.ended):
-            with suppress(ProcessLookupError):
-                os.killpg(self.group, number)
-        elif self.running and number == signal.SIGKILL:
-            self.process.kill()
-        else:
-            self.pending = number
+        with self.lock:
+            if self.group and (self.running or "agent" in self.ended):
+                with suppress(ProcessLookupError):
+                    os.killpg(self.group, number)
+            elif number != signal.SIGKILL:
+                self.pending = number
+            elif self.running:
+                self.process.kill()
 
     @property
     def running(self) -> bool:
@@ -103,9 +109,11 @@ def main() -> None:
     PRELOAD is the module to import; if it is empty, every rank is a new Python.
     """
     wire, preload, command = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:]
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}  # the supervisor hands them on
-    handlers[signal.SIGUSR1] = signal.SIG_IGN  # until the rank listens; a scheduler may send it to every process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # The supervisor hands signals on as soon as it knows of the ranks. In a rank SIGUSR1 stays blocked, and so is kept,
+    # until that listens (runtime/signals.py), which libraries of its own may delay.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    del handlers[signal.SIGUSR1]  # to ignore it once more would drop one that waits
     set_defaults(os.environ)
     if preload:
         for module in preload, "torch.fx.experimental.symbolic_shapes":  # the first backward imports it, with sympy
@@ -122,6 +130,7 @@ def main() -> None:
                 os.environ.update(variables)
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
                 return become(rank, wire, command, fresh=not preload or no_gpu_for_forks())
             group, local[pid] = group or pid, rank
         send(wire, group=group)

@@ -33,6 +33,7 @@ from minitron.runtime.sinks import File
 HUNG = 124  # as of timeout(1)
 LOST = 125  # a collective failed: another rank has died
 BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
+TAKEN = 18  # another run saves in checkpoint.dir now, see checkpoint/directory.py: a restart would take it back
 REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
 
 STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
@@ -77,14 +78,17 @@ class Leader:
 
     def step(self) -> int | None:
         """Read the last step that the run has recorded in metrics.jsonl."""
-        rows = []
         with suppress(OSError), open(self.args.dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-            rows = file.read().splitlines()
-        for row in reversed(rows):
-            with suppress(ValueError):  # torn, as on a full disk
-                if row.startswith(b'{"kind": "step"'):
-                    return json.loads(row)["step"]
+            size, end = file.seek(0, os.SEEK_END), 1 << 16
+            while True:  # other rows have a number of each rank, and so may be longer than any end of the file
+                file.seek(max(0, size - end))
+                for row in reversed(file.read().splitlines()):
+                    with suppress(ValueError):  # torn, as on a full disk
+                        if row.startswith(b'{"kind": "step"'):
+                            return json.loads(row)["step"]
+                if end >= size:
+                    break
+                end *= 4
         return None
 
     # ---- decisions --------------------------------------------------------------------------------------------------
@@ -113,6 +117,8 @@ class Leader:
 
     def gather(self, round_: dict, alive: dict, usable: list) -> dict | None:
         enough = len(usable) >= self.args.nodes
+        if told := [beat["host"] for beat in alive.values() if beat["stopping"]]:
+            return self.end(round_, REQUEUE, f"{told[0]} was told to stop")
         if enough and (len(usable) == self.args.nodes + self.args.spares or self.waited(round_, "spares") > 10):
             return self.next(round_, usable)
         if not enough and self.waited(round_, "nodes") > self.args.gather_seconds:
@@ -167,9 +173,11 @@ class Leader:
         """Say why the run is not started again; empty if it is.
 
         A first start that fails by itself has found a mistake of its user's. A step that has failed three times will
-        fail again.
+        fail again. Of two runs in one checkpoint.dir, which would take it from each other for ever, the later goes on.
         """
         same = repeated(failures)
+        if status == TAKEN:
+            return "to start again would take it back, and end the other run"
         if len(failures) > self.args.max_restarts:
             return f"that was restart {self.args.max_restarts} of {self.args.max_restarts} (--max-restarts)"
         if len(failures) == 1 and failures[0][0] is None and status == 1:

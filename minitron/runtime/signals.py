@@ -30,6 +30,7 @@ from contextlib import suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOOK_SECONDS = 1.0
+LINE_SECONDS = 5.0  # that a last line may take
 
 
 class Listener:
@@ -78,8 +79,11 @@ class Listener:
         self.close()
 
     def end(self, text: str, status: int) -> None:
-        """End this process at once, whatever its main thread does; `text` says why."""
+        """End this process at once, whatever its main thread does; `text` says why, unless nothing takes it in time."""
         try:
+            late = threading.Timer(LINE_SECONDS, os._exit, [status])  # a disk stands still, or a full pipe
+            late.daemon = True
+            late.start()
             self.alarm(text)
         finally:
             os._exit(status)

@@ -30,6 +30,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -77,8 +78,9 @@ class Supervisor:
     def run(self) -> int:
         """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
         numbers = [n for n in SIGNALS if n == signal.SIGUSR1 or signal.getsignal(n) != signal.SIG_IGN]
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # they are waited for, below
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a thread waits for them
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch/node.sh had it ignored until here
+        threading.Thread(target=self.listen, args=[numbers], name="signals", daemon=True).start()
         self.agent.open()
         with suppress(OSError):
             if (over := self.leader.round())["state"] == "end":
@@ -95,12 +97,20 @@ class Supervisor:
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
                         if (status := self.follow(round_)) is not None:
                             return status
-                if (got := signal.sigtimedwait(numbers, POLL_SECONDS)) is not None:
-                    self.hear(signal.Signals(got.si_signo))
+                time.sleep(POLL_SECONDS)
         finally:
             self.agent.close()
             if not self.replaced():
                 self.path.unlink(missing_ok=True)
+
+    def listen(self, numbers: Sequence[signal.Signals]) -> None:
+        """Hear signals at once, in a thread of its own, for the disk of the beats may stand still for a while.
+
+        A scheduler sends a signal to every process, so that a rank gets it twice; and what is not an echo, some seconds
+        later, ends a rank in the midst of its last save (runtime/stop.py).
+        """
+        while True:
+            self.hear(signal.Signals(signal.sigwait(numbers)))
 
     def hear(self, number: signal.Signals) -> None:
         """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on."""

@@ -33,7 +33,7 @@ from time import sleep
 
 import torch
 
-from minitron.comm.activity import listed
+from minitron.comm.activity import PeerLost, listed
 from minitron.comm.mesh import Mesh
 from minitron.runtime.lead import HUNG, LOST
 from minitron.runtime.log import Log
@@ -52,8 +52,8 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
     threading.Thread(target=watch.run, name="watch", daemon=True).start()
     try:
         yield
-    except RuntimeError:
-        if mesh.activity.collective is None:
+    except RuntimeError as error:
+        if mesh.activity.collective is None and not isinstance(error, PeerLost):
             raise
         if watch.hangs:
             sleep(watch.grace)  # the others have ended before this one: the report has said it all

@@ -109,6 +109,21 @@ def write(directory: Path, iteration: int = 3, cuts: int = 3, tensors: dict = TE
                     writer.add(name, "param", tensor.shape, box.start, at(tensor, box))
 
 
+def test_a_file_that_goes_while_it_is_opened_is_one_line(tmp_path, monkeypatch):
+    """As when another run replaces the checkpoint: it was a traceback of torch's."""
+    write(tmp_path)
+    reader, map_file = Reader(tmp_path), torch.UntypedStorage.from_file
+    name = reader.names()[0]
+
+    def late(path, *args, **keys):
+        Path(path).unlink()
+        return map_file(path, *args, **keys)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    with pytest.raises(CheckpointError, match="safetensors cannot be read: .*No such file"):
+        reader.read(name, "param", [0] * len(reader.shape(name)), reader.shape(name))
+
+
 @settings(max_examples=20)
 @given(st.integers(1, 6), st.sampled_from([8, 100, 2 << 30]), st.data())
 def test_any_box_is_read_from_any_boxes(tmp_path_factory, cuts, shard_bytes, data):

@@ -21,6 +21,8 @@ from minitron.checkpoint.boxes import Piece
 from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_writable, newest
 from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.checkpoint.reader import Reader
+from minitron.config.cli import user_errors
+from minitron.runtime.lead import TAKEN
 from test_checkpoint_format import write
 from tools import convert_hf
 
@@ -163,6 +165,8 @@ def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
     (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
     begin(tmp_path, 2, 0, second)
     assert claim(tmp_path).startswith("1-")
+    with pytest.raises(SystemExit, match=str(TAKEN)), user_errors(CheckpointError):  # no supervisor starts it again
+        begin(tmp_path, 2, 0, first)
     with pytest.raises(TakenOver):  # the numbers begin again, and yet it is none of the two that were
         begin(tmp_path, 2, 0, first)
 

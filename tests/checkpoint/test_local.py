@@ -282,3 +282,16 @@ def test_a_killed_run_goes_on_from_its_node(tmp_path, memory, place):
     assert status == 0 and {row["local"] for row in torchrun.rows("save")} == {True, False}
     assert dict(losses(torchrun.folder)) == dict(losses(tmp_path / "whole"))
     assert steps_in(tmp_path / "saves") == [3, 40]
+
+
+def test_a_run_that_ends_where_its_local_save_is_saves_for_all(tmp_path):
+    """Started again with as many steps as are done it once said that the save had failed, which it had never begun."""
+    words = [f"checkpoint.dir={tmp_path / 'saves'}", "checkpoint.every=0"]
+    words += [f"checkpoint.local_dir={tmp_path / 'disk'}", "checkpoint.local_every=3"]
+    with Run(tmp_path, "none", *words, ranks=None) as first:
+        first.wait_for("step 6 saved on the nodes' own disks")
+    last = steps_in(tmp_path / "disk")[-1]
+    with Run(tmp_path, "none", *words, f"train.steps={last}", ranks=None) as second:
+        status, _, output = second.end()
+    assert status == 0 and f"resumed from {tmp_path}/disk/step_{last:08d}" in output, output
+    assert steps_in(tmp_path / "saves") == [3, last]

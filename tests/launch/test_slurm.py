@@ -6,11 +6,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from minitron.comm.mesh import Mesh
 from minitron.config import cli
+from minitron.runtime.log import Iteration, Log
+from minitron.runtime.signals import Listener
+from minitron.runtime.stop import Stop
 from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[2]
@@ -655,6 +660,76 @@ exit 3
     assert done.returncode == 3 and done.stderr.splitlines()[-1] == last
     kept = {"python", f"minitron-{os.getuid()}"}  # the caches of kernels; the ranks' logs went
     assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+class Stubs:
+    """The shell of a job with stubs in place of Slurm's commands: `srun` runs the text of ranks in log.dir."""
+
+    def __init__(self, folder: Path, ranks: str, scancel: str = "", restarts: int = 0, extra: str = ""):
+        self.folder, self.run, self.output = folder, folder / "run", folder / "said"
+        texts = {"srun": f"cd {self.run}\n{ranks}", "scancel": scancel, "scontrol": 'echo "scontrol $*"'}
+        for name, text in texts.items():
+            (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+            (folder / name).chmod(0o755)
+        job = (
+            "set -euo pipefail; source launch/stage.sh; source launch/job.sh; precision=() nodes=1 gpus=1\n"
+            f"SPARE_NODES=0 RESTARTS={restarts} checkpoint_every=0\n"
+            'run_job name minitron.finetune "$STAGE_PATH/run" "$STAGE_PATH/out"\n'
+        )
+        slurm = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "JOB_NODELIST": "node1"}
+        env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+        env |= {
+            "STAGE_PATH": str(folder),
+            "DTYPE": "bf16",
+            "EXTRA_ARGS": extra,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        }
+        with open(self.output, "w") as said:
+            self.process = subprocess.Popen(["bash", "-c", job], cwd=ROOT, env=env, stdout=said, stderr=said)
+
+    def end(self) -> tuple[int, str]:
+        return self.process.wait(60), self.output.read_text()
+
+
+REPORT = "SIGUSR1: stopped after iteration 5, which was saved"
+
+
+def test_a_job_of_fine_tuning_that_was_stopped_goes_back_to_the_queue(tmp_path):
+    """Behind the line that says why it ended come its summary and its goodput: once the job counted as completed.
+
+    The line of an earlier start does not count: a job that then finds nothing to do is completed.
+    """
+    cfg = cli.load([f"log.dir={tmp_path / 'run'}"])
+    stop = Stop(Mesh.offline(), Log(cfg, 0, 1), 3, Listener({}))
+    stop.agreed = signal.SIGUSR1
+    with stop.log as log:
+        log.start(first_step=1, started=time.time())
+        for step in range(1, 6):
+            log.iteration(Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, seconds=0.1))
+        stop.report(5, saved=True)
+        log.summary()
+        log.end(0.0)
+    (tmp_path / "run" / "rank-0.log").rename(tmp_path / "lines")
+    status, said = Stubs(tmp_path, "cat ../lines >>rank-0.log").end()
+    assert status == 0 and f"{REPORT}; back to the queue\nscontrol requeue 7\n" in said, said
+    status, said = Stubs(tmp_path, "echo resumed >>rank-0.log").end()
+    assert status == 0 and "queue" not in said
+
+
+def test_a_job_without_a_log_is_refused(tmp_path):
+    """Told to stop it would end as if all steps were done, for it reads in log.dir how its ranks have ended."""
+    status, said = Stubs(tmp_path, "", extra="log.dir=a log.dir=null").end()
+    assert status == 1 and said.startswith("error: log.dir=null in EXTRA_ARGS, and a job reads there how"), said
+
+
+def test_a_signal_as_the_ranks_end_does_not_hide_how_they_ended(tmp_path):
+    """scancel, to hand the signal on, may take seconds; the status of the wait that it ended was taken for theirs."""
+    ranks = f"touch running; until [ -e told ]; do sleep 0.05; done; echo '{REPORT}' >>rank-0.log"
+    job = Stubs(tmp_path, ranks, scancel=f"touch {tmp_path}/run/told; sleep 1")
+    until((tmp_path / "run" / "running").exists, 60, job.output.read_text)
+    job.process.send_signal(signal.SIGUSR1)
+    status, said = job.end()
+    assert status == 0 and f"{REPORT}; back to the queue\n" in said, said
 
 
 TINY_TUNED = TINY.replace("pp=2 parallel.vp=2", "pp=1").replace("micro_batch_size=4", "micro_batch_size=2") + (

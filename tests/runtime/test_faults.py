@@ -425,6 +425,20 @@ def test_only_torchrun_s_orphans_end(monkeypatch, capfd, environ, ends):
     assert ("torchrun, which started this rank, has died" in capfd.readouterr().err) == ends
 
 
+def test_a_rank_ends_whose_last_line_nobody_takes(monkeypatch):
+    """A full pipe that nobody reads, or a disk that stands still: it stayed for ever, and kept its GPU."""
+    statuses, full = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(signals, "LINE_SECONDS", 0.1, raising=False)
+    with Listener({}) as listener:
+        listener.alarm = lambda text: full.wait(5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.0)
+        assert statuses == [143]
+        full.set()
+        eventually(lambda: len(statuses) == 2)  # while _exit is patched
+
+
 def lives(pid):
     """Whether a process runs; one that has died waits for a parent that asks for its status."""
     status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
@@ -507,6 +521,17 @@ def test_a_killed_rank_ends_the_others_within_seconds(fault, tmp_path):
         lines[0],
     )
     assert "minitron/comm/collectives.py" in (run.folder / "rank-0.log").read_text()
+
+
+def test_a_rank_that_dies_in_the_last_save_ends_the_others_with_one_line(tmp_path):
+    with Run(tmp_path, "disk@2", "train.steps=2", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+        eventually(lambda: list((tmp_path / "saved").glob("step_*.tmp-*")))
+        time.sleep(0.5)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        status, _, output = run.end()
+    ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
+    lines = [line for line in ours.splitlines() if line.startswith("error: ")]
+    assert status == 1 and len(lines) == 1 and "most likely another rank has died" in lines[0], output
 
 
 def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():

@@ -18,7 +18,7 @@ import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
 from minitron.runtime import agent, lead, supervisor
-from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, Leader, repeated, replace
+from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, TAKEN, Leader, repeated, replace
 from minitron.runtime.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
@@ -51,8 +51,11 @@ for step in range(begin, steps):
 class Nodes:
     """Supervisors as processes; their hosts are called host0, host1, ..."""
 
-    def __init__(self, folder: Path, nodes: int, *options: str, spares: int = 0, ranks: int = 2, command=None):
+    def __init__(
+        self, folder: Path, nodes: int, *options: str, spares: int = 0, ranks: int = 2, command=None, supervisor=None
+    ):
         self.folder, self.stack, self.processes = folder, ExitStack(), {}
+        self.supervisor = supervisor or ["-m", "minitron.runtime.supervisor"]
         (folder / "rank.py").write_text(RANK)
         command = command or ["rank.py", ".", "20"]
         self.options = ["--nodes", nodes, "--spares", spares, "--ranks", ranks, "--dir", folder, "--id", "job"]
@@ -64,7 +67,7 @@ class Nodes:
     def start(self, node: int) -> None:
         own = ["--node", node, "--host", f"host{node}", "--address", "localhost", "--preload", ""]
         self.processes[node] = subprocess.Popen(
-            [sys.executable, "-m", "minitron.runtime.supervisor", *map(str, [*own, *self.options])],
+            [sys.executable, *self.supervisor, *map(str, [*own, *self.options])],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""},
             stderr=open(self.folder / f"stderr-{node}", "a"),
@@ -307,6 +310,16 @@ def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path
     assert set((tmp_path / "excluded_nodes").read_text().splitlines()) == {"host1"}
 
 
+def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path):
+    """A row with the times of 16,384 ranks: behind it the first failure once counted as one before the first step."""
+    step, ranks = {"kind": "step", "step": 10}, {"kind": "ranks", "step": 10, "own_seconds": [0.1234] * 16384}
+    assert leader.step() is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ranks, step, ranks)))
+    assert leader.step() == 10
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ranks))
+    assert leader.step() is None
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_sigterm_to_a_node_saves_on_all_and_a_spare_goes_on(tmp_path, spares):
     with Nodes(tmp_path, 2, spares=spares, ranks=1) as nodes:
@@ -316,12 +329,104 @@ def test_sigterm_to_a_node_saves_on_all_and_a_spare_goes_on(tmp_path, spares):
     assert (len(list(tmp_path.glob("step-*"))) == 20) == bool(spares)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_while_nodes_gather_ends_the_run(tmp_path, number):
+    """It was forgotten: Ctrl+C did nothing for half an hour, and a job that was told to stop began to train."""
+    with Nodes(tmp_path, 1, "--nodes", "2") as nodes:
+        nodes.until((tmp_path / "rounds/job/node-0.json").exists)
+        nodes.processes[0].send_signal(number)
+        assert nodes.processes[0].wait(10) == REQUEUE, nodes.said()
+    assert nodes.causes() == ["host0 was told to stop"]
+
+
+# A rank that waits for SIGTERM.
+TOLD = """
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: Path("told").touch())
+Path("ready").touch()
+while not Path("told").exists(): time.sleep(0.02)
+"""
+# A supervisor whose disk stands still for three seconds once there is a file "slow".
+SLOW = """
+import time
+from pathlib import Path
+from minitron.runtime import supervisor
+replace = supervisor.replace
+def slow(*args):
+    if Path("slow").exists() and not Path("stalled").exists():
+        Path("stalled").touch()
+        time.sleep(3)
+        Path("over").touch()
+    replace(*args)
+supervisor.replace = slow
+supervisor.main()
+"""
+
+
+def test_a_slow_disk_does_not_keep_a_signal_from_the_ranks(tmp_path):
+    """Slurm sends it to all processes. Handed on five seconds later it is the second one: they end without saving."""
+    (tmp_path / "told.py").write_text(TOLD)
+    (tmp_path / "slow.py").write_text(SLOW)
+    with Nodes(tmp_path, 1, ranks=1, command=["told.py"], supervisor=["slow.py"]) as nodes:
+        nodes.until((tmp_path / "ready").exists)
+        (tmp_path / "slow").touch()
+        nodes.until((tmp_path / "stalled").exists)
+        nodes.processes[0].send_signal(signal.SIGTERM)
+        nodes.until((tmp_path / "told").exists)
+        assert not (tmp_path / "over").exists()
+        assert nodes.end() == [0], nodes.said()
+
+
+# A rank that listens after a while, as minitron's do, and for what it has heard then.
+KEPT = """
+import os, time
+from pathlib import Path
+from minitron.runtime.signals import Listener
+time.sleep(0.5)
+listener = Listener(os.environ).open()
+while not listener.kept: time.sleep(0.02)
+Path("kept").touch()
+"""
+
+
+@pytest.mark.parametrize("preload, before", [("", True), ("", False), ("minitron.runtime.signals", False)])
+def test_a_signal_during_the_start_reaches_ranks_that_listen_later(tmp_path, monkeypatch, preload, before):
+    """SIGUSR1 waits for the first step. While the agent imported, and between two starts, it was lost."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    (tmp_path / "kept.py").write_text(KEPT)
+    node = agent.Agent(["kept.py"], preload)
+    try:
+        if before:
+            node.signal(signal.SIGUSR1)
+        node.start([{"RANK": "0"}])
+        if not before:
+            node.signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 20
+        while node.running and time.monotonic() < deadline:
+            node.listen()
+            time.sleep(0.02)
+        assert (tmp_path / "kept").exists() and node.ended == {"0": 0}
+    finally:
+        node.close()
+
+
 def test_a_first_start_that_fails_by_itself_is_not_repeated(tmp_path):
     with Nodes(tmp_path, 2, command=["rank.py", "nowhere", "5"]) as nodes:
         assert nodes.end() == [1, 1]
     (cause,) = nodes.causes()
     assert re.fullmatch(r"rank \d on host\d ended with status 1; the first start failed before its first step", cause)
     assert f"error: round 1 ended before its first step: {cause}" in nodes.said()
+
+
+def test_a_run_whose_directory_was_taken_over_is_not_started_again(tmp_path):
+    """Two runs in one checkpoint.dir once took it from each other for ever, with a save aside each time."""
+    with Nodes(tmp_path, 2) as nodes:
+        nodes.steps(3).do(2, f"sys.exit({TAKEN})")
+        assert nodes.end() == [1, 1], nodes.said()
+    (cause,) = nodes.causes()
+    assert cause == "rank 2 on host1 ended with status 18; to start again would take it back, and end the other run"
 
 
 def test_the_same_step_failing_three_times_ends_the_run(tmp_path):
