@@ -104,7 +104,7 @@ class Supervisor:
                 self.path.unlink(missing_ok=True)
 
     def listen(self, numbers: Sequence[signal.Signals]) -> None:
-        """Hear signals at once, in a thread of its own, for the disk of the beats may stand still for a while.
+        """Take signals at once, in a thread of its own, for the disk of the beats may stand still for a while.
 
         A scheduler sends a signal to every process, so that a rank gets it twice; and what is not an echo, some seconds
         later, ends a rank in the midst of its last save (runtime/stop.py).
