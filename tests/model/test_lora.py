@@ -161,7 +161,8 @@ def test_dropout_and_recomputation(assert_layout, base, targets, world, layout, 
 
 
 @pytest.mark.parametrize(
-    "world, layout, recompute", [(2, "tp=2 sequence_parallel=off", "selective"), (4, "tp=2 cp=2", "full")]
+    "world, layout, recompute",
+    [(2, "tp=2 sequence_parallel=off", "selective"), pytest.param(4, "tp=2 cp=2", "full", marks=pytest.mark.slow)],
 )
 def test_fp8_is_as_near_to_float32_in_every_layout(ranks, world, layout, recompute):
     """The distance to the float32 gradients is at most 1.5 times that of one process in FP8: chance."""

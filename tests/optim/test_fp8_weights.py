@@ -113,10 +113,10 @@ def assert_the_same_run(ranks, world, cfg, other, *args):
         (2, "pp=2", "current"),
         (4, "pp=2 schedule=zb-h1", "delayed"),
         (2, "cp=2", "delayed"),
-        (8, "tp=2 pp=2 cp=2", "delayed"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
+                (8, "tp=2 pp=2 cp=2", "delayed"),
                 (1, "", "current"),
                 (2, "", "delayed"),
                 (2, "overlap_grads=off", "current"),
