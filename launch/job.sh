@@ -65,7 +65,7 @@ run_job() {
     done
     [ "${run,,}" != null ] || # none
         fail "log.dir=$run in EXTRA_ARGS, and a job reads there how its ranks have ended; name a folder, or leave it out"
-    run=${run/#\~/${HOME:-}} # there the ranks say how they ended
+    [[ $run != "~/"* ]] || run=${HOME:-}/${run#"~/"} # there the ranks say how they ended
     round=$run/rounds/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}/round.json
     if [ -n "${CHECK_ONLY:-}" ]; then
         printf '%-6s %-10s %s\n' ok variables "$name in $DTYPE on $nodes x $gpus GPUs; output: $(dirname "$output")"
@@ -74,7 +74,7 @@ run_job() {
         [ ${#lacking[@]} = 0 ]
         return
     fi
-    mkdir -p "$run" "$(dirname "$output")"
+    mkdir -p "$3" "$(dirname "$output")" # a log.dir of its user's may lie in the container alone: the ranks make it
     set_environment
 
     # Slurm signals this shell, and it the ranks. When Slurm ends the job it also decides what becomes of it.

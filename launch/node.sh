@@ -30,10 +30,11 @@ fi
 profiler=() folder=. kind=
 for argument; do # the last one of a key counts
     case $argument in
-    log.dir=*) folder=${argument#*=} folder=${folder/#\~/${HOME:-}} ;;
+    log.dir=*) folder=${argument#*=} ;;
     profile.kind=*) kind=${argument#*=} ;;
     esac
 done
+[[ $folder != "~/"* ]] || folder=${HOME:-}/${folder#"~/"}
 [ "$kind" != nsys ] || profiler=(nsys profile -s none -t "nvtx,cuda" --capture-range=cudaProfilerApi
     --capture-range-end=stop -o "$folder/noderank-$SLURM_PROCID")
 # Kernels are compiled once for a node, and not again after a restart: the home directory may be slow, and shared.

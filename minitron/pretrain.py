@@ -55,7 +55,7 @@ def main(
     with nullcontext(listener) if listener is not None else Listener(os.environ) as listener:
         try:
             stopped = run(argv, description, finetune, listener)
-        except SystemExit:  # its line is written
+        except BaseException:  # its line is written, or Python writes its traceback next
             listener.finish()
             raise
     if stopped == signal.SIGINT and not listener.torchrun:  # which would take a status for a failure

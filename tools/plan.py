@@ -225,8 +225,9 @@ def table(job: Plan, o: argparse.Namespace) -> str:
 
 
 def host_remedy(job: Plan) -> str:
+    """Say what helps a step that waits for its host."""
     if job.stays_eager:
-        return "make room for CUDA graphs, by one of the keys below"
+        return "make room for CUDA graphs, by keys below, more GPUs or another layout"
     if job.machine.software.eager:
         return "use larger microbatches, less tensor parallelism, or a faster CPU"
     return "record steps as CUDA graphs, train.cuda_graph=auto"
@@ -234,8 +235,9 @@ def host_remedy(job: Plan) -> str:
 
 def memory_keys(job: Plan) -> list[str]:
     """What each key that makes a job lighter would save and cost, in the order of what a step then takes."""
-    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"]
-    for keys, other in lighter(job):
+    found = lighter(job)
+    lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key makes it lighter"]
+    for keys, other in found:
         cost = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
         lines.append(
             f"{other.memory_gib:8.2f} {job.memory_gib - other.memory_gib:7.2f} {other.step_seconds:9.3f} {cost:>8}   "
@@ -245,7 +247,7 @@ def memory_keys(job: Plan) -> list[str]:
 
 
 def reached(job: Plan, lighter_job: Plan) -> str:
-    """What a lighter job reaches that this one does not."""
+    """Name what a lighter job reaches that this one does not."""
     if job.fits:
         return "" if lighter_job.stays_eager else ": recorded"
     return ": fits" if lighter_job.fits else ""

@@ -14,7 +14,7 @@ from minitron.config import rules
 from minitron.config.schema import Config
 from minitron.planning.machine import Machine
 from minitron.planning.memory import Memory
-from minitron.planning.plan import Plan, Step, room_gib
+from minitron.planning.plan import Plan, Step, made_eager, no_room_for_graphs, room_gib
 from tools.plan_search import MICRO_BATCHES, RECOMPUTE
 
 
@@ -50,7 +50,8 @@ def _nearest(cfg: Config, world: int, machine: Machine) -> Config | None:
             continue
         memory = Memory(layout, world, gpus_per_node=machine.fabric.gpus_per_node)
         if sum(memory.lasting()) <= room and memory.peak()[1].total() <= room:
-            fitting.append((Step(layout, world, machine).at_least(), len(fitting), layout))
+            timed = made_eager(layout) if no_room_for_graphs(memory, machine) else layout
+            fitting.append((Step(timed, world, machine).at_least(), len(fitting), layout))
             distance = len(changes(cfg, layout))
     return min(fitting)[2] if fitting else None
 

@@ -36,7 +36,7 @@ from minitron.config.sizes import fp8_layers
 from minitron.pipeline.schedule import stage_layers
 from minitron.planning.machine import Machine
 from minitron.planning.memory import Memory
-from minitron.planning.plan import Plan, Step, eager, plan, room_gib, without_graphs
+from minitron.planning.plan import Plan, Step, made_eager, no_room_for_graphs, plan, room_gib
 from minitron.planning.simulate import Timeline
 from minitron.planning.work import Work, total
 
@@ -74,8 +74,8 @@ def search(cfg: Config, world: int, machine: Machine, count: int = 5, *, smaller
 class Candidate:
     """A layout whose step takes at least `seconds`; `number` orders equals.
 
-    gib: its memory, and then it fits; None: not known yet. stays_eager: as Plan's, known with it. again: it fits with
-    less recomputation, too, but then stays eager. extra: it recomputes more than it has to.
+    gib: its memory, and then it fits; None: not known yet. stays_eager: as Plan's, known with it. makes_room: it fits
+    with less recomputation, too, but then stays eager. extra: it recomputes more than it has to.
     """
 
     seconds: float
@@ -84,7 +84,7 @@ class Candidate:
     family: Family = field(compare=False)
     gib: float | None = field(kw_only=True, default=None, compare=False)
     stays_eager: bool = field(kw_only=True, default=False, compare=False)
-    again: bool = field(kw_only=True, default=False, compare=False)
+    makes_room: bool = field(kw_only=True, default=False, compare=False)
     extra: bool = field(kw_only=True, default=False, compare=False)
 
 
@@ -260,6 +260,11 @@ def _divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
+def _whole(cfg: Config) -> Config:
+    """Return the layout without its recomputation."""
+    return replace(cfg, train=replace(cfg.train, recompute="none"))
+
+
 class Quick(Step):
     """A step of which only the whole time is wanted: what messages between stages add counts as a bubble."""
 
@@ -318,7 +323,13 @@ class _Search:
         plans = {one.number: plan(one.cfg, self.world, self.machine) for one in (*best, *smaller)}
         self.others += [(one.cfg, one.seconds) for one in self.fastest if one.number not in plans]
         best, smaller = ([plans[one.number] for one in some] for some in (best, smaller))
-        return Found(best, smaller, sorted(self.others, key=itemgetter(1)), +self.reasons)
+        # A layout that makes room by recomputing is one with the layout that stays eager.
+        shown, others = {_whole(job.cfg) for job in best}, []
+        for cfg, seconds in sorted(self.others, key=itemgetter(1)):
+            if _whole(cfg) not in shown:
+                shown.add(_whole(cfg))
+                others.append((cfg, seconds))
+        return Found(best, smaller, others, +self.reasons)
 
     @property
     def limit(self) -> float:
@@ -347,7 +358,7 @@ class _Search:
         if candidate.extra:
             return
         if candidate.gib is None:
-            self.reasons[reason] += not candidate.again
+            self.reasons[reason] += not candidate.makes_room
         else:
             self.others.append((candidate.cfg, candidate.seconds))
 
@@ -381,7 +392,7 @@ class _Search:
         """Look closer at a layout: at its memory, then at the whole plan."""
         if candidate.gib is not None:
             if self.useful(candidate):
-                cfg = eager(candidate.cfg) if candidate.stays_eager else candidate.cfg
+                cfg = made_eager(candidate.cfg) if candidate.stays_eager else candidate.cfg
                 step = Quick(cfg, self.world, self.machine)
                 candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
                 for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
@@ -395,13 +406,15 @@ class _Search:
             before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
             self.push(replace(candidate, seconds=before + step.exposed_at_least()))
         t = candidate.cfg.train
-        too_little, again = reason == TOO_MUCH, candidate.stays_eager
-        if t.recompute != RECOMPUTE[-1] and (too_little or again or reason in ("", TOO_SLOW) and self.smaller):
+        too_much, eager = reason == TOO_MUCH, candidate.stays_eager
+        if t.recompute != RECOMPUTE[-1] and (too_much or eager or reason in ("", TOO_SLOW) and self.smaller):
             t = replace(t, recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1])
             cfg = replace(candidate.cfg, train=t)
-            kind = {"again": again or candidate.again, "extra": candidate.extra or not (too_little or again)}
-            self.push(Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family, **kind))
-            if reason == TOO_MUCH:
+            more = Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family)
+            more.makes_room = eager or candidate.makes_room
+            more.extra = candidate.extra or not (too_much or eager)
+            self.push(more)
+            if too_much:
                 return
         if reason:
             self.drop(candidate, reason)
@@ -430,6 +443,5 @@ class _Search:
             if not self.useful(candidate):
                 candidate.gib = None
                 return NOT_SMALLER if reason == TOO_LARGE else TOO_SLOW
-        fullest, parts = memory.peak()
-        candidate.stays_eager = without_graphs(memory, fullest, parts.total(), self.machine)
+        candidate.stays_eager = no_room_for_graphs(memory, self.machine)
         return ""

@@ -1,7 +1,8 @@
 """What would make a job lighter: each key of the trainer that saves memory, by how much, and at what cost.
 
-The layout stays, and with it the number of GPUs; other layouts are tools/plan_search.py's. A key alone that makes the
-job fit is the smallest change; where none does, all of them together, each added to those before, are listed too.
+The layout stays, and with it the number of GPUs; other layouts are tools/plan_search.py's. A job that fits, but not
+with its CUDA graphs, stays eager, and is to make room for them. A key alone that does it is the smallest change; where
+none does, all of them together, each added to those before, are listed too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KEYS: tuple[tuple[str, str, Any], ...] = (
 def lighter(job: Plan) -> list[tuple[list[str], Plan]]:
     """Return (keys, plan) of each key alone that saves memory, fastest first; then of more and more, until they fit."""
     alone = sorted(_each(job), key=lambda found: found[1].step_seconds)
-    if any(other.fits for _, other in alone):
+    if any(_reached(job, other) for _, other in alone):
         return alone
     together, keys = job, []
     for section, key, value in KEYS:
@@ -37,9 +38,14 @@ def lighter(job: Plan) -> list[tuple[list[str], Plan]]:
         if more is not None and more.memory_gib < together.memory_gib:
             keys = [*(one for one in keys if not one.startswith(f"{section}.{key}=")), _written(section, key, value)]
             together = more
-            if together.fits:
+            if _reached(job, together):
                 break
     return [*alone, (keys, together)] if len(keys) > 1 else alone
+
+
+def _reached(job: Plan, other: Plan) -> bool:
+    """Tell whether a lighter job fits or, where this one fits without its CUDA graphs alone, has room for them."""
+    return other.fits and not (job.fits and other.stays_eager)
 
 
 def _each(job: Plan) -> Iterator[tuple[list[str], Plan]]:

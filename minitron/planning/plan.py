@@ -35,7 +35,7 @@ STATE_BYTES = 26  # that the update reads and writes per element: master, moment
 class Plan:
     """`seconds` of a step and `memory` in bytes, by part; both of one pipeline rank, the slowest and the fullest.
 
-    stays_eager: recorded as CUDA graphs the steps would find no room, so they stay eager, as `seconds` has them.
+    stays_eager: the job fits, but with its CUDA graphs it would not, so its steps are eager, and so are `seconds`.
     """
 
     cfg: Config
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def graph_gib(self) -> float:
-        """Return what recorded steps need beside it."""
+        """Return the GiB that recorded steps need beyond `memory_gib`."""
         if self.machine.software.eager:
             return 0.0
         gpus_per_node = self.machine.fabric.gpus_per_node
@@ -93,20 +93,23 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
     """Plan a configuration that `rules.check` accepts. Raises ValueError for what the device cannot do."""
     step = Step(cfg, world, machine)
     fullest, memory = step.memory.peak()
-    stays_eager = without_graphs(step.memory, fullest, memory.total(), machine)
+    stays_eager = no_room_for_graphs(step.memory, machine)
     if stays_eager:
-        step = Step(eager(cfg), world, machine)
+        step = Step(made_eager(cfg), world, machine)
     timeline = step.timeline(step.transfer_seconds)
     return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, stays_eager, timeline)
 
 
-def without_graphs(memory: Memory, fullest: int, peak_bytes: int, machine: Machine) -> bool:
-    """Tell whether a job fits, but would not if its steps were recorded as CUDA graphs: then they stay eager."""
+def no_room_for_graphs(memory: Memory, machine: Machine) -> bool:
+    """Tell whether a job fits, but one of its ranks not with its CUDA graphs: then the steps of all ranks are eager."""
     room = room_gib(machine) * 2**30
-    return not machine.software.eager and peak_bytes <= room < peak_bytes + memory.graph(fullest)
+    ranks = [(memory.of(rank).total(), memory.graph(rank)) for rank in range(memory.cfg.parallel.pp)]
+    fits = max(peak for peak, _ in ranks) <= room
+    return fits and not machine.software.eager and max(peak + graph for peak, graph in ranks) > room
 
 
-def eager(cfg: Config) -> Config:
+def made_eager(cfg: Config) -> Config:
+    """Return the configuration with train.cuda_graph=off."""
     return replace(cfg, train=replace(cfg.train, cuda_graph="off"))
 
 

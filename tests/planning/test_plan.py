@@ -226,7 +226,7 @@ def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_r
     assert crowded["step_seconds"] == off["step_seconds"] > roomy["step_seconds"] and crowded["seconds"]["host"] > 0
     text = printed(capsys, *argv)
     assert "GiB more if steps are recorded as CUDA graphs: no room for that, so they stay eager\n" in text
-    assert "launches kernels too slowly: make room for CUDA graphs, by one of the keys below\n" in text
+    assert "launches kernels too slowly: make room for CUDA graphs, by keys below, " in text
     lighter = re.search(r"(\S+=\S+): recorded\n", text)[1]
     recorded = json.loads(printed(capsys, *argv, lighter, "--json"))
     assert not recorded["stays_eager"] and recorded["step_seconds"] < crowded["step_seconds"]
