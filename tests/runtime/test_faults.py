@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
+from minitron import pretrain
 from minitron.checkpoint.directory import checkpoints
 from minitron.comm.activity import Activity, Progress
 from minitron.comm.mesh import Mesh
@@ -532,6 +533,21 @@ def test_a_rank_that_dies_in_the_last_save_ends_the_others_with_one_line(tmp_pat
     ours = output.split("Traceback (most recent call last)")[0]  # the one that follows is torchrun's
     lines = [line for line in ours.splitlines() if line.startswith("error: ")]
     assert status == 1 and len(lines) == 1 and "most likely another rank has died" in lines[0], output
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), OSError("disk"), KeyboardInterrupt()])
+def test_a_signal_ends_what_an_error_has_ended(monkeypatch, error):
+    """A save under way may keep the process for minutes; after an OSError it once took no signal."""
+
+    def fails(*_):
+        listener.hear = None  # as while it trains
+        raise error
+
+    listener = Listener({})
+    monkeypatch.setattr(pretrain, "run", fails)
+    with pytest.raises(type(error)):
+        pretrain.main([], listener=listener)
+    assert listener.hear == listener._end_quietly
 
 
 def test_an_error_of_this_rank_s_own_is_not_blamed_on_others():
