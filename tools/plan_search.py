@@ -176,12 +176,12 @@ def _ends(num_layers: int, pp: int, vp: int, counts: tuple[int, ...] | None) -> 
 
 @lru_cache(4096)
 def _interleaved(num_layers: int, pp: int) -> list[int]:
-    """List vp: 1, and where stages are equal but for up to ENDS layers, or one of each rank.
+    """List vp: 1, and where stages are equal but for up to ENDS layers, or two of each rank.
 
     Others are left out: they are many, and none is much faster than the nearest of these.
     """
     fits = (vp for vp in range(2, (num_layers + ENDS) // pp + 1) if num_layers >= pp * vp)
-    return [1, *(vp for vp in fits if -num_layers % (pp * vp) <= max(ENDS, pp))]
+    return [1, *(vp for vp in fits if -num_layers % (pp * vp) <= max(ENDS, 2 * pp))]
 
 
 @lru_cache(4096)

@@ -10,7 +10,8 @@ The idea:
    warm-up), alternates one forward with one backward (1F1B), and ends with the backwards that are left.
 2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank.  A microbatch goes round the
    ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
-3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward.
+3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward, and what is
+   made reaches another rank some ticks later.
 4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
    at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action says what it
    takes, what it makes, and how many of its rank's Exchanges it waits for: whoever runs the list decides nothing.
@@ -18,7 +19,8 @@ The idea:
    tick can go on: no deadlock, even if every Exchange blocked.  "Send my output and receive my next input" as one
    step, the obvious choice, pairs ends of different ticks, and interleaved ranks end up waiting for each other.
 
-pp = 2, three microbatches; F0 is the forward of microbatch 0, >0 its activation and <0 its gradient on the way:
+pp = 2, three microbatches; F0 is the forward of microbatch 0, >0 its activation and <0 its gradient on the way, which
+takes no time here:
 
     rank 0    F0 F1       B0--- F2 B1---    B2---
                 >0 >1    <0        >2       <2
@@ -32,11 +34,17 @@ The bubble is (pp - 1) (f + b - w) seconds in the place of (pp - 1) (f + b + w),
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
 
-Why a backward takes twice the ticks: its products are twice those of the forward.  NCCL runs a rank's Exchanges in
-order, so one that stands too early holds up the next.  With backwards as short as forwards on the clock, pp = 8, vp = 2
-and 16 microbatches of a real 1 : 2 took 4 % longer in simulation (simulate.py); with twice the ticks nothing from 1 : 1
-to 1 : 2.  Nor may b be w: messages whose ticks are equal by chance share an Exchange, and the earlier one waits.  Of 28
-microbatches at pp = 8 and a real f : b : w of 1 : 1.2 : 0.8 that took 4 % longer than with b twice w.
+Why messages take ticks: on a clock on which they take none, every Exchange stands just before what it brings is used,
+and nothing hides it. With the ticks of a forward, other work of the receiver stands between. At pp = 8, vp = 12 and 64
+microbatches, messages of a tenth of a forward then cost 0.8 % of the step in simulation (simulate.py), and 3.7 %
+without. NCCL runs a rank's Exchanges in order, so one that stands too early holds up the next: that costs nothing where
+all groups have pp microbatches; with 20 at pp = 8 and vp = 2 it took 3 % longer, so there, and with one chunk a rank,
+whose backwards follow each other too closely, messages take one tick.
+
+Why a backward takes twice the ticks of a forward, as its products do: for the same reason. With backwards as short as
+forwards, pp = 6, vp = 2 and 16 microbatches of a real 1 : 2 took 4 % longer. Nor may b be w: messages whose ticks are
+equal by chance share an Exchange, and the earlier one waits. Of 8 microbatches at pp = 4 and a real f : b : w of
+1 : 0.6 : 0.4 that took 3 % longer than with b twice w.
 
 Left out: schedules that split with vp > 1, or that hold more activations to have no bubble at all (ZB-H2); and weights
 that change in the middle of a batch (PipeDream).
@@ -128,7 +136,7 @@ class Exchange:
 Operation = Forward | Backward | BackwardWeight
 Action = Operation | Exchange
 Kind = Literal["1f1b", "zb-h1"]
-TICKS = {Forward: 3, Backward: 6, BackwardInput: 4, BackwardWeight: 2}
+TICKS = {Forward: 6, Backward: 12, BackwardInput: 8, BackwardWeight: 4}
 # A rank that only sends (the first one, in an evaluation) is at most so many Exchanges ahead of who receives.
 IN_FLIGHT = 8
 
@@ -228,7 +236,7 @@ def _with_exchanges(
     pp: int, vp: int, m: int, operations: Sequence[Sequence[Operation]]
 ) -> tuple[tuple[Action, ...], ...]:
     """Merge each rank's operations and Exchanges by the tick at which they finish, operations first."""
-    ticks = _finish_ticks(pp, vp, m, operations)
+    ticks = _finish_ticks(pp, vp, operations, travel=TICKS[Forward] if vp > 1 and m % pp == 0 else 1)
     sends: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]  # of a rank: tick -> Transfers
     recvs: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]
     for rank, order in enumerate(operations):
@@ -264,9 +272,12 @@ def routed(actions: list[Action], rank: int, pp: int, vp: int) -> Iterator[Actio
             yield replace(action, input=value, output=made, after=0 if value is None else arrived[value])
 
 
-def _finish_ticks(pp: int, vp: int, m: int, operations: Sequence[Sequence[Operation]]) -> list[list[int]]:
-    """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there."""
-    made: dict[Transfer, int] = {}  # -> the tick at which it is there, by what the receiver calls it
+def _finish_ticks(pp: int, vp: int, operations: Sequence[Sequence[Operation]], travel: int) -> list[list[int]]:
+    """Compute the tick at which each operation finishes, if it starts as soon as its rank and its input are there.
+
+    travel: ticks from the end of what makes a value until its receiver has it.
+    """
+    made: dict[Transfer, int] = {}  # -> the tick at which its receiver has it, by what that calls it
     ticks: list[list[int]] = [[] for _ in operations]
     moved = True
     while moved:
@@ -281,7 +292,7 @@ def _finish_ticks(pp: int, vp: int, m: int, operations: Sequence[Sequence[Operat
                 arrived = 0 if needed is None else made[needed]
                 tick = max(arrived, done[-1] if done else 0) + TICKS[type(op)]
                 if output is not None:
-                    made[Transfer(output.kind, output.mb, output.stage, rank)] = tick
+                    made[Transfer(output.kind, output.mb, output.stage, rank)] = tick + travel
                 done.append(tick)
                 moved = True
     assert sum(map(len, ticks)) == sum(map(len, operations)), "the order of the operations alone deadlocks"

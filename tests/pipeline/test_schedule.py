@@ -322,7 +322,11 @@ DEFECTS = {
     "last too early": (1, lambda a: mark_last(a, 0, True), "`last` belongs on the chunk's last backward"),
     "first missing": (1, lambda a: mark_first(a, 0, False), "`first` belongs on the chunk's first backward"),
     "first too late": (1, lambda a: mark_first(a, -1, True), "`first` belongs on the chunk's first backward"),
-    "input of another": (1, lambda a: reroute(a, 2, input=a[1].input), "takes .*mb=0.* instead of .*mb=2"),
+    "input of another": (
+        1,
+        lambda a: reroute(a, 2, input=a[find(a, Forward)].input),
+        "takes .*mb=0.* instead of .*mb=2",
+    ),
     "output forgotten": (1, lambda a: reroute(a, 2, output=None), "and makes None instead of .*mb=2"),
     "wait too short": (
         1,
@@ -330,9 +334,9 @@ DEFECTS = {
         "waits for 2 .*its input comes with number 3",
     ),
     "wait for itself": (1, lambda a: wait_for(a, Exchange, 2, lambda n: 3), "waits for 3 Exchanges and is number 3"),
-    "receive dropped": (1, lambda a: without(a, "recvs"), "rank 1, action 1 Forward.*has not been received"),
+    "receive dropped": (1, lambda a: without(a, "recvs"), r"rank 1, action \d Forward.*has not been received"),
     "send dropped": (0, lambda a: without(a, "sends"), r"rank 0 never sends Transfer\(kind='activation', mb=0"),
-    "receive after use": (1, lambda a: swap(a, 0, 1), "rank 1, action 0 Forward.*has not been received"),
+    "receive after use": (1, lambda a: swap(a, 0, find(a, Forward)), "rank 1, action 0 Forward.*has not been received"),
     "send before making": (0, lambda a: swap(a, 0, 1), "rank 0, action 0 Exchange.*which is not there to be sent"),
     "send to another rank": (0, redirect_send, "rank 0, action 1 Exchange.*which is not there to be sent"),
     "receive twice": (1, duplicate_receive, "rank 1, action 1 Exchange.*a second time"),
@@ -478,24 +482,46 @@ def test_slowest_stage_sets_the_pace():
         assert all(a.end <= b.start for a, b in zip(events, events[1:]))
 
 
+def test_messages_hide_behind_other_work(monkeypatch):
+    """Those of a tenth of a forward show by 0.8 %; 3.7 % on a clock on which they take no time, as schedule.py says."""
+
+    def seconds(transfer):
+        return simulate(make(8, 12, 64), 1, 2, transfer).makespan
+
+    ideal = theory(8, 12, 64) * (1 + 2)
+    assert seconds(0) == ideal and 1.008 * ideal < seconds(0.1) < 1.009 * ideal
+    finish_ticks = schedule_module._finish_ticks
+    monkeypatch.setattr(schedule_module, "_finish_ticks", lambda *sizes, travel: finish_ticks(*sizes, travel=0))
+    assert seconds(0) == ideal and 1.037 * ideal < seconds(0.1) < 1.038 * ideal
+
+
+def test_messages_that_travel_long_on_the_clock_hold_up_uneven_groups(monkeypatch):
+    """The bound is schedule.py's "3 %"."""
+    ideal = theory(8, 2, 20) * (1 + 2)
+    assert simulate(make(8, 2, 20), 1, 2).makespan == ideal
+    finish_ticks, forward = schedule_module._finish_ticks, schedule_module.TICKS[Forward]
+    monkeypatch.setattr(schedule_module, "_finish_ticks", lambda *sizes, travel: finish_ticks(*sizes, travel=forward))
+    assert 1.03 * ideal < simulate(make(8, 2, 20), 1, 2).makespan < 1.04 * ideal
+
+
 def test_clock_with_short_backwards_costs_time(monkeypatch):
     """Exchanges placed for backwards as short as forwards hold each other up; the bound is schedule.py's "4 %"."""
-    ideal = theory(8, 2, 16) * (1 + 2)
-    assert simulate(make(8, 2, 16), 1, 2).makespan == ideal
-    monkeypatch.setattr(schedule_module, "TICKS", {Forward: 1, Backward: 1})
-    assert 1.04 * ideal < simulate(make(8, 2, 16), 1, 2).makespan < 1.05 * ideal
+    ideal = theory(6, 2, 16) * (1 + 2)
+    assert simulate(make(6, 2, 16), 1, 2).makespan == ideal
+    monkeypatch.setattr(schedule_module, "TICKS", schedule_module.TICKS | {Backward: schedule_module.TICKS[Forward]})
+    assert 1.04 * ideal < simulate(make(6, 2, 16), 1, 2).makespan < 1.05 * ideal
 
 
 def test_a_clock_with_equal_halves_costs_time(monkeypatch):
-    """Exchanges that are shared by chance hold up what is ready; the bound is schedule.py's "4 %"."""
+    """Exchanges that are shared by chance hold up what is ready; the bound is schedule.py's "3 %"."""
 
     def seconds():
-        return simulate(make(8, 1, 28, "zb-h1"), 1, 2, weight_seconds=0.8).makespan
+        return simulate(make(4, 1, 8, "zb-h1"), 1, 1, weight_seconds=0.4).makespan
 
-    ideal = 28 * 3 + 7 * (1 + 1.2 - 0.8)
+    ideal = 8 * 2 + 3 * (1 + 0.6 - 0.4)
     assert seconds() == pytest.approx(ideal, rel=1e-12)
-    monkeypatch.setattr(schedule_module, "TICKS", {Forward: 1, Backward: 2, BackwardInput: 1, BackwardWeight: 1})
-    assert 1.04 * ideal < seconds() < 1.05 * ideal
+    monkeypatch.setattr(schedule_module, "TICKS", schedule_module.TICKS | {BackwardInput: 6, BackwardWeight: 6})
+    assert 1.03 * ideal < seconds() < 1.04 * ideal
 
 
 @pytest.mark.parametrize(
