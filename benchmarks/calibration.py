@@ -118,12 +118,20 @@ def published_rows(path: Path) -> list[Row]:
         for gpus, seconds in zip(table["cells"]["gpus"], table["cells"]["step_seconds"]):
             arguments = _arguments(table, table["samples_per_gpu"] * int(gpus))
             rows.append(Row(table["name"], int(gpus), arguments, table["device"], float(seconds)))
-    for entry in data["reports"] + data["single"] + data["sourced"]:
+    for entry in data["reports"] + data["single"] + [one for entry in data["sourced"] for one in _scales(entry)]:
         batch = entry["global_batch_size"]
         row = Row(entry["name"], entry["gpus"], _arguments(entry, batch), entry["device"], 0.0)
         row = replace(row, fabric=entry.get("fabric"), source=entry.get("source", ""))
         rows.append(replace(row, seconds=_seconds(entry, row)))
     return rows
+
+
+def _scales(entry: dict) -> list[dict]:
+    """The entries that one with lists of GPUs, batches and figures stands for."""
+    if not isinstance(entry["gpus"], list):
+        return [entry]
+    listed = [key for key in ("gpus", "global_batch_size", "step_seconds") if key in entry]
+    return [entry | dict(zip(listed, values)) for values in zip(*(entry[key] for key in listed), strict=True)]
 
 
 def _seconds(entry: dict, row: Row) -> float:
@@ -307,11 +315,11 @@ def summary(what: str, errors: list[float]) -> list[str]:
 def by_group(planned: Predicted) -> list[str]:
     """Errors of published configurations (each the mean of its scales), and by what a reader may have in common."""
     published = [pair for pair in planned if pair[0].kind == "published"]
-    configurations: dict[str, list] = {}
+    configurations: dict[tuple, list] = {}
     for pair in published:
-        configurations.setdefault(f"{pair[0].name}, {pair[0].device}", []).append(pair)
+        configurations.setdefault(of_configuration(pair[0]), []).append(pair)
     lines = ["", "## Published, by configuration and by kind", "", "A configuration counts once, with the mean of its "]
-    lines[-1] += "errors at all its scales; nothing is fitted on any of them."
+    lines[-1] += "errors at all its scales and in all releases; nothing is fitted on any of them."
     for title, chosen in (("H100", "h100"), ("A100", "a100")):
         means = [
             sum(map(_off, pairs)) / len(pairs) for pairs in configurations.values() if pairs[0][0].device[:4] == chosen
@@ -334,6 +342,12 @@ def by_group(planned: Predicted) -> list[str]:
             largest = f"{100 * max(errors, key=abs):+.1f} %"
             lines.append(f"| {key}: {group} | {len(errors)} | {bias:+.1f} % | {size:.1f} % | {largest} |")
     return lines
+
+
+def of_configuration(row: Row) -> tuple[str, ...]:
+    """What rows of one configuration have in common: the device and all keys but the batch, which grows with GPUs."""
+    kept = (argument for argument in row.arguments if not argument.startswith("train.global_batch_size="))
+    return (row.device, *sorted(dict.fromkeys(kept)))
 
 
 def one_rank_table(ranks: list[dict], machines: Machines) -> list[str]:
@@ -368,7 +382,8 @@ def sensitivity(rows: list[Row], machines: Machines) -> list[str]:
     lines[-1] += "`devices.json`."
     lines += ["", "| constant | on h200 | own runs | published | largest |", "|---|---|---|---|---|"]
     # Of each configuration the first scale; schedules of more than 5,000 stages and microbatches take minutes.
-    smallest = {row.name: row for row in reversed(rows) if row.fitted or row.kind == "published" and depth(row) < 5000}
+    of_each = (row for row in reversed(rows) if row.fitted or row.kind == "published" and depth(row) < 5000)
+    smallest = {of_configuration(row): row for row in of_each}
     before = {row: predict(row, machines).step_seconds for row in smallest.values()}
     for section, of in ((0, Device), (1, Fabric)):
         for field in fields(of):
@@ -453,28 +468,37 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
   that a kernel costs a gap was seen on single ranks with published steps beside them; the recipes of NeMo 24.07's GPT-3
   rows, which have dropout and gradients in bf16, were looked up because the smallest was planned too fast; and what
   Megatron's update, embedding and loss move was read in its source because its rows beside our own were planned too
-  fast. Then the published jobs' own files were read for such keys. The rows of dgxc-benchmarking v25.02, but for two of
-  128 GPUs, were added after all this, and changed nothing.
+  fast. Then the published jobs' own files were read for such keys. The rows of dgxc-benchmarking v25.02 of GPT-3 and
+  70B, but for two of 128 GPUs, were added after all this, and changed nothing. Then 45 configurations more were found
+  and planned at once, to see: they were 8.4 % off on average, and 3.3 % without the eleven whose software had flash
+  attention 2 (NeMo 24.01 and 24.03, up to -39 % at a million positions). That bought its rate, from a figure of others;
+  the gradients' format in Transformer Engine's ring, from its source; and the keys of 70B's LoRA, from its file. And it
+  showed that messages of interleaved stages did not hide, in minitron's schedule as in the plan of Megatron's: now they
+  do in both.
 
 A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
 and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
 Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
-known. A3 Mega's and GPT-3 175B's rows are planned without their recipes' attention dropout, for which the latter took
-flash attention 2, slower on H100 than cuDNN's kernels (FlashAttention-3, arXiv:2407.08608, figure 5). Meta's stages are
-not published: planned are the recipe's; its software is none of these, and whether its TFLOP/s count all scores or half
-is not told, which at s 131072 is a factor of 1.4. Where a row has no measured memory, the predicted one is that of
+known. Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1 (its
+launch.sh of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for Meta's,
+whose runs were over before PyTorch had a faster one; cuDNN's in all others. Dropout of attention is left out of A3
+Mega's and GPT-3 175B's rows. Meta's stages are not published: planned are the recipe's; its software is none of these,
+and its TFLOP/s are taken to count all scores. Where a row has no measured memory, the predicted one is that of
 minitron in this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own
 peak and what GPUs of a node share.
 
 What is known of errors above 7 %. A3 Mega: the missing dropout of attention would take more of the step than planned,
-and what TCPXO reaches is assumed. GPT-3 175B FP8 from 512 GPUs on: the same document has 2,048 GPUs faster than fewer,
-and its next version has all of them faster. JUWELS Booster, 13B: no constant of its GPUs is measured. Fine-tuning: all
-rows are planned too slow, LoRA in FP8 most; its scripts ask the driver for more power to tensor cores (vboost), which
-pretraining's did not then and no plan knows. Llama 3 8B FP8: planned, it does not fit into an H100, so the run kept
-something in another way than its table tells; Transformer Engine's ring merges its parts in more passes than are
-counted, which is a small part of it; the rest is not explained. Megatron-core, of two and four GPUs: with tp 2 it is
-planned too fast, in FP8 most. Not counted are that its host waits for the norm of the gradients before it launches the
-update, and that the head's weight gradient, without apex, is added to the sum by a kernel of its own.
+and what TCPXO reaches is assumed. GPT-3 175B FP8 of v24.11.1 from 512 GPUs on: the same document has 2,048 GPUs faster
+than fewer, and its next version has all of them faster. NeMo 24.01: an early release for H100; a month later the same
+model in FP8 took a tenth less. JUWELS Booster, 13B: no constant of its GPUs is measured. LoRA of 8B to 13B is planned
+too slow, in FP8 most, of 70B too fast, by a fifth on 32 GPUs, where it took a seventh longer than on 16: scripts ask
+the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's two tables of NeMo 24.07, without and
+with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same document trains as many tokens a second
+with four times the microbatches a step. Long sequences: rings of four and more are planned 6 to 9 % too slow.
+Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits
+for the norm of the gradients before it launches the update, and that the head's weight gradient, without apex, is
+added to the sum by a kernel of its own. Releases of one job differ by up to 7 %: no plan of a configuration can meet
+all of them.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and

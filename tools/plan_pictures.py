@@ -128,12 +128,12 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
 
 def published(job: Plan) -> list[tuple[int, float]]:
     """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
-    the plan or as much for each GPU; dropout may differ.
+    the plan or as much for each GPU; dropout and the kernel of attention may differ.
     """
     devices, fabrics = read_machines(calibration.DEVICES)
 
     def kind(cfg):
-        model = replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0)
+        model = replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0, attention="auto")
         return model, cfg.train.seq_len, cfg.finetune.kind, cfg.precision.fp8 != "none"
 
     found, batch = [], job.cfg.train.global_batch_size

@@ -6,7 +6,7 @@ device, each with a meaning and each measured alone (`benchmarks/ceilings.py --d
     product      operations / rate + bytes / copy rate * `unhidden`; a weight gradient's rate is `weight_grad` of that:
                  its operands are transposed. A product with fewer tiles than the GPU has processors leaves some idle
     attention    operations / (rate * keys / (keys + half_keys)): short sequences fill the kernel less; head dims
-                 between 64, 128 and 256 cost what the next of these does
+                 between 64, 128 and 256 cost what the next of these does. cuDNN's rate, or flash attention 2's
     pointwise    bytes read and written / (copy rate * `pointwise`)
     collective   bytes * (P - 1) / P / bus + latency of the hops; the bus is the slowest link that the ring crosses
     copy         bytes / copy engines' rate + a barrier, between GPUs of a node that see each other's memory
@@ -51,6 +51,8 @@ class Device:
     unhidden: MayBeZero  # share of a product's memory traffic that its arithmetic does not hide
     attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
     half_keys: MayBeZero  # keys at which attention reaches half of that
+    flash_tflops: float  # the same of flash attention 2, which knows no instructions newer than the A100's
+    flash_half_keys: MayBeZero
     copy_tb_s: float  # bytes read plus bytes written
     pointwise: float  # share of it that fused pointwise kernels reach
     in_step: float  # rate of kernels in a step over that alone
@@ -156,11 +158,12 @@ class Machine:
             traffic = item * (m * k + pieces * n * k) + 2 * m * n
         return (idle * 2 * m * n * k / rate + d.unhidden * traffic / (d.copy_tb_s * 1e12)) / d.in_step
 
-    def attention(self, operations: float, keys: float, head_dim: int) -> float:
-        """Time a kernel's call of `operations` under the mask, over `keys` positions."""
+    def attention(self, operations: float, keys: float, head_dim: int, *, flash: bool = False) -> float:
+        """Time a call of `operations` under the mask, over `keys` positions, of cuDNN or of flash attention 2."""
         d = self.device
         size = next((size for size in (64, 128, 256) if size >= head_dim), head_dim)
-        rate = d.attention_tflops * keys / (keys + d.half_keys) * head_dim / size * 1e12
+        best, half = (d.flash_tflops, d.flash_half_keys) if flash else (d.attention_tflops, d.half_keys)
+        rate = best * keys / (keys + half) * head_dim / size * 1e12
         return operations / rate / d.in_step
 
     def moved(self, num_bytes: float) -> float:

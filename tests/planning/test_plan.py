@@ -454,16 +454,14 @@ def of_configurations(device):
     for row in calibration.published_rows(calibration.PUBLISHED):
         if row.device.startswith(device) and calibration.depth(row) < 12_000:  # larger ones take half a minute each
             error = calibration.predict(row, MACHINES).step_seconds / row.seconds - 1
-            errors.setdefault(row.name, []).append(error)
-    return {name: sum(mine) / len(mine) for name, mine in errors.items()}
+            errors.setdefault(calibration.of_configuration(row), []).append((error, row.name))
+    return {mine[0][1]: sum(error for error, _ in mine) / len(mine) for mine in errors.values()}
 
 
-# What is missed, and why, is in calibration.md: these hold what is reached. Of Meta's steps of 131,072 positions nobody
-# tells which of the scores their TFLOP/s count, which is a factor of 1.4.
-@pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.105), ("a100", 0.06, 0.11)])
+# What is missed, and why, is in calibration.md: these hold what is reached.
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.125), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)
-    errors.pop("Llama 3.1 405B bf16, Meta, s 131072", None)
     assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
     assert sum(map(abs, errors.values())) / len(errors) < mean
     rows = calibration.published_rows(calibration.PUBLISHED)
@@ -504,7 +502,7 @@ def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_6():
 
 
 def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, monkeypatch):
-    few = [row for row in calibration.published_rows(calibration.PUBLISHED) if "SFT bf16" in row.name]
+    few = [row for row in calibration.published_rows(calibration.PUBLISHED) if row.name == "Llama 3 8B SFT bf16"]
     monkeypatch.setattr(calibration, "published_rows", lambda path: few)
     path = tmp_path / "results.jsonl"
     path.write_text(calibration.RESULTS.read_text())

@@ -36,6 +36,15 @@ def test_attention_by_keys_and_head_dims():
     assert slow.attention(1e12, 1, 128) == pytest.approx(2)
 
 
+@pytest.mark.parametrize("kernel, seconds", [("auto", 1), ("cudnn", 1), ("flash", 3), ("flash-attn", 3)])
+def test_attention_is_that_of_the_kernel_named(kernel, seconds):
+    """Flash attention 2 at half the rate, of which 2,048 keys reach two thirds; packed documents take cuDNN's time."""
+    machine, keys = with_device(flash_tflops=0.5, flash_half_keys=1024), [f"model.attention={kernel}"]
+    assert block(keys, machine)["attention"] == pytest.approx(seconds * block([])["attention"])
+    packed = ["data.separate_documents=true"]
+    assert block([*keys, *packed], machine)["attention"] == pytest.approx(block(packed)["attention"])
+
+
 def test_products_by_rate_traffic_and_tiles():
     m, n, k = 256, 512, 1024
     operations = 2 * m * n * k / 1e12
@@ -105,6 +114,16 @@ def test_a_ring_calls_attention_over_shorter_sequences(style, factor):
     half = with_device(half_keys=2048)
     whole, shared = block([], half), block(["parallel.cp=2", f"parallel.cp_style={style}"], half)
     assert shared["attention"] == pytest.approx(factor * whole["attention"] / 2)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_ring_of_transformer_engine_sums_gradients_in_the_dtype_of_keys(cp):
+    """Each rank's keys and values go round twice, and their gradients once and home; minitron's of 4 in float32."""
+    kv, hops = 2 * 4 * 128 * 2 * 2048 // cp, cp - 1
+    for machine, item in ((MEGATRON, 1), (IDEAL, 1 if cp == 2 else 2)):
+        parts = block([f"parallel.cp={cp}"], machine)
+        # What kernels do not hide shows; the last hop of the gradients always.
+        assert (parts["cp_hidden"] + parts["cp_exposed"]) * 1e9 == pytest.approx((2 * hops + (hops + 1) * item) * kv)
 
 
 def test_unfused_attention_is_shared_by_the_ranks_of_a_ring():
