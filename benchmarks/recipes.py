@@ -3,8 +3,8 @@
 Problem: sixty measurements do not fit into one stay on a machine. The idea: each is a row of results.jsonl
 (benchmarks/one_rank.py), and what has no row is missing. `--missing` runs that, one measurement on each GPU at a time
 (benchmarks/workers.py), and begins none that may last longer than `--seconds`; the next call goes on. A row is written
-when it exists. The job's time takes rows of three ranks: when all exist, the middle one's is written again, with it.
-Every call writes recipes.md of the rows there are.
+when it exists. Every call writes recipes.md of the rows there are; a job's time, which takes those of three ranks, is
+simulated with today's schedule and planner.
 
     all recipes        a middle rank with the graph, in bf16 and FP8, and the first and the last one for the job's time
     175B, 70B, 405B    and the second pipeline rank; and the middle one eager
@@ -222,7 +222,6 @@ def run_missing(args: argparse.Namespace) -> int:
                     failed += 1
                 else:
                     workers.start(run, run.program, run.arguments + options, run.gpus, min(left, MOST_SECONDS))
-            add_job_seconds(args)  # while the GPUs are busy
             if not workers.children:
                 return failed
             child, result = workers.next()
@@ -236,34 +235,23 @@ def run_missing(args: argparse.Namespace) -> int:
             print(f"    {result['step_seconds']:.3f} s a step; seconds: {wall or 'not told'}", flush=True)
 
 
-def add_job_seconds(args: argparse.Namespace) -> None:
-    """Write the rows of middle ranks again whose jobs' times can be told now."""
-    rows = record.rows(args.results)
-    for job in (*jobs(), *(job for _, job, _ in checks())):
-        main, cfg = job.main, configuration(job.main.recipe, job.main.keys)
-        places = {one_rank.place(run.rank, cfg.parallel.pp, run.world): run.row(rows) for run in (*job.support, main)}
-        row = main.row(rows)
-        if None in places.values() or row["job_step_seconds"] is not None:
-            continue
-        devices, fabrics = read_machines(one_rank.DEVICES)
-        step = Step(cfg, main.world, Machine(devices["h200"], fabrics[main.fabric]))
-        with_traffic, quiet = one_rank.job_seconds(step, main.world, places)
-        record.write(args.results, row | {"job_step_seconds": with_traffic, "job_quiet_seconds": quiet})
-
-
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
 def markdown(rows: list[dict]) -> str:
     """A line a row, jobs in their order, and what is missing."""
-    all_runs = [run for job in jobs() for run in sorted(job.runs, key=lambda run: (run.graph == "off", run.rank))]
-    found = {run: row for run in all_runs if (row := run.row(rows)) is not None}
-    lines = [LABEL, f"| {COLUMNS} |", "|" + "---|" * (COLUMNS.count("|") + 1)]
-    lines += [line(run, row) for run, row in found.items()]
-    if len(found) < len(all_runs):
-        lines += ["", f"Not yet measured: {len(all_runs) - len(found)} of {len(all_runs)} rows."]
+    lines, found, missing = [LABEL, f"| {COLUMNS} |", "|" + "---|" * (COLUMNS.count("|") + 1)], [], 0
+    for job in jobs():
+        for run in sorted(job.runs, key=lambda run: (run.graph == "off", run.rank)):
+            if (row := run.row(rows)) is None:
+                missing += 1
+                continue
+            found.append(row)
+            lines.append(line(run, row, job_times(job, rows) if run == job.main else None))
+    if missing:
+        lines += ["", f"Not yet measured: {missing} of {missing + len(found)} rows."]
     lines += against_two_gpus(rows)
-    origins = dict.fromkeys(origin(row) for row in found.values())
+    origins = dict.fromkeys(map(origin, found))
     return "\n".join([*lines, "", *origins]) + "\n"
 
 
@@ -271,9 +259,9 @@ def against_two_gpus(rows: list[dict]) -> list[str]:
     """A table of what both GPUs took and what one rank alone says of it; nothing without rows."""
     lines = []
     for name, job, real in checks():
-        alone, both = job.main.row(rows), real.row(rows)
-        if alone is not None and both is not None and alone["job_step_seconds"] is not None:
-            said, quiet, took = alone["job_step_seconds"], alone["job_quiet_seconds"], both["step_seconds"]
+        times, both = job_times(job, rows), real.row(rows)
+        if times is not None and both is not None:
+            (said, quiet), took = times, both["step_seconds"]
             lines.append(
                 f"| {name} | {took:.4f} | {said:.4f} | {_off(said, took)} | {quiet:.4f} | {_off(quiet, took)} |"
             )
@@ -292,7 +280,18 @@ def _off(said: float, took: float) -> str:
     return f"{100 * (said / took - 1):+.1f} %"
 
 
-def line(run: Run, row: dict) -> str:
+def job_times(job: Job, rows: list[dict]) -> tuple[float, float] | None:
+    """Seconds of the job's step with the planner's traffic, and without any; None if a rank's row is missing."""
+    main, cfg = job.main, configuration(job.main.recipe, job.main.keys)
+    places = {one_rank.place(run.rank, cfg.parallel.pp, run.world): run.row(rows) for run in (*job.support, main)}
+    if None in places.values():
+        return None
+    devices, fabrics = read_machines(one_rank.DEVICES)
+    step = Step(cfg, main.world, Machine(devices["h200"], fabrics[main.fabric]))
+    return one_rank.job_seconds(step, main.world, places)
+
+
+def line(run: Run, row: dict, times: tuple[float, float] | None) -> str:
     cfg = configuration(run.recipe, run.keys)
     stage = f"pp {run.rank * cfg.parallel.pp // run.world} of {cfg.parallel.pp}"
     cells = [run.recipe, run.world, row["dtype"] if row["fp8"] == "none" else f"FP8 {row['fp8']}"]
@@ -303,7 +302,7 @@ def line(run: Run, row: dict) -> str:
     cells += [_figure(value, digits) for value, digits in (*figures, (row["device_gib"], 1))]
     job = ["", "", ""]
     if not run.alone:
-        job = [_figure(row["job_step_seconds"], 2), f"{planned(cfg, run):.2f}", published(cfg, run)]
+        job = [_figure(times and times[0], 2), f"{planned(cfg, run):.2f}", published(cfg, run)]
     return f"| {' | '.join(map(str, cells + job))} |"
 
 
@@ -319,11 +318,15 @@ def planned(cfg: Config, run: Run) -> float:
 
 
 def published(cfg: Config, run: Run) -> str:
-    """What published.json has of the same recipe, GPUs and number format, the first of them."""
+    """What published.json has of the same recipe, GPUs, batch and number format, the first of them."""
+
+    def kind(cfg: Config) -> tuple:
+        t = cfg.train
+        return t.seq_len, t.global_batch_size, cfg.model.num_layers, cfg.precision.dtype, cfg.precision.fp8
+
     for row in calibration.published_rows(calibration.PUBLISHED):
         same = Path(row.arguments[0]).stem == run.recipe and row.gpus == run.world
-        precision = calibration.configuration(row.arguments).precision
-        if same and (precision.dtype, precision.fp8) == (cfg.precision.dtype, cfg.precision.fp8):
+        if same and kind(calibration.configuration(row.arguments)) == kind(cfg):
             return f"{row.seconds:.2f} ({row.device})"
     return ""
 
@@ -343,7 +346,6 @@ def main(argv: list[str] | None = None) -> int:
     record.add_options(parser)
     args = parser.parse_args(argv)
     failed = run_missing(args) if args.missing else 0
-    add_job_seconds(args)
     text = markdown(record.rows(args.results))
     args.results.with_name("recipes.md").write_text(text, encoding="utf-8")
     print(text, end="")

@@ -364,11 +364,10 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
     assert recipes.main(missing) == 0 and begun() == [(0, "on")] * 2
     assert recipes.main(missing) == 0 and not begun()
     text = (tmp_path / "recipes.md").read_text()
-    job = recipes.jobs().__next__()
-    seconds = job.main.row(record.rows(results))["job_step_seconds"]
+    seconds, quiet = recipes.job_times(next(recipes.jobs()), record.rows(results))
     first = "| gpt3_175b | 128 | bf16 | 64 (pp 4 of 8) | on | 16 | 1.040 | 1.000 | 1.040 | 0.100 | 140 | 70.0 |"
-    assert f"{first} {seconds:.2f} |" in text and 64 * 12 * 0.006 < seconds < 64 * 12 * 0.012
-    assert len(record.rows(results)) == 10 + 2  # middle ranks' rows twice: with the job's time
+    assert f"{first} {seconds:.2f} |" in text and 64 * 12 * 0.006 < quiet < seconds < 64 * 12 * 0.012
+    assert len(record.rows(results)) == 10
     assert "8.91 (h100) |" in text and "5.92 (h100) |" in text and "without traffic" in text
     assert "Not yet measured" not in text and "H200 at 700 W; torch 2; 2026-11-22, commit abc" in text
 
@@ -430,10 +429,10 @@ def test_jobs_of_two_gpus_are_held_against_the_real_ones(tmp_path, monkeypatch, 
     call = ["--results", str(results), "--missing", "--two-gpus", "--workers"]
     assert recipes.main([*call, "1"]) == 1 and "needs 2 GPUs; there are 1" in capsys.readouterr().out
     assert recipes.main([*call, "2"]) == 0, capsys.readouterr().out
-    first, second, again, both = record.rows(results)
+    first, second, both = record.rows(results)
     assert (first["rank"], second["rank"], both["kind"], both["world"]) == (0, 1, "step", 2)
-    assert again == second | {name: again[name] for name in ("job_step_seconds", "job_quiet_seconds")}
-    said, quiet, took = again["job_step_seconds"], again["job_quiet_seconds"], both["step_seconds"]
+    (said, quiet), took = recipes.job_times(job, [first, second]), both["step_seconds"]
+    assert recipes.job_times(job, [first]) is None
     line = f"| toy | {took:.4f} | {said:.4f} | {100 * (said / took - 1):+.1f} % | {quiet:.4f} |"
     assert line in (tmp_path / "recipes.md").read_text()
     named = [name for name, _, _ in original()]
