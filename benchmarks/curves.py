@@ -2,7 +2,7 @@
 
 Both trainers start from the same weights and see the same batches in the same order, in bf16 and in FP8; minitron does
 so once more from another seed, since two runs of one trainer differ, too. Each run is a row of kind "curve", and what
-has no row is run, one on each GPU at a time; then the rows are compared, and `--plot FILE` draws them.
+has no row is run, `--each N` on each GPU at a time; then the rows are compared, and `--plot FILE` draws them.
 
     minitron bf16    minitron fp8    minitron bf16, next seed    megatron bf16    megatron fp8
 
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     parser.add_argument("config", nargs="+", metavar="CONFIG.yaml | section.key=value")
     parser.add_argument("--trainer", choices=("minitron", "megatron"), help="make one run in this process")
     parser.add_argument("--fp8", default="delayed", help="the FP8 recipe (default delayed)")
+    parser.add_argument("--each", type=int, default=1, help="runs that share a GPU: small ones leave room (default 1)")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these (default 3600)")
     parser.add_argument("--plot", help="draw the curves and their differences to this file")
     record.add_options(parser)
@@ -101,12 +102,12 @@ def newest(run: Run, rows: list[dict]) -> dict | None:
 
 
 def make_missing(args: argparse.Namespace, runs: list[Run]) -> None:
-    """Make the runs that have no row, one on each GPU at a time, and append a row for each that ends."""
+    """Make the runs that have no row, and append a row for each that ends."""
     missing = [run for run in runs if newest(run, record.rows(args.results)) is None]
     if not missing:
         return
     ends = time.monotonic() + args.seconds
-    with Workers() as workers:
+    with Workers(each=args.each) as workers:
         while missing or workers.children:
             while missing and workers.free and time.monotonic() < ends:
                 run = missing.pop(0)

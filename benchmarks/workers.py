@@ -61,12 +61,12 @@ class Child:
 
 
 class Workers:
-    """As many measurements at a time as there are GPUs; one without GPUs."""
+    """As many measurements at a time as there are GPUs; one without GPUs. each: how many share a GPU."""
 
-    def __init__(self, count: int | None = None):
+    def __init__(self, count: int | None = None, each: int = 1):
         found = torch.cuda.device_count()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(found)))).split(",")[:found]
-        self.free: list[str | None] = [*(visible or [None] * (count or 1))][:count]
+        self.free: list[str | None] = [*(visible or [None] * (count or 1))][:count] * each
         self.count = len(self.free)
         self.children: list[Child] = []
         self._folder = tempfile.TemporaryDirectory()
