@@ -106,6 +106,7 @@ def make_missing(args: argparse.Namespace, runs: list[Run]) -> None:
     missing = [run for run in runs if newest(run, record.rows(args.results)) is None]
     if not missing:
         return
+    missing.sort(key=lambda run: run.trainer)  # Megatron-core's first, which take longest
     ends = time.monotonic() + args.seconds
     with Workers(each=args.each) as workers:
         while missing or workers.children:
