@@ -471,34 +471,33 @@ Written by `python benchmarks/calibration.py`; no figure in a table is typed in.
   fast. Then the published jobs' own files were read for such keys. The rows of dgxc-benchmarking v25.02 of GPT-3 and
   70B, but for two of 128 GPUs, were added after all this, and changed nothing. Then 45 configurations more were found
   and planned at once, to see: they were 8.4 % off on average, and 3.3 % without the eleven whose software had flash
-  attention 2 (NeMo 24.01 and 24.03, up to -39 % at a million positions). That bought its rate, from a figure of others;
-  the gradients' format in Transformer Engine's ring, from its source; and the keys of 70B's LoRA, from its file. And it
+  attention 2 (NeMo 24.01 and 24.03, up to -39 % at a million positions). That bought its rate, at first from a figure
+  of others, then measured, and with it what dropout of attention costs, which the files of all GPT-3 rows set; the
+  gradients' format in Transformer Engine's ring, from its source; and the keys of 70B's LoRA, from its file. And it
   showed that messages of interleaved stages did not hide, in minitron's schedule as in the plan of Megatron's: now they
   do in both.
 
-A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its
-and Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps.
-Fine-tuning rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not
-known. Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1 (its
-launch.sh of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for Meta's,
-whose runs were over before PyTorch had a faster one; cuDNN's in all others. Dropout of attention is left out of A3
-Mega's and GPT-3 175B's rows. Meta's stages are not published: planned are the recipe's; its software is none of these,
-and its TFLOP/s are taken to count all scores. Where a row has no measured memory, the predicted one is that of
-minitron in this layout, and above the device's room it would need `train.recompute`. Measured memory is torch's own
-peak and what GPUs of a node share.
+A plan is of a software. Own rows are planned as `minitron`, published ones and Megatron-core's as `megatron`: its and
+Transformer Engine's kernels, steps that the host launches, user buffers where tensor parallelism overlaps. Fine-tuning
+rows are the recipes' random documents of at most 512 tokens, packed: what the published runs held is not known.
+Attention is that of the kernel that a job's files name: flash attention 2 in dgxc-benchmarking v24.11.1 (its launch.sh
+of GPT-3), in NeMo's launcher before 24.09 but for GPT-3 175B in FP8 (its config.yaml), and taken for Meta's, whose runs
+were over before PyTorch had a faster one; cuDNN's in all others. Meta's stages are not published: planned are the
+recipe's; its software is none of these, and its TFLOP/s are taken to count all scores. Where a row has no measured
+memory, the predicted one is that of minitron in this layout, and above the device's room it would need
+`train.recompute`. Measured memory is torch's own peak and what GPUs of a node share.
 
-What is known of errors above 7 %. A3 Mega: the missing dropout of attention would take more of the step than planned,
-and what TCPXO reaches is assumed. GPT-3 175B FP8 of v24.11.1 from 512 GPUs on: the same document has 2,048 GPUs faster
-than fewer, and its next version has all of them faster. NeMo 24.01: an early release for H100; a month later the same
-model in FP8 took a tenth less. JUWELS Booster, 13B: no constant of its GPUs is measured. LoRA of 8B to 13B is planned
-too slow, in FP8 most, of 70B too fast, by a fifth on 32 GPUs, where it took a seventh longer than on 16: scripts ask
-the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's two tables of NeMo 24.07, without and
-with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same document trains as many tokens a second
-with four times the microbatches a step. Long sequences: rings of four and more are planned 6 to 9 % too slow.
-Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not counted are that its host waits
-for the norm of the gradients before it launches the update, and that the head's weight gradient, without apex, is
-added to the sum by a kernel of its own. Releases of one job differ by up to 7 %: no plan of a configuration can meet
-all of them.
+What is known of errors above 7 %. A3 Mega: what TCPXO reaches is assumed. GPT-3 175B FP8 of v24.11.1 from 512 GPUs on:
+the same document has 2,048 GPUs faster than fewer, and its next version has all of them faster. NeMo 24.01: an early
+release for H100; a month later the same model in FP8 took a tenth less. JUWELS Booster, 13B: no constant of its GPUs is
+measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, by a fifth on 32 GPUs, where it took a
+seventh longer than on 16: scripts ask the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's
+two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same
+document trains as many tokens a second with four times the microbatches a step. Long sequences: rings of four and more
+are planned 6 to 9 % too slow. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not
+counted are that its host waits for the norm of the gradients before it launches the update, and that the head's weight
+gradient, without apex, is added to the sum by a kernel of its own. Releases of one job differ by up to 7 %: no plan of
+a configuration can meet all of them.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
 slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and

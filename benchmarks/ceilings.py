@@ -5,8 +5,9 @@
 
 No step of a trainer is faster than the sum of its parts here. `--json` prints objects instead of a table, `--results
 FILE` also appends them as records. Attention counts the pairs that a causal mask leaves, forward and backward (two
-products and five), and at GPT-3 175B's shape once more with dropout; copies count bytes read and bytes written;
-collectives the bus: (ranks - 1) / ranks of the gathered bytes per second.
+products and five), and at GPT-3 175B's shape once more with dropout; then as other trainers call it, torch's kernels
+with and without dropout, forward alone and both. Copies count bytes read and bytes written; collectives the bus:
+(ranks - 1) / ranks of the gathered bytes per second.
 
 A product of all GPUs at once tells how far their speeds lie apart: a step waits for the slowest.
 
@@ -19,6 +20,7 @@ fewer than 8 GPUs ran.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -33,6 +35,8 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import measure, record
 from benchmarks.floor import AttentionCall, Product, seconds
@@ -57,6 +61,9 @@ ATTENTION = {
     "32/8 heads of 128": [AttentionCall(1, 32, 8, 128, s, s, True) for s in (2048, 4096, 8192, 16384)],
     "24/24 heads of 128": [AttentionCall(1, 24, 24, 128, 2048, 2048, True, dropout) for dropout in (0.0, 0.1)],
 }
+FLASH = "flash attention 2"
+THEIRS = {"cuDNN's attention": SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
+THEIR_TOKENS, THEIR_HEADS, THEIR_LENGTHS = 16384, (32, 128), (2048, 4096, 8192, 16384)
 SPREAD_SHAPE, SPREAD_REPEATS = (8192, 8192, 8192), 400  # of a product: half a second, until power is the limit
 FEWEST_GPUS = 8  # whose speeds tell how far those of their kind lie apart
 COPY_BYTES, NCCL_BYTES = 2**30, (2**26, 2**29)  # NCCL: of the gathered tensor
@@ -84,6 +91,27 @@ def attention_rows(calls: list[AttentionCall], name: str, device: torch.device) 
             what = f"dropout {call.dropout} {what}"
         took = seconds(call.prepare(backend, torch.bfloat16, device), device)
         yield what, f"s {call.queries}", call.operations / took / 1e12, "TFLOP/s"
+
+
+def their_attention_rows(
+    name: str, lengths: tuple[int, ...], tokens: int, heads: tuple[int, int], device: torch.device
+) -> Iterator[Row]:
+    """torch's own kernel of this name, causal, of sequences that are `tokens` together. heads: (how many, size)."""
+    for dropout, length in itertools.product((0.0, 0.1), lengths):
+        shape = (tokens // length, heads[0], length, heads[1])
+        q, k, v, dout = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(4))
+
+        def forward(q=q, k=k, v=v, dropout=dropout) -> torch.Tensor:
+            with sdpa_kernel(THEIRS[name]):
+                return scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+        def both(forward=forward, inputs=(q, k, v), dout=dout) -> object:
+            return torch.autograd.grad(forward(), inputs, dout)
+
+        of_one = 2 * tokens * length / 2 * heads[0] * heads[1]
+        for what, call, products in (("forward", forward, 2), ("both", both, 7)):
+            rate = products * of_one / seconds(call, device) / 1e12
+            yield f"{name}{', dropout 0.1' * (dropout > 0)}, {what}", f"s {length}", rate, "TFLOP/s"
 
 
 def copy_rows(num_bytes: int, device: torch.device) -> Iterator[Row]:
@@ -126,6 +154,8 @@ def main(argv: list[str] | None = None) -> None:
         rows += gemm_rows(shapes, name, device, fp8)
     for name, calls in ATTENTION.items():
         rows += attention_rows(calls, name, device)
+    for name in THEIRS:
+        rows += their_attention_rows(name, THEIR_LENGTHS, THEIR_TOKENS, THEIR_HEADS, device)
     rows += copy_rows(COPY_BYTES, device)
     if world > 1:
         dist.init_process_group("nccl", device_id=device)
@@ -202,10 +232,17 @@ def constants(rows: list[Row], like: Device) -> dict:
     _, found["unhidden"], rates = min(trials, key=lambda trial: trial[:2])
     found["gemm_tflops"] = {kind: round(rate, 1) for (kind, grad), rate in rates.items() if not grad}
     found["weight_grad"] = {kind: round(rate / rates[kind, False], 3) for (kind, grad), rate in rates.items() if grad}
-    # 1 / rate = 1 / best + (half_keys / best) / keys is a straight line in 1 / keys.
-    points = [(1 / int(size.split()[1]), 1 / figure) for what, size, figure, _ in rows if what.startswith("attention")]
-    slope, offset = statistics.linear_regression(*zip(*points))
-    return found | {"attention_tflops": round(1 / offset, 1), "half_keys": round(max(0.0, slope / offset))}
+    for names, beginning in (
+        (("attention_tflops", "half_keys"), "attention"),
+        (("flash_tflops", "flash_half_keys"), f"{FLASH}, both"),
+    ):
+        # 1 / rate = 1 / best + (half_keys / best) / keys is a straight line in 1 / keys.
+        points = [
+            (1 / int(size.split()[1]), 1 / figure) for what, size, figure, _ in rows if what.startswith(beginning)
+        ]
+        slope, offset = statistics.linear_regression(*zip(*points))
+        found |= zip(names, (round(1 / offset, 1), round(max(0.0, slope / offset))))
+    return found
 
 
 def _predicted(device: Device, kind: str, weight_grad: bool, rate: float, shape: list[int]) -> float:

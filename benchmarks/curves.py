@@ -2,7 +2,8 @@
 
 Both trainers start from the same weights and see the same batches in the same order, in bf16 and in FP8; minitron does
 so once more from another seed, since two runs of one trainer differ, too. Each run is a row of kind "curve", and what
-has no row is run, `--each N` on each GPU at a time; then the rows are compared, and `--plot FILE` draws them.
+has no row is run, `--each N` on each GPU at a time; then the rows are compared. `--page` writes curves.md, of all that
+are recorded, and its pictures.
 
     minitron bf16    minitron fp8    minitron bf16, next seed    megatron bf16    megatron fp8
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -52,6 +54,11 @@ class Run:
         return f"{self.trainer} {'bf16' if self.fp8 == 'none' else 'fp8'} seed {self.seed}"
 
     @property
+    def name(self) -> str:
+        trainer = {"megatron": "Megatron-core"}.get(self.trainer, self.trainer)
+        return f"{trainer} {'bf16' if self.fp8 == 'none' else 'FP8'}"
+
+    @property
     def identity(self) -> dict:
         return {"kind": "curve", **asdict(self), "config": list(self.config)}
 
@@ -73,7 +80,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     parser.add_argument("--fp8", default="delayed", help="the FP8 recipe (default delayed)")
     parser.add_argument("--each", type=int, default=1, help="runs that share a GPU: small ones leave room (default 1)")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these (default 3600)")
-    parser.add_argument("--plot", help="draw the curves and their differences to this file")
+    parser.add_argument("--page", action="store_true", help="write curves.md and its pictures beside the rows")
     record.add_options(parser)
     args = parser.parse_intermixed_args(argv)
     with cli.user_errors():
@@ -85,8 +92,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     make_missing(args, runs)
     found = {run: row for run in runs if (row := newest(run, record.rows(args.results)))}
     print(table(found))
-    if args.plot and found:
-        pictures.save(draw(found, cfg), Path(args.plot))
+    if args.page:
+        write_page(args.results)
     return {str(run): row for run, row in found.items()}
 
 
@@ -146,32 +153,77 @@ def parts(curve: list[float], size: int) -> list[list[float]]:
 
 
 def table(found: dict[Run, dict]) -> str:
-    """A line per run: the mean loss of the last hundredth, and its distance from minitron's own in bf16."""
-    base = next((row for run, row in found.items() if (run.trainer, run.fp8) == ("minitron", "none")), None)
-    lines = ["run                         steps  last loss   from minitron bf16: last, widest of a hundredth"]
+    """A line a run: its mean loss at the end, and how far it is from the first one's."""
+    lines = ["| run | seed | loss | from the first | of the last fifth | at most |", "|---|---|---|---|---|---|"]
+    base = next(iter(found.values()), None)
     for run, row in found.items():
-        line = f"{run!s:26s} {row['steps']:6d} {row['last']:10.4f}"
-        if base is not None and row is not base:
-            apart = [abs(a - b) for a, b in zip(row["curve"], base["curve"])]
-            line += f"   {row['last'] - base['last']:+9.4f} {max(apart):9.4f}"
-        lines.append(line)
+        apart = [a - b for a, b in zip(row["curve"], base["curve"])]
+        fifth = apart[-(len(apart) // 5 or 1) :]
+        away = (row["last"] - base["last"], sum(fifth) / len(fifth), max(apart, key=abs))
+        cells = [run.name, str(run.seed), f"{row['last']:.4f}"]
+        cells += [""] * 3 if row is base else [f"{x:+.4f}" for x in away]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def draw(found: dict[Run, dict], cfg: Config):
-    """Losses over each other above, and below their distance from minitron's in bf16."""
+def draw(found: dict[Run, dict], title: str):
+    """Losses over each other above, and below their distance from the first run's, as far as batches are the same."""
     figure, (above, below) = pictures.new(5.0, 2, sharex=True, height_ratios=(2, 1))
-    base = next(iter(found.values()))["curve"]
+    first, base = next(iter(found.items()))
     for run, row in found.items():
         steps = [row["steps"] * (i + 0.5) / len(row["curve"]) for i in range(len(row["curve"]))]
-        above.plot(steps, row["curve"], label=str(run))
-        below.plot(steps, [a - b for a, b in zip(row["curve"], base)])
-    batch = f"{cfg.train.global_batch_size * cfg.train.seq_len:,} tokens a step"
-    title = f"{cfg.model.family}, {cfg.model.num_layers} layers of {cfg.model.hidden_size}, {batch}"
-    above.set(ylabel="training loss, means of 1 % of the run", title=title)
+        above.plot(steps, row["curve"], label=run.name if run.seed == first.seed else f"{run.name}, another seed")
+        (color,) = {line.get_color() for line in above.lines[-1:]}
+        if run.seed == first.seed:
+            below.plot(steps, [a - b for a, b in zip(row["curve"], base["curve"])], color=color)
+    above.set(ylabel="training loss", title=title)
     above.legend()
-    below.set(xlabel="step", ylabel=f"minus {next(iter(found))}")
+    below.set(xlabel="step", ylabel=f"minus {first.name}'s")
+    figure.align_ylabels()
     return figure
+
+
+PAGE = """\
+# Losses beside Megatron-core's
+
+Written by `python benchmarks/curves.py ... --page`; no figure is typed in. The same weights and the same batches in the
+same order, but for the last run, which shows what another seed makes of it. Losses are means of a hundredth of the
+steps: the last one, how far it is from the first run's, that of the last fifth, and the widest of all.
+"""
+
+
+def write_page(results: Path) -> None:
+    """Write what is recorded as curves.md, with a picture of each configuration, beside the rows."""
+    text, pictured = page(record.rows(results))
+    results.with_name("curves.md").write_text(text, encoding="utf-8")
+    for name, (found, title) in pictured.items():
+        pictures.save(draw(found, title), results.with_name(name))
+
+
+def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]:
+    """Return the page, and the runs and the title of each of its pictures."""
+    lines, pictured, curves = [PAGE], {}, [row for row in rows if row["kind"] == "curve"]
+    for config in dict.fromkeys(tuple(row["config"]) for row in curves):
+        fp8 = next((row["fp8"] for row in curves if row["config"] == [*config] and row["fp8"] != "none"), "delayed")
+        cfg = cli.load([str(record.ROOT / config[0]), *config[1:]])
+        m, t = cfg.model, cfg.train
+        runs = wanted(config, t.seed, fp8)
+        found = {run: row for run in runs if (row := newest(run, rows))}
+        size = f"{m.num_layers} layers of {m.hidden_size}"
+        title = f"{'GPT' if m.family == 'gpt' else 'Llama'}, {size}, {t.global_batch_size * t.seq_len:,} tokens a step"
+        name = f"curves_{m.family}_{m.num_layers}x{m.hidden_size}.png"
+        pictured[name] = found, title
+        lines += [
+            f"## {title}",
+            "",
+            "```",
+            f"python benchmarks/curves.py {shlex.join(config)}",
+            "```",
+            "",
+            table(found),
+        ]
+        lines += ["", f"![losses]({name})", "", *dict.fromkeys(map(record.origin, found.values())), ""]
+    return "\n".join(lines), pictured
 
 
 if __name__ == "__main__":

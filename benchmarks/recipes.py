@@ -251,7 +251,7 @@ def markdown(rows: list[dict]) -> str:
     if missing:
         lines += ["", f"Not yet measured: {missing} of {missing + len(found)} rows."]
     lines += against_two_gpus(rows)
-    origins = dict.fromkeys(map(origin, found))
+    origins = dict.fromkeys(map(record.origin, found))
     return "\n".join([*lines, "", *origins]) + "\n"
 
 
@@ -329,12 +329,6 @@ def published(cfg: Config, run: Run) -> str:
         if same and kind(calibration.configuration(row.arguments)) == kind(cfg):
             return f"{row.seconds:.2f} ({row.device})"
     return ""
-
-
-def origin(row: dict) -> str:
-    power = f" at {row['power_limit_watts']:g} W" if row["power_limit_watts"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
-    return f"{row['gpu'] or 'CPU'}{power}; {versions}; {row['time'][:10]}, commit {(row['commit'] or 'unknown')[:10]}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -101,3 +101,10 @@ def _output(*command: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def origin(row: dict) -> str:
+    """Say in one line where a row comes from: GPU, versions, day, commit."""
+    power = f" at {row['power_limit_watts']:g} W" if row["power_limit_watts"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    return f"{row['gpu'] or 'CPU'}{power}; {versions}; {row['time'][:10]}, commit {(row['commit'] or 'unknown')[:10]}"

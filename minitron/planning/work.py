@@ -57,6 +57,9 @@ Parts = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_ex
 # Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
 # at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
 FUSED_ATTENTION = 2.45
+# The same of what others have, (forward, backward), by whether it is flash attention 2: cuDNN's forward is so fast that
+# drawing the mask takes as long. Measured with 16,384 tokens of heads of 128 on an H200, 2,048 to 8,192 a sequence.
+DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
 # Kernels and copies of a block, forward and backward, as counted on single ranks (results/recipes.md: 94 for tp 2,
 # 138 and 153 for tp 4 in bf16 and FP8, 207 for tp 8 with cp 2; 111 by NCCL), and the shares of both in the host's time.
 NODES, NODES_PER_DOUBLING, NODES_OF_MESSAGES, NODES_OF_FP8, NODES_OF_RING, NODES_OF_ADAPTER = 50, 44, 60, 14, 25, 8
@@ -252,14 +255,15 @@ class Work:
         ring = p.cp > 1 and p.cp_style != "ulysses"
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
-        # Its rate is that of one sequence a call. Packed documents took torch's kernel 28.8 ms of an SFT step: it would
-        # be 14.8 at this rate, and 26.6 at cuDNN's.
-        flash = m.attention in ("flash", "flash-attn") and not self.cfg.data.separate_documents
+        packed = self.fused and self.cfg.data.separate_documents  # which kernels/attention.py gives to flash
+        flash = m.attention in ("flash", "flash-attn") or packed and m.attention == "auto"
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":
             attend, back = self._unfused(share)
         elif m.attention == "fused" or m.attention_dropout and self.fused:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
+        elif m.attention_dropout:
+            attend, back = (x * factor for x, factor in zip((attend, back), DROPPED[flash]))
         forward["attention"] += attend
         backward["attention"] += back
         if p.cp == 1:

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -786,11 +787,13 @@ def test_peers_really_run(peer, world, argv):
 # ---- the machine and the host ---------------------------------------------------------------------------------------
 
 
+@mock.patch.dict(ceilings.THEIRS, toy=SDPBackend.MATH)
 def local_ceilings():
     calls = [floor.AttentionCall(1, 2, 2, 16, 32, 32, True, dropout) for dropout in (0.0, 0.1)]
     return [
         *ceilings.gemm_rows([(32, 48, 16)], "toy", CPU, (False, True)),
         *ceilings.attention_rows(calls, "toy", CPU),
+        *ceilings.their_attention_rows("toy", (16, 32), 64, (2, 16), CPU),
         *ceilings.copy_rows(2**16, CPU),
     ]
 
@@ -802,7 +805,7 @@ def collective_ceilings():
 
 def test_ceilings_are_rates(ranks, tmp_path, capsys):
     rows = [*local_ceilings(), *ranks(2, collective_ceilings)[0]]
-    assert len(rows) == 2 * 3 + 2 + 1 + 2 + 1 and all(figure > 0 for _, _, figure, _ in rows)
+    assert len(rows) == 2 * 3 + 2 + 8 + 1 + 2 + 1 and all(figure > 0 for _, _, figure, _ in rows)
     ceilings.show(rows, Namespace(json=True, results=tmp_path / "results.jsonl", commit=None))
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     written = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]

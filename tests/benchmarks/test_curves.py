@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import curves, text
+from benchmarks import curves, record, text
 from benchmarks.peers.same_weights import copy_weights
 from minitron.checkpoint import hf
 from minitron.config.schema import ModelConfig
@@ -63,8 +63,8 @@ def test_weights_are_copied_into_rows_group_by_group(model):
 
 def test_what_is_missing_is_run_and_compared(tmp_path, capsys):
     """Megatron-core needs GPUs: its runs are said to be missing, and the others are made once."""
-    path, picture = tmp_path / "rows.jsonl", tmp_path / "curves.png"
-    found = curves.main([*TINY, "--results", str(path), "--plot", str(picture), "--each", "2"])
+    path = tmp_path / "rows.jsonl"
+    found = curves.main([*TINY, "--results", str(path), "--page", "--each", "2"])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows.sort(key=lambda row: (row["seed"], row["fp8"] != "none"))
     assert [row["seed"] for row in rows] == [7, 7, 8] and [row["fp8"] for row in rows] == ["none", "delayed", "none"]
@@ -73,10 +73,20 @@ def test_what_is_missing_is_run_and_compared(tmp_path, capsys):
     assert abs(first[0] - fp8[0]) < 2e-2 and first != fp8 and abs(first[0] - other[0]) > 1e-4
     said = capsys.readouterr().out
     assert list(found) == ["minitron bf16 seed 7", "minitron fp8 seed 7", "minitron bf16 seed 8"]
-    assert f"{fp8[-1] - first[-1]:+9.4f}" in said and "megatron bf16 seed 7: " in said and picture.stat().st_size
+    line = f"| minitron FP8 | 7 | {fp8[-1]:.4f} | {fp8[-1] - first[-1]:+.4f} | {fp8[-1] - first[-1]:+.4f} |"
+    assert line in said and "megatron bf16 seed 7: " in said
+    text = (tmp_path / "curves.md").read_text()
+    assert line in text and "![losses](curves_llama_2x32.png)" in text and "data.source=mock" in text
+    assert (tmp_path / "curves_llama_2x32.png").stat().st_size
     before = path.read_text()
     curves.main([*TINY, "--results", str(path), "--seconds", "0"])
     assert path.read_text() == before
+
+
+def test_the_page_is_what_the_records_say():
+    text, pictured = curves.page(record.rows(record.RESULTS))
+    assert record.RESULTS.with_name("curves.md").read_text(encoding="utf-8") == text
+    assert pictured and all(record.RESULTS.with_name(name).exists() for name in pictured)
 
 
 def test_a_part_of_a_corpus_holds_all_kinds_once(tmp_path, capsys):

@@ -459,7 +459,7 @@ def of_configurations(device):
 
 
 # What is missed, and why, is in calibration.md: these hold what is reached.
-@pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.125), ("a100", 0.06, 0.11)])
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.042, 0.125), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)
     assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
@@ -600,6 +600,8 @@ def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path)
         for rate in [rates[kind] * (grads[kind] if grad == "weight_grad" else 1)]
     ]
     rows += [("attention (cudnn), x", f"s {s}", best * s / (s + half), "TFLOP/s") for s in (2048, 4096, 16384)]
+    rows += [("flash attention 2, both", f"s {s}", 300 * s / (s + 800), "TFLOP/s") for s in (2048, 4096, 16384)]
+    rows += [("flash attention 2, forward", "s 2048", 999.0, "TFLOP/s")]
     rows += [("copy", "1024 MiB", copy, "TB/s"), ("all-gather, 4 ranks", "64 MiB", 111.0, "GB/s")]
     path = tmp_path / "here.json"
     gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, multi_processor_count=132)
@@ -614,5 +616,6 @@ def test_ceilings_write_a_device_whose_formulas_give_what_was_measured(tmp_path)
     assert (here.copy_tb_s, here.unhidden, here.memory_gib, here.fabric) == (copy, unhidden, 140.0, "here")
     assert here.gemm_tflops == pytest.approx(rates, rel=1e-3) and here.weight_grad == pytest.approx(grads, rel=1e-3)
     assert (here.attention_tflops, here.half_keys) == pytest.approx((best, half), rel=1e-3)
+    assert (here.flash_tflops, here.flash_half_keys) == pytest.approx((300, 800), rel=1e-3)
     assert (here.in_step, fabrics["here"].nvlink_gb_s) == (like.in_step, 111.0)
     assert set(devices) == {*MACHINES[0], "here"}

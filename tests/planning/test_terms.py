@@ -38,11 +38,26 @@ def test_attention_by_keys_and_head_dims():
 
 @pytest.mark.parametrize("kernel, seconds", [("auto", 1), ("cudnn", 1), ("flash", 3), ("flash-attn", 3)])
 def test_attention_is_that_of_the_kernel_named(kernel, seconds):
-    """Flash attention 2 at half the rate, of which 2,048 keys reach two thirds; packed documents take cuDNN's time."""
+    """Flash attention 2 at half the rate, of which 2,048 keys reach two thirds."""
     machine, keys = with_device(flash_tflops=0.5, flash_half_keys=1024), [f"model.attention={kernel}"]
     assert block(keys, machine)["attention"] == pytest.approx(seconds * block([])["attention"])
-    packed = ["data.separate_documents=true"]
-    assert block([*keys, *packed], machine)["attention"] == pytest.approx(block(packed)["attention"])
+
+
+def test_packed_documents_are_flash_attention_s_unless_another_is_named():
+    flash, packed = {"flash_tflops": 0.5}, ["data.separate_documents=true"]
+    plain = block(packed)["attention"]
+    assert block(packed, with_device(**flash))["attention"] == pytest.approx(2 * plain)
+    assert block([*packed, "model.attention=cudnn"], with_device(**flash))["attention"] == pytest.approx(plain)
+    theirs = replace(MEGATRON, device=replace(MEGATRON.device, **flash))
+    assert block(packed, theirs)["attention"] == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("kernel, factors", [("auto", (2.1, 1.2)), ("flash", (1.15, 1.1))])
+def test_dropout_costs_others_what_was_measured(kernel, factors):
+    """A backward takes 2.5 forwards without it."""
+    keys, longer = [f"model.attention={kernel}"], (factors[0] + 2.5 * factors[1]) / 3.5
+    without, dropped = (block([*keys, f"model.attention_dropout={p}"], MEGATRON)["attention"] for p in (0, 0.1))
+    assert dropped == pytest.approx(longer * without)
 
 
 def test_products_by_rate_traffic_and_tiles():
