@@ -28,6 +28,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
+from benchmarks import record
 from benchmarks.cases import CASES
 from minitron.config import cli, flops
 from minitron.config.schema import Config
@@ -79,31 +80,30 @@ Machines = tuple[dict[str, Device], dict[str, Fabric]]
 def own_rows(path: Path) -> list[Row]:
     """Of each case and precision the newest record; those of a CPU or of a case that is no more are left out."""
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        record = json.loads(line)
-        case = CASES.get(re.sub("-(bf16|fp8)$", "", record.get("case", "")))
-        if record["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", record["gpu"] or "")):
-            found[record["case"]] = Row(
-                record["case"],
+    for one in record.rows(path):
+        case = CASES.get(re.sub("-(bf16|fp8)$", "", one.get("case", "")))
+        if one["kind"] == "compare" and case and (gpu := re.search(r"[HAB]\d00", one["gpu"] or "")):
+            found[one["case"]] = Row(
+                one["case"],
                 case.gpus,
-                tuple(case.arguments(record["fp8"])),
+                tuple(case.arguments(one["fp8"])),
                 gpu[0].lower(),
-                record["ours"]["step_seconds"],
-                record["ours_gib"],
-                record["ours"].get("floor_gemm_seconds"),
+                one["ours"]["step_seconds"],
+                one["ours_gib"],
+                one["ours"].get("floor_gemm_seconds"),
                 fitted="device" if case.gpus == 1 else "fabric",
-                floor_share=record["ours"].get("floor_share"),
+                floor_share=one["ours"].get("floor_share"),
                 software="minitron",
             )
-            if found[record["case"]].host_bound:
-                found[record["case"]] = replace(found[record["case"]], fitted="")
-            if record["peer"] == "megatron":  # which ran without user buffers
-                found["Megatron", record["case"]] = replace(
-                    found[record["case"]],
-                    name=f"Megatron-core, {record['case']}",
-                    arguments=(*case.arguments(record["fp8"]), "parallel.overlap_tp=false"),
-                    seconds=record["peer_figures"]["step_seconds"],
-                    gib=record["peer_gib"],
+            if found[one["case"]].host_bound:
+                found[one["case"]] = replace(found[one["case"]], fitted="")
+            if one["peer"] == "megatron":  # which ran without user buffers
+                found["Megatron", one["case"]] = replace(
+                    found[one["case"]],
+                    name=f"Megatron-core, {one['case']}",
+                    arguments=(*case.arguments(one["fp8"]), "parallel.overlap_tp=false"),
+                    seconds=one["peer_figures"]["step_seconds"],
+                    gib=one["peer_gib"],
                     products=None,
                     floor_share=None,
                     fitted="",
@@ -197,13 +197,12 @@ def rank_seconds(record: dict, machines: Machines) -> float:
     return record["microbatches"] * of_one + step.update_seconds(rank)
 
 
-def single_ranks(path: Path) -> list[dict]:
+def single_ranks(records: list[dict]) -> list[dict]:
     """The newest record of every rank that was measured alone on an H200."""
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        record = json.loads(line)
-        if record["kind"] == "one_rank" and "H200" in (record["gpu"] or ""):
-            found[tuple(str(record[key]) for key in ("recipe", "keys", "world", "rank", "replayed"))] = record
+    for one in records:
+        if one["kind"] == "one_rank" and "H200" in (one["gpu"] or ""):
+            found[tuple(str(one[key]) for key in ("recipe", "keys", "world", "rank", "replayed"))] = one
     return list(found.values())
 
 
@@ -267,7 +266,7 @@ def store(machines: Machines, path: Path) -> None:
 Predicted = list[tuple[Row, Plan]]
 
 
-def markdown(rows: list[Row], ranks: list[dict], machines: Machines) -> str:
+def markdown(rows: list[Row], records: list[dict], machines: Machines) -> str:
     """The method, then a line a row: held out first; then errors by group, and what each constant weighs."""
     lines = ["# Predicted against measured", "", _method(machines)]
     planned = [(row, predict(row, machines)) for row in rows]
@@ -293,7 +292,8 @@ def markdown(rows: list[Row], ranks: list[dict], machines: Machines) -> str:
             mine = [(row, job) for row, job in chosen if row.kind == kind]
             lines += summary(f"{kind}, step times", [_off(pair) for pair in mine if not pair[0].host_bound])
             lines += summary(f"{kind}, memory", [job.memory_gib / row.gib - 1 for row, job in mine if row.gib])
-    lines += by_group(planned) + one_rank_table(ranks, machines) + products_alone(rows, machines)
+    lines += by_group(planned) + validated(records) + one_rank_table(single_ranks(records), machines)
+    lines += products_alone(rows, machines)
     return "\n".join(lines + sensitivity(rows, machines) + sources(rows)) + "\n"
 
 
@@ -348,6 +348,26 @@ def of_configuration(row: Row) -> tuple[str, ...]:
     """What rows of one configuration have in common: the device and all keys but the batch, which grows with GPUs."""
     kept = (argument for argument in row.arguments if not argument.startswith("train.global_batch_size="))
     return (row.device, *sorted(dict.fromkeys(kept)))
+
+
+def validated(records: list[dict]) -> list[str]:
+    """What validate.sh found, the planner's figures as they were then."""
+    found = [one for one in records if one["kind"] == "validate" and one["gpu"]]
+    lines = [
+        "",
+        "## By `benchmarks/validate.sh`",
+        "",
+        "Each job was planned before it ran, with the constants of its time.",
+    ]
+    lines += ["", "| job | device | GPUs | predicted s | measured s | error | predicted GiB | measured GiB | error |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for one in found:
+        cells = [one["case"], one["device"], str(one["gpus"])]
+        for unit, digits in (("seconds", 3), ("gib", 1)):
+            predicted, measured = (one[f"{which}_{unit}"] for which in ("predicted", "measured"))
+            cells += [f"{predicted:.{digits}f}", f"{measured:.{digits}f}", _error(predicted, measured)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines if found else []
 
 
 def one_rank_table(ranks: list[dict], machines: Machines) -> list[str]:
@@ -521,7 +541,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.fit:
             machines = fit(rows, machines)
             store(machines, DEVICES)
-        text = markdown(rows, single_ranks(args.results), machines)
+        text = markdown(rows, record.rows(args.results), machines)
         args.results.with_name("calibration.md").write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

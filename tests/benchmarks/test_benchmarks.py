@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from benchmarks import (
     ceilings,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import calibration, ceilings
+from benchmarks import calibration, ceilings, record
 from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
 from minitron.config import cli, flops
@@ -483,7 +483,7 @@ def test_own_runs_are_met_within_4_percent_and_their_memory_within_1():
 
 def test_recorded_single_ranks_are_met_within_20_percent():
     """Eager ones wait for their host, and one launches twice as fast as another."""
-    ranks = [one for one in calibration.single_ranks(calibration.RESULTS) if one["replayed"]]
+    ranks = [one for one in calibration.single_ranks(record.rows(calibration.RESULTS)) if one["replayed"]]
     errors = [calibration.rank_seconds(one, MACHINES) / one["step_seconds"] - 1 for one in ranks]
     assert ranks and max(map(abs, errors)) < 0.20 and abs(sum(errors) / len(errors)) < 0.04
 
@@ -528,8 +528,11 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
     mean = f"largest error {100 * sum(errors) / len(errors):+.1f} %"
     assert f"H100, configurations: {mean}" in fitted and ", 1 rows." in fitted
     assert f"| tp: tp 1 | {len(few)} |" in fitted and f"| task: fine-tuning | {len(few)} |" in fitted
-    one = next(iter(calibration.single_ranks(path)))
+    one = next(iter(calibration.single_ranks(record.rows(path))))
     predicted = calibration.rank_seconds(one, MACHINES)
+    sent = next(one for one in record.rows(path) if one["kind"] == "validate")
+    line = f"| {sent['case']} | H200 | 1 | {sent['predicted_seconds']:.3f} | {sent['measured_seconds']:.3f} |"
+    assert line in fitted.split("## By `benchmarks/validate.sh`")[1]
     assert f"| {predicted:.3f} | {one['step_seconds']:.3f} |" in fitted.split("## One rank alone")[1]
     for name in ("in_step*", "copy_felt*", "piece_felt*", "spread", "felt", "launch_seconds"):
         assert f"| {name} |" in fitted.split("## What each constant weighs")[1]
