@@ -520,10 +520,9 @@ gradient, without apex, is added to the sum by a kernel of its own. Releases of 
 a configuration can meet all of them.
 
 Left out of the model of time: other jobs on the same switches, data, checkpoints, evaluation, and that power limits
-slow some kernels more than others; of packed documents, that their kernel is another one. A run whose products and
-attention fill less than two thirds of its step is bound by the host: hosts differ by half, so it does not count among
-the errors of step times. Left out of that of memory: padding and fragments, NCCL's buffers and the CUDA context (the
-room leaves space for these), and the start of a run."""
+slow some kernels more than others. A run whose products and attention fill less than two thirds of its step is bound by
+the host: hosts differ by half, so it does not count among the errors of step times. Left out of that of memory: padding
+and fragments, NCCL's buffers and the CUDA context (the room leaves space for these), and the start of a run."""
 
 
 def _method(machines: Machines) -> str:

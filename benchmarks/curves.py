@@ -56,7 +56,7 @@ class Run:
     @property
     def name(self) -> str:
         trainer = {"megatron": "Megatron-core"}.get(self.trainer, self.trainer)
-        return f"{trainer} {'bf16' if self.fp8 == 'none' else 'FP8'}"
+        return f"{trainer} {'bf16' if self.fp8 == 'none' else f'FP8 {self.fp8}'}"
 
     @property
     def identity(self) -> dict:
@@ -77,12 +77,16 @@ def main(argv: list[str] | None = None) -> dict | None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("config", nargs="+", metavar="CONFIG.yaml | section.key=value")
     parser.add_argument("--trainer", choices=("minitron", "megatron"), help="make one run in this process")
-    parser.add_argument("--fp8", default="delayed", help="the FP8 recipe (default delayed)")
+    recipes = "delayed", "current", "block"
+    parser.add_argument("--fp8", choices=recipes, default="delayed", help="the FP8 recipe (default delayed)")
     parser.add_argument("--each", type=int, default=1, help="runs that share a GPU: small ones leave room (default 1)")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these (default 3600)")
     parser.add_argument("--page", action="store_true", help="write curves.md and its pictures beside the rows")
     record.add_options(parser)
     args = parser.parse_intermixed_args(argv)
+    args.config.sort(key=lambda argument: "=" in argument)  # the file first: rows are known by it
+    if args.each < 1:
+        parser.error(f"--each={args.each}: at least one run has a GPU; use 1 or more")
     with cli.user_errors():
         cfg = cli.load(args.config)
         rules.check(cfg, 1, measure.choose_device()[1] if args.trainer else None)
@@ -195,6 +199,7 @@ steps: the last one, how far it is from the first run's, that of the last fifth,
 def write_page(results: Path) -> None:
     """Write what is recorded as curves.md, with a picture of each configuration, beside the rows."""
     text, pictured = page(record.rows(results))
+    results.parent.mkdir(parents=True, exist_ok=True)
     results.with_name("curves.md").write_text(text, encoding="utf-8")
     for name, (found, title) in pictured.items():
         pictures.save(draw(found, title), results.with_name(name))
@@ -204,14 +209,14 @@ def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]
     """Return the page, and the runs and the title of each of its pictures."""
     lines, pictured, curves = [PAGE], {}, [row for row in rows if row["kind"] == "curve"]
     for config in dict.fromkeys(tuple(row["config"]) for row in curves):
-        fp8 = next((row["fp8"] for row in curves if row["config"] == [*config] and row["fp8"] != "none"), "delayed")
+        recipes = {row["fp8"]: None for row in curves if row["config"] == [*config] and row["fp8"] != "none"}
         cfg = cli.load([str(record.ROOT / config[0]), *config[1:]])
         m, t = cfg.model, cfg.train
-        runs = wanted(config, t.seed, fp8)
+        runs = dict.fromkeys(run for fp8 in recipes or ["delayed"] for run in wanted(config, t.seed, fp8))
         found = {run: row for run in runs if (row := newest(run, rows))}
         size = f"{m.num_layers} layers of {m.hidden_size}"
         title = f"{'GPT' if m.family == 'gpt' else 'Llama'}, {size}, {t.global_batch_size * t.seq_len:,} tokens a step"
-        name = f"curves_{m.family}_{m.num_layers}x{m.hidden_size}.png"
+        name = f"curves_{Path(config[0]).stem}_{m.num_layers}x{m.hidden_size}.png"
         pictured[name] = found, title
         lines += [
             f"## {title}",

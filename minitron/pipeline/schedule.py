@@ -34,17 +34,18 @@ The bubble is (pp - 1) (f + b - w) seconds in the place of (pp - 1) (f + b + w),
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
 
-Why messages take ticks: on a clock on which they take none, every Exchange stands just before what it brings is used,
-and nothing hides it. With the ticks of a forward, other work of the receiver stands between. At pp = 8, vp = 12 and 64
-microbatches, messages of a tenth of a forward then cost 0.8 % of the step in simulation (simulate.py), and 3.7 %
-without. NCCL runs a rank's Exchanges in order, so one that stands too early holds up the next: that costs nothing where
-all groups have pp microbatches; with 20 at pp = 8 and vp = 2 it took 3 % longer, so there, and with one chunk a rank,
-whose backwards follow each other too closely, messages take one tick.
+Why messages of interleaved ranks take a tick: on a clock on which they take none, every Exchange stands just before
+what it brings is used, and nothing hides it. With one, the receiver does other work in between. At pp = 8, vp = 12 and
+64 microbatches, messages of a tenth of a forward then cost 0.8 % of the step in simulation (simulate.py), and 3.7 %
+without. More ticks are not better. NCCL runs a rank's Exchanges in order, so one that stands too early holds up the
+next: with the ticks of a forward, 20 microbatches at pp = 8 and vp = 2 took 3 % longer. With one chunk a rank, or fewer
+microbatches than ranks, there is no other work: there a tick gains nothing, and one stage that is slower makes it cost
+1 to 4 %, so they take none.
 
 Why a backward takes twice the ticks of a forward, as its products do: for the same reason. With backwards as short as
 forwards, pp = 6, vp = 2 and 16 microbatches of a real 1 : 2 took 4 % longer. Nor may b be w: messages whose ticks are
-equal by chance share an Exchange, and the earlier one waits. Of 8 microbatches at pp = 4 and a real f : b : w of
-1 : 0.6 : 0.4 that took 3 % longer than with b twice w.
+equal by chance share an Exchange, and the earlier one waits. Of 28 microbatches at pp = 8 and a real f : b : w
+of 1 : 1.2 : 0.8 that took 4 % longer than with b twice w.
 
 Left out: schedules that split with vp > 1, or that hold more activations to have no bubble at all (ZB-H2); and weights
 that change in the middle of a batch (PipeDream).
@@ -164,7 +165,7 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
     and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
     - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
     - m > pp otherwise: no time lost, the bubble is still (pp - 1) / (vp * m).  The largest group, of
-      g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; g - pp + 5 received tensors can wait.
+      g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; some g - pp more received tensors wait.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
     zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B, and for r more what their
     weights' gradients read. That is about as much: pp microbatches on every rank, as rank 0 holds in 1F1B.
@@ -236,7 +237,7 @@ def _with_exchanges(
     pp: int, vp: int, m: int, operations: Sequence[Sequence[Operation]]
 ) -> tuple[tuple[Action, ...], ...]:
     """Merge each rank's operations and Exchanges by the tick at which they finish, operations first."""
-    ticks = _finish_ticks(pp, vp, operations, travel=TICKS[Forward] if vp > 1 and m % pp == 0 else 1)
+    ticks = _finish_ticks(pp, vp, operations, travel=1 if vp > 1 and m >= pp else 0)
     sends: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]  # of a rank: tick -> Transfers
     recvs: list[dict[int, tuple[Transfer, ...]]] = [{} for _ in operations]
     for rank, order in enumerate(operations):

@@ -4,9 +4,9 @@ Problem: a dry run takes 50 ms a microbatch, and most of them do what the one be
 fewer microbatches begins and ends as that of all, and repeats a period in between. Walk that one, and say for each
 action of the whole schedule which one that was walked does the same for another microbatch:
 
-    walked, 4 of 7      F B | F B | F B | F B
-    whole               F B | F B | F B | F B | F B | F B | F B       of one rank; of pp a period has pp microbatches
-                        as walked     as the last period    as walked
+    walked, 5 of 8      F F B F B | F B | F B | B B
+    whole               F F B F B | F B | F B | F B | F B | F B | B B
+                        as walked         as the last period    as walked
 
 It is no assumption: the orders are compared action by action, and two periods that were walked must have reached the
 same bytes and communicated the same. If any of this is not so, all microbatches are walked.
@@ -23,14 +23,14 @@ from minitron.pipeline.schedule import Action, Exchange, Schedule
 
 def enough(pp: int, vp: int, num_microbatches: int) -> int:
     """Return how many microbatches a walk needs to have seen two periods; all of them if that is no less."""
-    if vp > 1 and num_microbatches % pp:
-        return num_microbatches
-    return min(num_microbatches, (5 if vp == 1 else 4) * pp + num_microbatches % pp)
+    if vp == 1:
+        return min(num_microbatches, 2 * pp + 6)
+    return num_microbatches if num_microbatches % pp else min(num_microbatches, 4 * pp)
 
 
 def periods(few: Schedule, whole: Schedule) -> int:
-    """Count the periods that `whole` has more, of a microbatch for every rank."""
-    return (whole.num_microbatches - few.num_microbatches) // few.pp
+    """Count the periods that `whole` has more: of one microbatch, or interleaved of one for every rank."""
+    return (whole.num_microbatches - few.num_microbatches) // (few.pp if few.vp > 1 else 1)
 
 
 def unfolded(

@@ -255,7 +255,8 @@ class Work:
         ring = p.cp > 1 and p.cp_style != "ulysses"
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
-        packed = self.fused and self.cfg.data.separate_documents  # which kernels/attention.py gives to flash
+        packed = self.fused and self.cfg.data.separate_documents and not m.attention_dropout
+        # kernels/attention.py gives packed documents to flash, and dropout to a kernel of its own
         flash = m.attention in ("flash", "flash-attn") or packed and m.attention == "auto"
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":

@@ -157,7 +157,7 @@ REPEATING = [
     (2, settings(GPT3, parallel=dict(pp=2), train=dict(global_batch_size=13, recompute="full"))),
     (4, settings(LLAMA, parallel=dict(pp=2, tp=2), train=dict(global_batch_size=14, recompute="selective"))),
     (2, settings(GPT3, parallel=dict(pp=2, vp=2), train=dict(global_batch_size=12))),
-    (3, settings(LLAMA, parallel=dict(pp=3, schedule="zb-h1"), train=dict(global_batch_size=18))),
+    (3, settings(LLAMA, parallel=dict(pp=3, schedule="zb-h1"), train=dict(global_batch_size=15))),
     (4, settings(LLAMA, parallel=dict(pp=2, overlap_grads=False), train=dict(global_batch_size=28))),
 ]
 REPEATING.append(
@@ -202,7 +202,7 @@ def test_a_thousand_microbatches_cost_as_much_as_a_few():
     cfg, begun = cli.load([str(ROOT / "configs/gpt3_13b.yaml")]), []
     report = dry_run(cfg, 8, 4, begun.append)
     assert sum(type(action) is Forward for action, _ in report.timeline) == 1024
-    assert sum(type(action) is Forward for action in begun) == 5 * cfg.parallel.pp
+    assert sum(type(action) is Forward for action in begun) == 2 * cfg.parallel.pp + 6
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ def test_packed_documents_are_flash_attention_s_unless_another_is_named():
     plain = block(packed)["attention"]
     assert block(packed, with_device(**flash))["attention"] == pytest.approx(2 * plain)
     assert block([*packed, "model.attention=cudnn"], with_device(**flash))["attention"] == pytest.approx(plain)
+    dropped = [*packed, "model.attention_dropout=0.1"]
+    assert block(dropped, with_device(**flash))["attention"] == block(dropped)["attention"]
     theirs = replace(MEGATRON, device=replace(MEGATRON.device, **flash))
     assert block(packed, theirs)["attention"] == pytest.approx(plain)
 
