@@ -151,7 +151,11 @@ def claim(directory: Path) -> str:
         before = _owners(directory)
         owner = f"{before[-1][0] + 1 if before else 1}-{secrets.token_hex(4)}"
         about = f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
-        (directory / f"owner.{owner}").write_text(about)
+        try:
+            (directory / f"owner.{owner}").write_text(about)
+        except OSError:  # a full disk: an owner that never ran would stop the one that does
+            (directory / f"owner.{owner}").unlink(missing_ok=True)
+            raise
         for _, name in before:
             (directory / f"owner.{name}").unlink(missing_ok=True)
     return owner

@@ -171,6 +171,19 @@ def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
         begin(tmp_path, 2, 0, first)
 
 
+def test_a_run_that_finds_no_room_for_its_owner_file_takes_nothing_over(tmp_path, monkeypatch):
+    owner = claim(tmp_path)
+
+    def full(path, _):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        claim(tmp_path)
+    directories.check_owner(tmp_path, owner)
+
+
 def test_of_two_runs_that_start_at_the_same_instant_one_gets_the_directory(tmp_path, monkeypatch):
     both = threading.Barrier(2)
 
