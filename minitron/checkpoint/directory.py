@@ -112,9 +112,20 @@ def newest(directory: Path) -> Path | None:
     name = text.split(" ")[0]
     if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
+    with disk_errors(directory):
+        _finish(directory / name)
     if not (directory / name).is_dir():
         raise CheckpointError(f"{directory / name} is missing, and {pointer} names it")
     return directory / name
+
+
+def _finish(folder: Path) -> None:
+    """Put a checkpoint in its place whose save was killed between the two renames that replace an older one by it."""
+    for whole in folder.parent.glob(f"{folder.name}.tmp-*"):
+        # Until it is committed it holds the `latest` to be, written after all else; what it replaces no longer does.
+        if TEMPORARY.fullmatch(whole.name) and (whole / "latest").is_file() and not folder.exists():
+            with suppress(FileNotFoundError):  # all ranks try
+                os.rename(whole, folder)
 
 
 def make_writable(directory: Path) -> None:
