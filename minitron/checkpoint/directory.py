@@ -112,9 +112,20 @@ def newest(directory: Path) -> Path | None:
     name = text.split(" ")[0]
     if not STEP.fullmatch(name) or text != _pointer(name):
         raise CheckpointError(f"{pointer} is damaged: its checksum is not that of the name in it")
+    with disk_errors(directory):
+        _finish(directory / name)
     if not (directory / name).is_dir():
         raise CheckpointError(f"{directory / name} is missing, and {pointer} names it")
     return directory / name
+
+
+def _finish(folder: Path) -> None:
+    """Put a checkpoint in its place whose save was killed between the two renames that replace an older one by it."""
+    for whole in folder.parent.glob(f"{folder.name}.tmp-*"):
+        # Until it is committed it holds the `latest` to be, written after all else; what it replaces no longer does.
+        if TEMPORARY.fullmatch(whole.name) and (whole / "latest").is_file() and not folder.exists():
+            with suppress(FileNotFoundError):  # all ranks try
+                os.rename(whole, folder)
 
 
 def make_writable(directory: Path) -> None:
@@ -151,7 +162,11 @@ def claim(directory: Path) -> str:
         before = _owners(directory)
         owner = f"{before[-1][0] + 1 if before else 1}-{secrets.token_hex(4)}"
         about = f"process {os.getpid()} on {socket.gethostname()}, started {datetime.now():%Y-%m-%d %H:%M:%S}"
-        (directory / f"owner.{owner}").write_text(about)
+        try:
+            (directory / f"owner.{owner}").write_text(about)
+        except OSError:  # a full disk: an owner that never ran would stop the one that does
+            (directory / f"owner.{owner}").unlink(missing_ok=True)
+            raise
         for _, name in before:
             (directory / f"owner.{name}").unlink(missing_ok=True)
     return owner

@@ -41,7 +41,7 @@ class Agent:
         self.command, self.preload = command, preload
         self.process: subprocess.Popen | None = None
         self.group, self.wanted = 0, 0  # the ranks' process group; how many were started
-        self.pending = 0  # a signal that came before there was a group, or between two starts
+        self.pending: list[int] = []  # signals that came before there was a group, or between two starts
         self.lock = threading.RLock()
         self.ended: dict[str, int] = {}  # of this round: status by local rank, or "agent"
         self.said: dict[str, str] = {}
@@ -72,8 +72,9 @@ class Agent:
                     message = json.loads(packet)
                     if "group" in message:
                         self.group = message["group"]
-                        number, self.pending = self.pending, 0
-                        self.signal(number)
+                        pending, self.pending = self.pending, []
+                        for number in pending:
+                            self.signal(number)
                     elif "said" in message:
                         self.said[str(message["rank"])] = message["said"]
                     elif "status" in message:
@@ -88,7 +89,7 @@ class Agent:
                 with suppress(ProcessLookupError):
                     os.killpg(self.group, number)
             elif number != signal.SIGKILL:
-                self.pending = number
+                self.pending.append(number)
             elif self.running:
                 self.process.kill()
 

@@ -73,7 +73,7 @@ class Supervisor:
         }
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
         self.ending = self.beaten = 0.0
-        self.shown, self.starts = False, 0
+        self.shown, self.starts, self.interrupted = False, 0, False
 
     def run(self) -> int:
         """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
@@ -113,11 +113,18 @@ class Supervisor:
             self.hear(signal.Signals(signal.sigwait(numbers)))
 
     def hear(self, number: signal.Signals) -> None:
-        """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on."""
+        """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on.
+
+        Ctrl+C again kills the ranks: each would take the one SIGINT that it gets from here for the first one's echo.
+        """
         if number == signal.SIGTERM:
             self.beat["leaving"] = "got SIGTERM"
+        elif number == signal.SIGINT and self.interrupted:
+            self.beat["leaving"] = "got SIGINT a second time"
+            return self.agent.signal(signal.SIGKILL)
         else:
             self.beat["stopping"] = True
+            self.interrupted |= number == signal.SIGINT
         self.agent.signal(number)
 
     def watch(self) -> None:

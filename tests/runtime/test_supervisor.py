@@ -378,6 +378,32 @@ def test_a_slow_disk_does_not_keep_a_signal_from_the_ranks(tmp_path):
         assert nodes.end() == [0], nodes.said()
 
 
+# A rank that saves for ever after the first SIGINT, and takes the next one for an echo.
+BUSY = """
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGINT, lambda *_: Path("told").touch())
+Path("ready").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("before", [(), (signal.SIGUSR1,)])
+def test_ctrl_c_pressed_twice_ends_the_run_at_once(tmp_path, before):
+    """It took a third one: the agent has a session of its own, so ranks get no echo of a terminal's SIGINT."""
+    (tmp_path / "busy.py").write_text(BUSY)
+    with Nodes(tmp_path, 1, ranks=1, command=["busy.py"]) as nodes:
+        nodes.until((tmp_path / "ready").exists)
+        for number in (*before, signal.SIGINT):
+            nodes.processes[0].send_signal(number)
+        nodes.until((tmp_path / "told").exists)
+        assert nodes.processes[0].poll() is None  # the first one lets it save
+        nodes.processes[0].send_signal(signal.SIGINT)
+        assert nodes.processes[0].wait(20) == REQUEUE, nodes.said()
+    assert nodes.causes() == ["host0 got SIGINT a second time"]
+
+
 # A rank that listens after a while, as minitron's do, and for what it has heard then.
 KEPT = """
 import os, time
