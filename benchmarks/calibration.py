@@ -514,7 +514,7 @@ measured. LoRA of 8B to 13B is planned too slow, in FP8 most, of 70B too fast, b
 seventh longer than on 16: scripts ask the driver for more power to tensor cores (vboost), which no plan knows; NVIDIA's
 two tables of NeMo 24.07, without and with it, differ by 1.6 % on average, by -1.3 to 6.4. 7B's SFT in FP8: the same
 document trains as many tokens a second with four times the microbatches a step. Long sequences: rings of four and more
-are planned 6 to 9 % too slow. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not
+are planned 7 to 10 % too slow. Megatron-core, of two and four GPUs: with tp 2 it is planned too fast, in FP8 most. Not
 counted are that its host waits for the norm of the gradients before it launches the update, and that the head's weight
 gradient, without apex, is added to the sum by a kernel of its own. Releases of one job differ by up to 7 %: no plan of
 a configuration can meet all of them.
