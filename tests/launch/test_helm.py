@@ -377,15 +377,18 @@ def test_two_nodes_train(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
+    artifacts = artifacts_of(documents, tmp_path)
+    (results := artifacts / "dllogger/rank-0/dllogger.json").parent.mkdir(parents=True)
+    results.write_text("DLLL of a pod before\n")
     pods = [start_pod(documents, index, tmp_path, address) for index in (1, 0)]
     second, first = (pod.communicate(timeout=120)[0] for pod in pods)
     assert [pod.returncode for pod in pods] == [0, 0], first + second
     assert "iteration        3/       3" in second and "iteration  " not in first  # the last rank prints, on node 1
-    artifacts = artifacts_of(documents, tmp_path)
     expected = cli.load([str(ROOT / "configs/gpt3_175b.yaml"), *TINY])
     assert cli.load([str(artifacts / "hparams.yaml")]) == expected
-    steps = (artifacts / "dllogger/rank-0/dllogger.json").read_text().splitlines()[1:]
-    assert len(steps) == 3 and all(line.startswith("DLLL {") for line in steps)
+    before, _, *steps = results.read_text().splitlines()
+    assert before == "DLLL of a pod before" and len(steps) == 3 and all(line.startswith("DLLL {") for line in steps)
+    assert not (artifacts / "dllogger.json").exists()
     for rank in (0, 1):
         assert f"rank {rank}: " in (artifacts / f"rank-{rank}.log").read_text()
 

@@ -58,7 +58,8 @@ done
 
 if [ "$NODE_RANK" -eq 0 ] && [ "$status" != 143 ] && [ -f "$ARTIFACTS/dllogger.json" ]; then
     mkdir -p "$ARTIFACTS/dllogger/rank-0"
-    mv "$ARTIFACTS/dllogger.json" "$ARTIFACTS/dllogger/rank-0/dllogger.json"
+    cat "$ARTIFACTS/dllogger.json" >> "$ARTIFACTS/dllogger/rank-0/dllogger.json" # behind those of an earlier pod
+    rm "$ARTIFACTS/dllogger.json"
 fi
 echo "Node $NODE_RANK ends with status $status"
 [ "$status" = 0 ] || grep -rh '^error: ' "$logs" | tail -n 1 >&2 || true
