@@ -452,7 +452,7 @@ def of_configurations(device):
     """The mean error of each published configuration over all its scales."""
     errors = {}
     for row in calibration.published_rows(calibration.PUBLISHED):
-        if row.device.startswith(device) and calibration.depth(row) < 12_000:  # larger ones take half a minute each
+        if row.device.startswith(device) and calibration.depth(row) < 5_000:  # larger ones take seconds each
             error = calibration.predict(row, MACHINES).step_seconds / row.seconds - 1
             errors.setdefault(calibration.of_configuration(row), []).append((error, row.name))
     return {mine[0][1]: sum(error for error, _ in mine) / len(mine) for mine in errors.values()}
