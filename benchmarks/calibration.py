@@ -177,16 +177,16 @@ def alone(machine: Machine) -> Machine:
     return replace(machine, fabric=replace(machine.fabric, **links, nvlink_seconds=0.0, network_seconds=0.0))
 
 
-def rank_seconds(record: dict, machines: Machines) -> float:
+def rank_seconds(one: dict, machines: Machines) -> float:
     """Predict the step of a record of one_rank.py: its microbatches and its update, without any other rank."""
-    arguments = tuple(f"configs/{name}.yaml" for name in record["recipe"].split()) + tuple(record["keys"])
-    cfg, world = configuration(arguments), record["world"]
-    software = SOFTWARE["minitron" if record["replayed"] else "minitron-eager"]
-    device, named = machines[0]["h200"], re.search(r"--fabric (\S+)", record["command"])  # how many GPUs a node has
+    arguments = tuple(f"configs/{name}.yaml" for name in one["recipe"].split()) + tuple(one["keys"])
+    cfg, world = configuration(arguments), one["world"]
+    software = SOFTWARE["minitron" if one["replayed"] else "minitron-eager"]
+    device, named = machines[0]["h200"], re.search(r"--fabric (\S+)", one["command"])  # how many GPUs a node has
     fabric = machines[1][named[1] if named else device.fabric]
     step = Step(cfg, world, alone(Machine(device, fabric, software)))
     pp = cfg.parallel.pp
-    rank = record["rank"] * pp // world
+    rank = one["rank"] * pp // world
     of_one = sum(
         seconds
         for pair in step.parts[rank::pp]
@@ -194,7 +194,7 @@ def rank_seconds(record: dict, machines: Machines) -> float:
         for part, seconds in parts.items()
         if part not in HIDDEN or part == "cp_hidden"
     )
-    return record["microbatches"] * of_one + step.update_seconds(rank)
+    return one["microbatches"] * of_one + step.update_seconds(rank)
 
 
 def single_ranks(records: list[dict]) -> list[dict]:

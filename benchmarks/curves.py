@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> dict | None:
 
 
 def wanted(config: tuple[str, ...], seed: int, fp8: str) -> list[Run]:
-    """The runs of a comparison; the first two are compared with all others."""
+    """The runs of a comparison; all others are held against the first."""
     trainers = "minitron", "megatron"
     runs = [Run(config, trainer, precision, seed) for trainer in trainers for precision in ("none", fp8)]
     return [*runs, Run(config, "minitron", "none", seed + 1)]
@@ -176,10 +176,10 @@ def draw(found: dict[Run, dict], title: str):
     first, base = next(iter(found.items()))
     for run, row in found.items():
         steps = [row["steps"] * (i + 0.5) / len(row["curve"]) for i in range(len(row["curve"]))]
-        above.plot(steps, row["curve"], label=run.name if run.seed == first.seed else f"{run.name}, another seed")
-        (color,) = {line.get_color() for line in above.lines[-1:]}
-        if run.seed == first.seed:
-            below.plot(steps, [a - b for a, b in zip(row["curve"], base["curve"])], color=color)
+        same = run.seed == first.seed
+        (line,) = above.plot(steps, row["curve"], label=run.name if same else f"{run.name}, another seed")
+        if same:
+            below.plot(steps, [a - b for a, b in zip(row["curve"], base["curve"])], color=line.get_color())
     above.set(ylabel="training loss", title=title)
     above.legend()
     below.set(xlabel="step", ylabel=f"minus {first.name}'s")
@@ -218,15 +218,8 @@ def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]
         title = f"{'GPT' if m.family == 'gpt' else 'Llama'}, {size}, {t.global_batch_size * t.seq_len:,} tokens a step"
         name = f"curves_{Path(config[0]).stem}_{m.num_layers}x{m.hidden_size}.png"
         pictured[name] = found, title
-        lines += [
-            f"## {title}",
-            "",
-            "```",
-            f"python benchmarks/curves.py {shlex.join(config)}",
-            "```",
-            "",
-            table(found),
-        ]
+        command = f"python benchmarks/curves.py {shlex.join(config)}"
+        lines += [f"## {title}", "", "```", command, "```", "", table(found)]
         lines += ["", f"![losses]({name})", "", *dict.fromkeys(map(record.origin, found.values())), ""]
     return "\n".join(lines), pictured
 

@@ -100,6 +100,7 @@ def _begins(path: Path, text: bytes) -> bool:
 def newest(directory: Path) -> Path | None:
     """Return the checkpoint that `latest` names; without a `latest` that of the highest step; None if there is none.
 
+    One whose save was killed in the midst of replacing it is put in its place.
     Raises CheckpointError if `latest` is damaged or cannot be read, or what it names is missing.
     """
     pointer = directory / "latest"

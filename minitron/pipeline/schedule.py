@@ -10,8 +10,8 @@ The idea:
    warm-up), alternates one forward with one backward (1F1B), and ends with the backwards that are left.
 2. Interleaving (vp > 1) gives a rank vp chunks of the model, stage = chunk * pp + rank.  A microbatch goes round the
    ranks vp times in steps vp times shorter, and so shrinks the bubble: (pp - 1) / (vp * m) of the compute.
-3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward, and what is
-   made reaches another rank some ticks later.
+3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward, and
+   between ranks that have several chunks what is made arrives a tick later.
 4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
    at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action says what it
    takes, what it makes, and how many of its rank's Exchanges it waits for: whoever runs the list decides nothing.
@@ -38,9 +38,10 @@ Why messages of interleaved ranks take a tick: on a clock on which they take non
 what it brings is used, and nothing hides it. With one, the receiver does other work in between. At pp = 8, vp = 12 and
 64 microbatches, messages of a tenth of a forward then cost 0.8 % of the step in simulation (simulate.py), and 3.7 %
 without. More ticks are not better. NCCL runs a rank's Exchanges in order, so one that stands too early holds up the
-next: with the ticks of a forward, 20 microbatches at pp = 8 and vp = 2 took 3 % longer. With one chunk a rank, or fewer
-microbatches than ranks, there is no other work: there a tick gains nothing, and one stage that is slower makes it cost
-1 to 4 %, so they take none.
+next: with the ticks of a forward, 20 microbatches at pp = 8 and vp = 2 took 3 % longer. If m is no multiple of pp, even
+one tick loses where messages take a fifth of a forward or more: 2 % with 23 at pp = 12 and vp = 6. With one chunk a
+rank a tick gains some percent where all stages are equal and loses 1 to 4 % where one is slower; with fewer
+microbatches than ranks it gains nothing. There they take none.
 
 Why a backward takes twice the ticks of a forward, as its products do: for the same reason. With backwards as short as
 forwards, pp = 6, vp = 2 and 16 microbatches of a real 1 : 2 took 4 % longer. Nor may b be w: messages whose ticks are
@@ -164,8 +165,9 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
     Megatron's groups have pp microbatches, and m has to be a multiple of pp.  (A shorter last group stalls the ranks,
     and deadlocks for pp = 4, vp = 3, m = 5.)  Here m // pp groups are as equal as possible, so none has less than pp:
     - m a multiple of pp: Megatron's order.  At most 4 received tensors wait for their use.
-    - m > pp otherwise: no time lost, the bubble is still (pp - 1) / (vp * m).  The largest group, of
-      g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations; some g - pp more received tensors wait.
+    - m > pp otherwise: the bubble is still (pp - 1) / (vp * m); of 63 at pp = 16 and vp = 4 a thousandth of the step
+      more.  The largest group, of g = ceil(m / (m // pp)), costs (vp - 1) * (g - pp) more chunk activations, and some
+      g - pp more received tensors wait.
     - m < pp: one group, shorter than the way round.  Every rank idles (vp - 1) * (pp - m) more forwards and backwards.
     zb-h1 (vp = 1): rank r holds the activations of at most pp - r microbatches, as in 1F1B, and for r more what their
     weights' gradients read. That is about as much: pp microbatches on every rank, as rank 0 holds in 1F1B.

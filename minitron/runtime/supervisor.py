@@ -115,7 +115,7 @@ class Supervisor:
     def hear(self, number: signal.Signals) -> None:
         """Hand a signal on. After SIGTERM the node leaves: the ranks of all nodes save, and the others may go on.
 
-        Ctrl+C again kills the ranks: each would take the one SIGINT that it gets from here for the first one's echo.
+        Ctrl+C again kills the ranks: they would take a second SIGINT for the echo of the first (runtime/stop.py).
         """
         if number == signal.SIGTERM:
             self.beat["leaving"] = "got SIGTERM"

@@ -459,7 +459,7 @@ def of_configurations(device):
 
 
 # What is missed, and why, is in calibration.md: these hold what is reached.
-@pytest.mark.parametrize("device, mean, worst", [("h100", 0.042, 0.125), ("a100", 0.06, 0.11)])
+@pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.125), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)
     assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
