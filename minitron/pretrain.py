@@ -126,7 +126,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             if data.note:
                 log.info(data.note)
             log.info(trainer.describe())
-            reason = why_eager(cfg, device, chosen.attention.packed is not None)
+            reason = why_eager(cfg, device, chosen.attention.packs)
             if reason is not None and (
                 cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and name != "cpu"
             ):

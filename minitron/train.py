@@ -233,7 +233,7 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         mesh.activity.progress = Progress.of(mesh.device)
     if cfg.train.rerun == "on":
         trainer.rerun = Rerun(gradients)
-    packs = chosen.attention.packed is not None
+    packs = chosen.attention.packs
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, packs) is None:
         always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
         trainer.graph = StepGraph(
@@ -272,8 +272,7 @@ def train(
         trainer.graph.log, trainer.graph.steps = log, t.steps - done
     if trainer.rerun is not None:
         trainer.rerun.log = log
-    most_documents = data.most_documents() if cfg.data.separate_documents else None
-    loader = Loader(data.train, cfg, trainer.mesh, most_documents)
+    loader = Loader(data.train, cfg, trainer.mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     stragglers = Stragglers(trainer.mesh, log, t, kernels.gpu_clock(trainer.mesh.device))
     saves = Checkpointer(cfg, trainer.state, data.info, log, done, root) if cfg.checkpoint.dir is not None else None
@@ -299,7 +298,7 @@ def train(
         trainer.near_end()
         if not stop.now() and t.eval_every and step % t.eval_every == 0:
             meter.flush()
-            evaluate(trainer, Loader(data.valid, cfg, trainer.mesh, most_documents), log, stop, step)
+            evaluate(trainer, Loader(data.valid, cfg, trainer.mesh), log, stop, step)
             meter.restart()
         if stop.agreed:
             break

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitron.kernels.attention import FLASH_CPU
+from minitron.kernels.attention import FLASH_CPU, REFERENCE
 from minitron.kernels.rng import AttentionDropout
 
 
@@ -43,27 +43,14 @@ def attend_with_grads(
     return dict(out=out.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
-def _of_one_document(bounds: Tensor, length: int) -> Tensor:
-    """`allowed_pairs` of all documents in a row, of which the host knows nothing."""
-    position = torch.arange(length, dtype=torch.int32)
-    document = torch.searchsorted(bounds, position, right=True)
-    return (document[:, None] == document) & (position[:, None] >= position)
+def _flash_that_packs(way: str):
+    flash, plain = getattr(FLASH_CPU, way), getattr(REFERENCE, way)
+    return lambda *tensors, **options: (plain if "spans" in options else flash)(*tensors, **options)
 
 
-def _packed_forward(q, k, v, bounds, longest, scale):
-    q, k, v = (x.double().transpose(0, 1)[None] for x in (q, k, v))
-    return attend(q, k, v, _of_one_document(bounds, q.shape[2]))[0][0].transpose(0, 1).to(torch.float32), None
-
-
-def _packed_backward(dout, q, k, v, out, saved, bounds, longest, scale):
-    blocks = [x.transpose(0, 1)[None] for x in (dout, q, k, v)]
-    with torch.enable_grad():
-        grads = attend_with_grads(*blocks, _of_one_document(bounds, len(q)))
-    return [grads[name][0].transpose(0, 1).to(torch.float32) for name in ("dq", "dk", "dv")]
-
-
-# A backend of a CPU that takes documents as those of GPUs do.
-PACKS = dataclasses.replace(FLASH_CPU, packed=(_packed_forward, _packed_backward))
+# Backends of a CPU that take documents as that of GPUs does.
+PACKS = dataclasses.replace(FLASH_CPU, **{way: _flash_that_packs(way) for way in ("forward", "backward")}, packs=True)
+PLAIN_PACKS = dataclasses.replace(REFERENCE, packs=True)
 
 
 def random_block(
@@ -80,10 +67,8 @@ def random_block(
     return [draw(sq, n), draw(sq, n), draw(sk, g), draw(sk, g)]
 
 
-def run_backend(backend, dout, q, k, v, causal: bool, dropout=None) -> dict[str, Tensor]:
-    options = dict(causal=causal, scale=q.shape[-1] ** -0.5)
-    if dropout is not None:
-        options["dropout"] = dropout
+def run_backend(backend, dout, q, k, v, causal: bool, **more) -> dict[str, Tensor]:
+    options = dict(causal=causal, scale=q.shape[-1] ** -0.5) | more
     out, lse, saved = backend.forward(q, k, v, **options)
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, saved, **options)
     return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)

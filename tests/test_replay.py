@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from attention_twin import PACKS
+from attention_twin import PACKS, PLAIN_PACKS
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.data.loader import Loader
 from minitron.kernels import attention
@@ -41,7 +41,7 @@ def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
     torch.set_num_threads(1)
     with (
         mock.patch.multiple(graph, WARM_UP=2, MOST_NODES=most_nodes),
-        mock.patch.object(attention, "FLASH_CPU", PACKS),  # documents, as kernels of GPUs do it
+        mock.patch.multiple(attention, FLASH_CPU=PACKS, REFERENCE=PLAIN_PACKS),  # documents, as a GPU's kernel has them
     ):
         return run_steps(cfg, again)
 
@@ -105,7 +105,7 @@ def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):
 @pytest.mark.parametrize(
     "world, base, change, layout",
     [
-        (1, GPT3, DROPOUT, ""),
+        (1, GPT3, {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}, ""),
         (1, LLAMA, {"train": {"recompute": "full", "micro_batch_size": 2}}, ""),
         (2, LLAMA, {}, ""),
         (2, LLAMA, {}, "tp=2"),
@@ -157,7 +157,7 @@ def same(ranks, world, cfg, most_nodes) -> list[int]:
     "layout, packs, says",
     [
         ("", True, None),
-        ("", False, "one document after another, by boundaries on the host; model.attention=flash, in bf16"),
+        ("", False, "one document after another, by boundaries on the host; model.attention=fused does not"),
         ("cp=2 cp_style=ulysses", True, None),
         ("cp=2 cp_style=ring", True, "parallel.cp_style=ring keeps boundaries of documents on the host; parallel.cp_s"),
         ("cp=2 cp_style=allgather", True, "parallel.cp_style=allgather keeps boundaries"),

@@ -189,9 +189,19 @@ def _inputs(batch: Batch, cfg: Config) -> dict:
         return inputs
     inputs["position_ids"] = batch.positions.t().contiguous()
     if varlen(cfg):
-        longest, ends = batch.documents.longest, batch.documents.bounds[: batch.documents.count + 1]
+        ends, longest = packed_bounds(batch)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return inputs
+
+
+def packed_bounds(batch: Batch) -> tuple[torch.Tensor, int]:
+    """Where documents begin and end if samples lie in a row, int32 [documents + 1], and how long the longest is."""
+    samples, s = batch.documents.boundaries, batch.documents.spans.shape[-1]
+    bounds = torch.tensor(
+        [i * s + begin for i, sample in enumerate(samples) for begin in sample[:-1]] + [len(samples) * s]
+    )
+    on_host = bounds.int().pin_memory() if batch.tokens.is_cuda else bounds.int()
+    return on_host.to(batch.tokens.device, non_blocking=True), int(bounds.diff().max())
 
 
 def make_step(cfg: Config, world: int, device: torch.device) -> Callable[[int], None]:

@@ -41,26 +41,25 @@ class Batch:
     def for_any(self) -> Batch:
         """Copy to other memory of the device, into which the `packed` of any batch of the run can be copied."""
         assert self.packed is not None
-        batch = self._with(self.packed.clone())
-        return batch if batch.documents is None else replace(batch, documents=batch.documents.any())
+        return self._with(self.packed.clone())
 
     def _with(self, packed: Tensor) -> Batch:
         mine, documents = {name: getattr(self, name) for name in TENSORS}, self.documents
         if documents is not None:
-            mine["bounds"] = documents.bounds
+            mine["spans"] = documents.spans
         views = _views(packed, mine)
         if documents is not None:
-            documents = replace(documents, bounds=views.pop("bounds"))
+            documents = replace(documents, spans=views.pop("spans"))
         return replace(self, packed=packed, documents=documents, **views)
 
 
-TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")  # and then the documents' bounds
+TENSORS = ("tokens", "labels", "mask", "positions", "order", "samples", "step")  # and then the documents' spans
 
 
 def pack(arrays: dict[str, np.ndarray], pinned: bool) -> dict[str, Tensor]:
     """Copy arrays into one buffer; return it as "packed", and each tensor, a view of it, by its name.
 
-    arrays: those of TENSORS, in this order, and "bounds" if documents are kept apart.
+    arrays: those of TENSORS, in this order, and "spans" if documents are kept apart.
     """
     sources = {name: torch.from_numpy(np.ascontiguousarray(x)).view(x.shape) for name, x in arrays.items()}
     packed = torch.empty(sum(-(-x.nbytes // 8) for x in sources.values()), dtype=torch.int64, pin_memory=pinned)

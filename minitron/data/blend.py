@@ -57,10 +57,6 @@ class BlendedDataset:
     def __getitem__(self, i: int) -> Sample:
         return self.parts[self._part[i]][int(self._sample[i])]
 
-    def most_documents(self) -> int:
-        """Bound the documents of a sample."""
-        return max(part.most_documents() for part in self.parts)
-
 
 def normalize(weights: Sequence[float]) -> np.ndarray:
     """Return float64 shares that sum to one.  Raises ValueError unless every weight is finite and positive."""

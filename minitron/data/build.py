@@ -64,10 +64,6 @@ class Datasets(NamedTuple):
     info: dict
     note: str = ""
 
-    def most_documents(self) -> int:
-        """Bound the documents of a sample of either set."""
-        return max(dataset.most_documents() for dataset in (self.train, self.valid) if dataset is not None)
-
 
 def build_datasets(
     data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int

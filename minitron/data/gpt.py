@@ -109,11 +109,6 @@ class GPTDataset:
         check_ids(tokens, self.vocab_size, f"{self.indexed.prefix}.bin: sample {i}")
         return Sample(tokens, np.cumsum([len(part) for part in parts[:-1]], dtype=np.int32))
 
-    def most_documents(self) -> int:
-        """Bound the documents of a sample, empty ones included; reads where all samples begin, 8 bytes each."""
-        first, block = self._cuts[:, 0], BLOCK_DOCUMENTS
-        return 1 + max(int(np.diff(first[i : i + block + 1]).max()) for i in range(0, len(self), block))
-
 
 def check_ids(tokens: np.ndarray, vocab_size: int, where: str, key: str = "model.vocab_size") -> None:
     """Raise DataError for an id outside 0 .. vocab_size - 1: naming the place, the id and the key of vocab_size."""

@@ -27,19 +27,12 @@ from minitron.parallel.packed import as_documents
 
 
 class Loader:
-    """Microbatches of `dataset` (anything with len and [i] -> Sample) for this rank of the mesh.
+    """Microbatches of `dataset` (anything with len and [i] -> Sample) for this rank of the mesh."""
 
-    most_documents: of a sample, if they are kept apart; None: asked of the dataset. Batches of two loaders are of one
-    shape, so that both can be replayed by one graph, if this is the same.
-    """
-
-    def __init__(self, dataset, cfg: Config, mesh: Mesh, most_documents: int | None = None):
+    def __init__(self, dataset, cfg: Config, mesh: Mesh):
         self.dataset, self.mesh = dataset, mesh
         self.micro, self.total = cfg.train.micro_batch_size, cfg.train.global_batch_size
-        self.separate, self.deterministic = cfg.data.separate_documents, cfg.train.deterministic
-        if self.separate:
-            most_documents = dataset.most_documents() if most_documents is None else most_documents
-            self.room = most_documents * self.micro
+        self.separate = cfg.data.separate_documents
         self.order = local_positions(cfg.train.seq_len, mesh.cp.size, mesh.cp.rank, cfg.parallel.cp_style)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: dict[int, Future] = {}  # consumed -> the samples that follow
@@ -76,13 +69,11 @@ class Loader:
         arrays |= {"samples": np.asarray(indices), "step": np.zeros((), np.int64)}
         documents = None
         if self.separate:
-            documents = as_documents((bounds for _, _, bounds in views), self.room)
-            arrays["bounds"] = documents.bounds.numpy()
-            if self.deterministic:  # by the count of documents FlashAttention chooses in which order to add
-                documents = documents.any()
+            documents = as_documents(bounds for _, _, bounds in views)
+            arrays["spans"] = documents.spans.numpy()
         tensors = pack(arrays, pinned=self.mesh.device.type == "cuda")
         if documents is not None:
-            documents = replace(documents, bounds=tensors.pop("bounds"))
+            documents = replace(documents, spans=tensors.pop("spans"))
         return Batch(
             **tensors,
             count=float(mask.sum(dtype=np.float64)),

@@ -7,7 +7,6 @@ stream of documents; with `longest` their lengths are uniform from 1 to that, as
 Left out: anything to learn.  The loss of a uniform source stays at ln(vocab_size); use the corpus to see it fall.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,11 +47,4 @@ class MockDataset:
         if self.longest is not None:
             ends = np.cumsum(rng.integers(1, self.longest + 1, size=self.seq_len))
             begins[ends[ends <= self.seq_len] - 1] = True
-        return Sample(tokens, (np.flatnonzero(begins) + 1).astype(np.int32)[: self.most_documents() - 1])
-
-    def most_documents(self) -> int:
-        """Bound the documents of a sample: six standard deviations and more above the mean, where samples are cut."""
-        if self.document_length is None and self.longest is None:
-            return 1
-        count = self.seq_len / (self.document_length or (self.longest + 1) / 2)
-        return min(self.seq_len + 1, math.ceil(count + 6 * math.sqrt(count)) + 4)
+        return Sample(tokens, (np.flatnonzero(begins) + 1).astype(np.int32))

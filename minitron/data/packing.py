@@ -70,10 +70,6 @@ class Packing:
         self.num_sequences = len(sizes)
         self._epoch = lru_cache(2)(self._draw)
 
-    def most_documents(self) -> int:
-        """Return the documents of the sequence that has most of them."""
-        return int(np.diff(self._bounds).max())
-
     def documents(self, i: int) -> np.ndarray:
         """Return the documents of sample i of the endless order."""
         epoch, place = divmod(i, self.num_sequences)

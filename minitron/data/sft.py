@@ -119,10 +119,6 @@ class SFTDataset:
         mask = np.pad(answers, (0, hole))[1:].astype(np.float32)
         return Sample(tokens, ends[ends <= s], mask, padding=max(0, hole - 1))
 
-    def most_documents(self) -> int:
-        """Bound the documents of a sample; padding counts as one."""
-        return self.packing.most_documents() + 1
-
 
 # ---- from a line to tokens ------------------------------------------------------------------------------------------
 

@@ -21,13 +21,10 @@ without autograd, and its backward takes out and lse as they are given, from thi
     k, v          [b, g, sk, d]    n a multiple of g: query heads i n/g ... (i + 1) n/g - 1 share key head i
     lse           [b, n, sq]       natural logarithm, float32 (float64 for float64 inputs)
     dropout       which probabilities are dropped (kernels/rng.py); an option of `fused` and `reference` alone
+    spans         int32 [2, b, s], where each token's document begins and ends: under the causal mask a query sees the
+                  keys of its own document; an option of the same two
     causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
-
-A kernel may also take many documents in one call, one after another and each causal within itself (`packed`):
-
-    forward (q, k, v, bounds, longest, scale) -> out, saved      q, out [t, n, d], k, v [t, g, d]; bounds int32 [m + 1]
-    backward(dout, q, k, v, out, saved, bounds, longest, scale) -> dq, dk, dv            on the device, from 0 to t
 
 No block may have a query without keys: for one, some kernels return lse 0 and some -inf, and a merge would be wrong.
 
@@ -52,17 +49,19 @@ aten = torch.ops.aten
 FUSED_SHARED_BYTES = 160 * 2**10  # what the largest of its kernels may need of a block: sm_80, 90 and 100 have more
 Forward = tuple[Tensor, Tensor, Any]  # out, lse, saved
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
-PackedKernels = tuple[Callable[..., tuple[Tensor, Any]], Callable[..., Grads]]  # forward and backward
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A pair of kernels under the contract of this module."""
+    """A pair of kernels under the contract of this module.
+
+    packs: all documents of a microbatch go into one call, by their spans; else each has calls of its own.
+    """
 
     name: str
     forward: Callable[..., Forward]
     backward: Callable[..., Grads]
-    packed: PackedKernels | None = None
+    packs: bool = False
 
 
 def choose(
@@ -73,26 +72,26 @@ def choose(
     dropout: float = 0.0,
     *,
     documents: bool = False,
+    ring: bool = False,
 ) -> Backend:
     """Choose the backend for `model.attention`, once a run.
 
-    `auto` takes the fastest that fits: on CUDA cuDNN, then flash, and `fused` with dropout; on CPU flash; `reference`
-    where none of them fits (float32 on CUDA, dropout on CPU). With `documents` block lengths vary from batch to batch,
-    and cuDNN would compile a plan for each new one: then flash comes first.
+    `auto` takes the fastest that fits: on CUDA cuDNN, then flash, and `fused` with dropout or `documents`; on CPU
+    flash; `reference` where none of them fits (float32 on CUDA, dropout on CPU). On a `ring` of ranks documents are
+    tiles, whose lengths vary from batch to batch, and cuDNN would compile a plan for each new one: flash comes first.
     Raises ValueError if the backend asked for cannot run.
     """
     device = torch.device(device)
     if name == "auto":
         candidates = ["flash", "cudnn"] if documents else ["cudnn", "flash"]
-        if dropout > 0 and dtype != torch.float32:  # whose products no tensor core takes
-            candidates = ["fused"]
+        if (dropout > 0 or documents and not ring) and dtype != torch.float32:  # whose products no tensor core takes
+            candidates.insert(0, "fused")
         fitting = [c for c in candidates if _obstacle(c, device, dtype, head_dim, dropout) is None]
         name = fitting[0] if fitting else "reference"
     elif obstacle := _obstacle(name, device, dtype, head_dim, dropout):
         raise ValueError(f"model.attention={name} {obstacle}")
     if device.type == "meta" and name != "reference":
-        packed = (_shapes_packed_forward, _shapes_packed_backward) if name == "flash" else None
-        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward), packed)
+        return Backend(name, hidden(_shapes_forward), hidden(_shapes_backward), name == "fused")
     if name == "flash":
         return FLASH_CPU if device.type == "cpu" else FLASH_CUDA
     if name == "flash-attn":
@@ -100,7 +99,7 @@ def choose(
     if name == "fused":
         from minitron.kernels import fused_attention
 
-        return Backend(name, fused_attention.forward, fused_attention.backward)
+        return Backend(name, fused_attention.forward, fused_attention.backward, packs=True)
     return {"cudnn": CUDNN, "reference": REFERENCE}[name]
 
 
@@ -156,21 +155,31 @@ def _grouped(x: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (num_groups, -1))
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, spans: Tensor | None) -> Tensor:
     """Compute q [b, g, n/g, sq, d] times k [b, g, 1, sk, d] -> [b, g, n/g, sq, sk]; keys that are not seen at -inf."""
     scores = q @ k.transpose(-1, -2) * scale
     if causal:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        if spans is not None:
+            begins = spans[0][:, None, None, :, None]  # [b, 1, 1, sq, 1]
+            unseen = unseen | (torch.arange(k.shape[-2], device=q.device) < begins)
         scores.masked_fill_(unseen, float("-inf"))
     return scores
 
 
 def _reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: AttentionDropout | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    spans: Tensor | None = None,
 ) -> Forward:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     q32, k32, v32 = (_grouped(x, g, dtype) for x in (q, k, v))
-    scores = _scores(q32, k32, causal, scale)
+    scores = _scores(q32, k32, causal, scale, spans)
     lse = scores.logsumexp(-1)
     p = torch.exp(scores - lse.unsqueeze(-1))
     if dropout is not None:
@@ -190,10 +199,11 @@ def _reference_backward(
     causal: bool,
     scale: float,
     dropout: AttentionDropout | None = None,
+    spans: Tensor | None = None,
 ) -> Grads:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     dout32, out32, q32, k32, v32 = (_grouped(x, g, dtype) for x in (dout, out, q, k, v))
-    p = torch.exp(_scores(q32, k32, causal, scale) - _grouped(lse, g, dtype).unsqueeze(-1))
+    p = torch.exp(_scores(q32, k32, causal, scale, spans) - _grouped(lse, g, dtype).unsqueeze(-1))
     dropped, dp = p, dout32 @ v32.transpose(-1, -2)
     if dropout is not None:
         mask = _grouped(dropout.mask(q.shape[1]), g, dtype)
@@ -216,14 +226,6 @@ def _shapes_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Forward:
 def _shapes_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, **options: Any) -> Grads:
     dq, dk, dv = _reference_backward(dout, q, k, v, *saved, **options)
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
-
-
-def _shapes_packed_forward(q: Tensor, *_: Any) -> tuple[Tensor, list[Tensor]]:
-    return torch.empty_like(q), [q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)]  # lse
-
-
-def _shapes_packed_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Grads:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 # ---- torch's own kernels --------------------------------------------------------------------------------------------
@@ -258,24 +260,6 @@ def _flash_cuda_backward(
     )
 
 
-def _flash_cuda_packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Any]:
-    out, *saved, _ = aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-    )
-    return out, saved
-
-
-def _flash_cuda_packed_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, bounds: Tensor, longest: int, scale: float
-) -> Grads:
-    lse, *rng = saved
-    return aten._flash_attention_backward(
-        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale
-    )
-
-
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Forward:
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -307,9 +291,7 @@ def _cudnn_backward(
 
 REFERENCE = Backend("reference", _reference_forward, _reference_backward)
 FLASH_CPU = Backend("flash", _flash_cpu_forward, _flash_cpu_backward)
-FLASH_CUDA = Backend(
-    "flash", _flash_cuda_forward, _flash_cuda_backward, (_flash_cuda_packed_forward, _flash_cuda_packed_backward)
-)
+FLASH_CUDA = Backend("flash", _flash_cuda_forward, _flash_cuda_backward)
 CUDNN = Backend("cudnn", _cudnn_forward, _cudnn_backward)
 
 

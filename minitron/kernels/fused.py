@@ -19,8 +19,9 @@ operation, everything in registers, arithmetic in float32 whatever the format in
     adamw           4 and 3, and the bf16 parameter                                                 fused_adamw
     cast_master     1 and 1 of bytes                                                                fused_adamw
 
-This file names them all; it is imported where the device is CUDA and torch brings Triton. Attention with dropout is in
-fused_attention.py, a backend of kernels/attention.py. No sum is made by atomic additions, except the embedding's.
+This file names them all; it is imported where the device is CUDA and torch brings Triton. Attention with dropout, or
+within documents, is in fused_attention.py, a backend of kernels/attention.py. No sum is made by atomic additions,
+except the embedding's.
 """
 
 from minitron.kernels.fused_activations import drop_elements as drop_elements

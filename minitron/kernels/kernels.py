@@ -60,8 +60,9 @@ def choose(cfg: Config, device: torch.device | str) -> Kernels:
         backend = fp8.choose_backend(cfg.precision, device)
     ops = choose_ops(device)
     apex = choose_apex(cfg.train.kernels, device) or ops
-    dtype, documents = DTYPES[cfg.precision.dtype], cfg.data.separate_documents
-    attend = attention.choose(m.attention, device, dtype, m.head_dim, m.attention_dropout, documents=documents)
+    dtype, p = DTYPES[cfg.precision.dtype], cfg.parallel
+    places = dict(documents=cfg.data.separate_documents, ring=p.cp > 1 and p.cp_style != "ulysses")
+    attend = attention.choose(m.attention, device, dtype, m.head_dim, m.attention_dropout, **places)
     return Kernels(attend, ops, Gemm(apex.add_product), apex.adamw_, backend)
 
 

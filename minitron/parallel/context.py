@@ -25,16 +25,17 @@ A rank lays its two chunks one after another: that is its local order. Between i
 causal in local order too. Of the keys of a lower rank all queries see the first chunk, and none the second. The keys of
 a higher rank are seen by the second chunk of queries, and by none of the first. So each step is one dense tile, with
 half of all pairs. Documents may not attend to each other: then there is one such tile for each document. Tiles are
-made on the host, from the boundaries, and a kernel needs no mask but the causal one.
+made on the host, from the boundaries, and a kernel needs no mask but the causal one. Where a rank has the sequence
+whole, a kernel that masks documents by itself gets them all in one tile (packed.py).
 
 Each step's out and lse are merged as `minitron.kernels.attention` explains, and gradients are added, in float32. Left
-out: overlapping the all-to-all with compute, and a ring step's documents in one call, as packed.py has it on one rank.
+out: overlapping the all-to-all with compute, and a ring step's documents in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
@@ -50,7 +51,7 @@ from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
 from minitron.kernels.attention import Backend, Forward, Grads
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.packed import Boundaries, Documents, packed_attention
+from minitron.parallel.packed import Boundaries, Documents
 
 
 def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
@@ -98,8 +99,8 @@ def attention(
 
 
 def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Documents | None) -> Tensor:
-    if documents is not None and kernel.backend.packed is not None:
-        return packed_attention(q, k, v, kernel.backend, documents)
+    if documents is not None and kernel.backend.packs:
+        kernel, documents = replace(kernel, spans=documents.spans), None
     return _Ring.apply(q, k, v, Axis.single(), kernel, _boundaries(documents))
 
 
@@ -213,6 +214,7 @@ class _Kernel:
     backend: Backend
     ops: ModuleType
     dropout: AttentionDropout | None = None
+    spans: Tensor | None = None  # of all tokens, for a tile that has all
 
     def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         q, k, v = _run(q, tile, tile.queries), _run(k, tile, tile.keys), _run(v, tile, tile.keys)
@@ -230,6 +232,8 @@ class _Kernel:
         options: dict[str, Any] = dict(causal=tile.causal, scale=q.shape[-1] ** -0.5)
         if self.dropout is not None:
             options["dropout"] = self.dropout.of(tile.samples, tile.queries, tile.keys)
+        if self.spans is not None:
+            options["spans"] = self.spans
         return options
 
 

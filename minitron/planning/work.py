@@ -57,7 +57,10 @@ Parts = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_ex
 # Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py
 # at GPT-3 175B's shape. 7 products in place of 5 in the backward, and ten integer instructions a score in three passes.
 FUSED_ATTENTION = 2.45
-# The same of what others have, (forward, backward), by whether it is flash attention 2: cuDNN's forward is so fast that
+# Documents in one call of it, without dropout, run at flash attention 2's rate for so many times their lengths: on an
+# H200, 32 heads of 128, 330 us for 4,096 tokens in documents of at most 512, 2.1 ms for 8,192 in ones of some 2,000.
+PACKED_KEYS = 1.4
+# What dropout costs others, (forward, backward), by whether it is flash attention 2: cuDNN's forward is so fast that
 # drawing the mask takes as long. Measured with 16,384 tokens of heads of 128 on an H200, 2,048 to 8,192 a sequence.
 DROPPED = {False: (2.1, 1.2), True: (1.15, 1.1)}
 # Kernels and copies of a block, forward and backward, as counted on single ranks (results/recipes.md: 94 for tp 2,
@@ -255,13 +258,15 @@ class Work:
         ring = p.cp > 1 and p.cp_style != "ulysses"
         length = keys / p.cp if ring else keys  # of a kernel's call
         one_way = 2 * share * pairs * 2
-        packed = self.fused and self.cfg.data.separate_documents and not m.attention_dropout
-        # kernels/attention.py gives packed documents to flash, and dropout to a kernel of its own
-        flash = m.attention in ("flash", "flash-attn") or packed and m.attention == "auto"
+        # kernels/attention.py gives documents to a kernel of its own, on a ring to flash, and dropout to the former
+        apart = self.fused and self.cfg.data.separate_documents and not m.attention_dropout
+        packed = apart and not ring and m.attention in ("auto", "fused")
+        flash = m.attention in ("flash", "flash-attn") or packed or apart and m.attention == "auto"
+        length *= PACKED_KEYS if packed else 1
         attend, back = (self.machine.attention(x * one_way, length, m.head_dim, flash=flash) for x in (1, 2.5))
         if m.attention == "reference":
             attend, back = self._unfused(share)
-        elif m.attention == "fused" or m.attention_dropout and self.fused:
+        elif m.attention == "fused" and not packed or m.attention_dropout and self.fused:
             attend, back = (x * FUSED_ATTENTION for x in (attend, back))
         elif m.attention_dropout:
             attend, back = (x * factor for x, factor in zip((attend, back), DROPPED[flash]))

@@ -66,7 +66,7 @@ B = TypeVar("B", bound=StaticBatch)
 def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
     """Say why no step of this run can be recorded; None: it can.
 
-    packs: whether attention takes documents that are kept apart in one call, by boundaries on the device.
+    packs: whether attention takes documents that are kept apart in one call, by their spans on the device.
     """
     if device.type != "cuda":
         return "there is no GPU"
@@ -75,7 +75,7 @@ def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
         return f"{keeps}; parallel.cp_style=ulysses does not"
     if cfg.data.separate_documents and not packs:
         keeps = "this attention takes one document after another, by boundaries on the host"
-        return f"{keeps}; model.attention=flash, in bf16 and fp16 and without dropout, does not"
+        return f"{keeps}; model.attention=fused does not"
     return None
 
 

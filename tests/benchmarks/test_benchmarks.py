@@ -706,6 +706,8 @@ def test_peers_know_the_samples():
     batch = loader.step(0, 0)[0]
     loader.close()
     inputs = module._inputs(batch, cfg)
+    bounds, longest = module.packed_bounds(batch)
+    assert tuple(bounds.tolist()) == batch.documents.boundaries[0] and longest == bounds.diff().max()
     tokens, labels = inputs["input_ids"][0], inputs["labels"][0]
     starts = set(batch.documents.boundaries[0][:-1])
     assert tokens.tolist() == batch.tokens[:, 0].tolist() and len(starts) > 2

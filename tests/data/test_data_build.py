@@ -53,15 +53,6 @@ def test_one_file_is_split_and_indexed(tmp_path):
     assert build(tmp_path, valid_samples=0, split="1,0,0").valid is None
 
 
-def test_both_sets_have_at_most_so_many_documents(tmp_path):
-    """Of 20 tokens each: a sample of 25 can be of three of them."""
-    write(tmp_path / "d")
-    built = build(tmp_path, seq_len=25)
-    both = built.train, built.valid
-    assert built.most_documents() == max(1 + len(x[i].starts) for x in both for i in range(len(x))) == 3
-    assert build(tmp_path, seq_len=5, valid_samples=0).most_documents() == 2
-
-
 def test_a_blend_asks_every_part_for_its_share(tmp_path):
     paths = ["0.25", write(tmp_path / "a"), "0.75", write(tmp_path / "b", sequences=60)]
     built = build(tmp_path, paths=paths)
@@ -250,13 +241,6 @@ def test_mock_items_depend_on_seed_and_index_alone(tmp_path):
     assert all(len(MockDataset(50, 9, 3, 0)[i].starts) == 0 for i in range(3))
     with pytest.raises(IndexError, match="sample 3 of 3"):
         MockDataset(50, 9, 3, 0)[3]
-
-
-@pytest.mark.parametrize("kinds", [{}, {"document_length": 20.0}, {"longest": 4}, {"document_length": 1.0}])
-def test_mock_samples_have_no_more_documents_than_they_say(kinds):
-    data = MockDataset(50, 200, 100, 0, **kinds)
-    counts, most = [1 + len(data[i].starts) for i in range(100)], data.most_documents()
-    assert max(counts) < most < 3 * max(counts) or max(counts) == most in (1, 201)
 
 
 def test_mock_documents_of_at_most_so_many_tokens():

@@ -69,7 +69,7 @@ def test_a_samples_own_mask_is_kept_and_whole_samples_count_in_full():
     batches = Loader(Masked(90, S, TOTAL, 0), cfg, Mesh.offline()).step(0, 0)
     assert [b.count for b in batches] == [3.0 + i for i in range(TOTAL)]
     separate = config(LLAMA, {"data": {"separate_documents": True}})
-    apart = Loader(Masked(90, S, TOTAL, 0), separate, Mesh.offline(), 2).step(0, 0)
+    apart = Loader(Masked(90, S, TOTAL, 0), separate, Mesh.offline()).step(0, 0)
     assert [b.count for b in apart] == [2.0 + i for i in range(TOTAL)]
 
 

@@ -330,7 +330,7 @@ def test_positions_that_do_not_exist(args, message):
         (8, 2, (6, 3), "ulysses", None, "ulysses: 8 positions, 3 key heads, 2 ranks"),
         (7, 2, (4, 4), "ring", None, "ring: 7 positions"),
         (8, 1, (4, 4), "ring", [[0, 8]], "of 2 samples"),
-        (8, 2, (4, 4), "ring", [[0, 16], [0, 8]], "with 16 positions"),
+        (8, 2, (4, 4), "ring", [[0, 8], [0, 8]], "with 16 positions"),
         (8, 1, (4, 4), "ring", [[0, 5, 5, 8], [0, 8]], "(0, 5, 5, 8)"),
     ],
 )

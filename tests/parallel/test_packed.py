@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from attention_twin import PACKS
+from attention_twin import PACKS, allowed_pairs, attend_with_grads, random_block, random_dropout, run_backend
 from minitron.comm.mesh import Axis
-from minitron.kernels.attention import FLASH_CPU
+from minitron.kernels.attention import FLASH_CPU, REFERENCE
 from minitron.parallel.context import attention
 from minitron.parallel.packed import as_documents
 from minitron.testing import assert_close_rel
@@ -23,20 +23,24 @@ def test_packed_equals_blocks(samples):
     shape, documents = (16, len(samples)), as_documents(samples)
     tensors = [torch.randn(*shape, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     dout = torch.randn(*shape, 4, 8)
-    packed = attend(tensors, dout, PACKS, documents)
-    for twin, ours in zip(attend(tensors, dout, FLASH_CPU, documents), packed):
+    for twin, ours in zip(attend(tensors, dout, FLASH_CPU, documents), attend(tensors, dout, PACKS, documents)):
         assert_close_rel(ours, twin, 1e-5)
-    for ours, again in zip(packed, attend(tensors, dout, PACKS, as_documents(samples, 9).any())):
-        assert torch.equal(ours, again), "empty documents change nothing"
 
 
-@pytest.mark.parametrize("samples", SAMPLES)
-def test_a_kernel_is_told_of_these_documents_or_of_any(samples):
-    lengths = [end - begin for sample in samples for begin, end in zip(sample, sample[1:])]
-    few, some = as_documents(samples), as_documents([list(sample) for sample in samples], 9)
-    assert few.bounds.diff().tolist() == lengths and some.bounds.diff().tolist() == lengths + [0] * (9 - len(lengths))
-    assert (few.count, few.longest) == (some.count, some.longest) == (len(lengths), max(lengths))
-    assert (some.any().count, some.any().longest, some.boundaries) == (9, 16, samples)
-    assert some.bounds.dtype == torch.int32
-    with pytest.raises(AssertionError, match=f"{len(lengths)} documents, and room for 2"):
-        as_documents(samples, 2)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_plain_kernel_masks_documents(p):
+    samples = ((0, 5, 6, 20), (0, 1, 19, 20))
+    dout, q, k, v = random_block(20, 20)
+    allowed = torch.stack([torch.from_numpy(allowed_pairs(20, sample)) for sample in samples])[:, None]
+    dropout = random_dropout(20, 20, p) if p else None
+    expected = attend_with_grads(dout, q, k, v, allowed, None if dropout is None else dropout.mask(q.shape[1]))
+    options = {"spans": as_documents(samples).spans} | ({} if dropout is None else {"dropout": dropout})
+    for name, value in run_backend(REFERENCE, dout, q, k, v, True, **options).items():
+        assert_close_rel(value, expected[name], 1e-5, name)
+
+
+def test_every_token_knows_its_document():
+    documents = as_documents([[0, 3, 8], (0, 8)])
+    assert documents.boundaries == ((0, 3, 8), (0, 8)) and documents.spans.dtype == torch.int32
+    assert documents.spans[0].tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [0] * 8]
+    assert documents.spans[1].tolist() == [[3, 3, 3, 8, 8, 8, 8, 8], [8] * 8]

@@ -10,7 +10,7 @@ from minitron.config.sizes import BUCKET_BYTES
 from minitron.planning.machine import SOFTWARE
 from minitron.planning.memory import Memory
 from minitron.planning.plan import Step, plan
-from minitron.planning.work import SHARES, Work, total
+from minitron.planning.work import PACKED_KEYS, SHARES, Work, total
 
 FP8 = "precision.fp8=delayed"
 LORA = ["finetune.kind=lora", "lora.targets=[q,down]"]
@@ -43,11 +43,19 @@ def test_attention_is_that_of_the_kernel_named(kernel, seconds):
     assert block(keys, machine)["attention"] == pytest.approx(seconds * block([])["attention"])
 
 
-def test_packed_documents_are_flash_attention_s_unless_another_is_named():
+def test_packed_documents_take_what_flash_attention_takes_for_longer_ones():
+    """But where another kernel is named; around a ring they are flash attention's."""
     flash, packed = {"flash_tflops": 0.5}, ["data.separate_documents=true"]
     plain = block(packed)["attention"]
     assert block(packed, with_device(**flash))["attention"] == pytest.approx(2 * plain)
+    assert block([*packed, "model.attention=fused"], with_device(**flash))["attention"] == pytest.approx(2 * plain)
     assert block([*packed, "model.attention=cudnn"], with_device(**flash))["attention"] == pytest.approx(plain)
+    slow = with_device(flash_half_keys=1e6)  # the rate is that of the keys
+    assert block([*packed, "model.attention=flash"], slow)["attention"] == pytest.approx(
+        PACKED_KEYS * block(packed, slow)["attention"], rel=0.01
+    )
+    ring = [*packed, "parallel.cp=2"]
+    assert block(ring, slow)["attention"] == block([*ring, "model.attention=flash"], slow)["attention"]
     dropped = [*packed, "model.attention_dropout=0.1"]
     assert block(dropped, with_device(**flash))["attention"] == block(dropped)["attention"]
     theirs = replace(MEGATRON, device=replace(MEGATRON.device, **flash))
