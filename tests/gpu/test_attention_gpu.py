@@ -142,10 +142,16 @@ def test_attention_of_a_fused_projection_without_a_host_sync(name, samples):
         assert_close_rel(value.permute(1, 2, 0, 3), expected[key], TOLERANCE[torch.bfloat16], key)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [*TOLERANCE.items(), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize(
-    "b, s, n, g, d", [(3, 1024, 8, 2, 128), (2, 1000, 4, 4, 64), (1, 300, 4, 1, 80), (2, 130, 2, 2, 256)]
+    "dtype, tolerance, p, b, s, n, g, d",
+    [
+        (torch.bfloat16, 1e-2, 0.0, 3, 1024, 8, 2, 128),
+        (torch.bfloat16, 1e-2, 0.0, 2, 1000, 4, 4, 64),
+        (torch.bfloat16, 1e-2, 0.0, 1, 300, 4, 1, 80),
+        (torch.bfloat16, 1e-2, 0.0, 2, 130, 2, 2, 256),
+        (torch.float16, 2e-3, 0.1, 3, 1000, 8, 2, 128),
+        (torch.float32, 1e-5, 0.1, 2, 300, 4, 4, 64),
+    ],
 )
 def test_all_documents_in_one_call_equal_float64_softmax(dtype, tolerance, p, b, s, n, g, d):
     """Of one token, of whole blocks, over several of them; none at all in the last sample."""
