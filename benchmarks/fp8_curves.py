@@ -3,7 +3,8 @@
 Trains the same model from the same weights on the same text (the quickstart's corpus, unless told otherwise) in bf16
 and with each FP8 recipe, and prints the mean training loss of every tenth of the run, with its distance from bf16's.
 `--recipes bf16-gradients` is bf16 with optimizer.grad_dtype=bf16, beside the float32 gradients of all others;
-`--recipes delayed delayed-params current current-params` holds precision.fp8_params against a run without it.
+`--recipes delayed delayed-params current current-params` holds precision.fp8_params against a run without it, and
+`--recipes delayed delayed-head` precision.fp8_head.
 The backend is Transformer Engine on a GPU, and plain torch, the same numbers, on a CPU. Appends a record of kind
 "fp8_curves".
 """
@@ -34,13 +35,18 @@ from tools import pictures
 
 PARTS = 10
 GRADIENTS = "bf16-gradients"
-PARAMS = {"delayed-params": "delayed", "current-params": "current"}  # with precision.fp8_params
+# name: the scaling, and a key that is true
+WITH_KEY = {
+    "delayed-params": ("delayed", "precision.fp8_params"),
+    "current-params": ("current", "precision.fp8_params"),
+    "delayed-head": ("delayed", "precision.fp8_head"),
+}
 
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("config", nargs="*", metavar="CONFIG.yaml | section.key=value")
-    parser.add_argument("--recipes", nargs="+", choices=(*FP8_RECIPES, *PARAMS, GRADIENTS), default=list(FP8_RECIPES))
+    parser.add_argument("--recipes", nargs="+", choices=(*FP8_RECIPES, *WITH_KEY, GRADIENTS), default=list(FP8_RECIPES))
     parser.add_argument("--plot", help="draw the curves to this file")
     record.add_options(parser)
     args = parser.parse_intermixed_args(argv)
@@ -49,10 +55,11 @@ def main(argv: list[str] | None = None) -> dict:
     with cli.user_errors():
         # bf16 last: Transformer Engine cannot load behind torch's own cuDNN
         for name in sorted((*args.recipes, "bf16"), key=lambda name: name in ("bf16", GRADIENTS)):
-            keys = [f"precision.fp8={PARAMS.get(name, name)}", f"precision.fp8_backend={backend}"]
+            recipe, with_key = WITH_KEY.get(name, (name, None))
+            keys = [f"precision.fp8={recipe}", f"precision.fp8_backend={backend}"]
             if name in ("bf16", GRADIENTS):  # whatever the configuration has
                 keys = ["precision.fp8=none", "precision.fp8_backend=te", "precision.fp8_bf16_layers=0"]
-            keys.append(f"precision.fp8_params={'true' if name in PARAMS else 'false'}")
+            keys += [f"{key}={'true' if key == with_key else 'false'}" for _, key in WITH_KEY.values()]
             keys.append(f"optimizer.grad_dtype={'bf16' if name == GRADIENTS else 'fp32'}")
             cfg = cli.load([str(record.ROOT / "configs/quickstart.yaml"), *args.config, "precision.dtype=bf16", *keys])
             rules.check(cfg, 1, capability)

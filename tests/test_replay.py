@@ -86,6 +86,7 @@ def run_steps(cfg, again: bool):
         (1, LLAMA, fp8("delayed", fp8_params=True), ""),
         (2, LLAMA, fp8("current", fp8_params=True), ""),
         (2, LLAMA, fp8("delayed", fp8_params=True), "tp=2"),
+        (2, LLAMA, fp8("delayed", fp8_head=True), "tp=2"),
         (2, LLAMA, fp8("delayed", fp8_params=True), "pp=2 vp=2"),
         (2, LLAMA, {}, "cp=2"),
         (2, LLAMA, {}, "cp=2 cp_style=allgather"),

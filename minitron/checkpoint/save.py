@@ -54,7 +54,7 @@ from minitron.comm.activity import PeerLost
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
-from minitron.model.gpt import GPT
+from minitron.model.gpt import GPT, Head
 from minitron.optim.buckets import Gradients
 from minitron.optim.rerun import Rerun
 from minitron.optim.scaler import LossScaler
@@ -94,7 +94,7 @@ class State(NamedTuple):
     def histories(chunk: GPT) -> Iterator[Piece]:
         """Yield the chunk's FP8 magnitudes by layer: views, the same on every rank of tp and dp_cp."""
         for name, module in chunk.named_modules():
-            gemm = module.linear.gemm if isinstance(module, ParallelLinear) else None
+            gemm = module.linear.gemm if isinstance(module, (ParallelLinear, Head)) else None
             if isinstance(gemm, Fp8Gemm) and gemm.history is not None:
                 yield Piece(name, "fp8_history", tuple(gemm.history.shape), (0, 0), gemm.history)
 

@@ -235,6 +235,8 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
         "the rows of the q, k, v matrix / tp": (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp,
         rows: t.seq_len * t.micro_batch_size // parts,
     }
+    if cfg.precision.fp8_head:
+        sizes["model.vocab_size, padded, /tp"] = m.padded_vocab_size // p.tp
     for name, size in sizes.items():
         if size % unit:
             why = f"is no multiple of {unit}, which {whose} need"

@@ -149,6 +149,7 @@ class PrecisionConfig:
     )
     fp8_backend: Literal["te", "torch"] = key("te", "FP8 kernels: Transformer Engine's or torch's own")
     fp8_bf16_layers: int = key(0, "FP8: this many first and as many last blocks stay in bf16", NOT_NEGATIVE)
+    fp8_head: bool = key(False, "FP8: the product with the vocabulary, too")
     fp8_params: bool = key(False, "FP8: weights are kept and gathered as their casts, without a bf16 copy")
     loss_scale: float = key(65536.0, "fp16: initial dynamic loss scale", "(0, 1e38]")
     loss_scale_window: int = key(1000, "fp16: clean steps after which the scale doubles", COUNT)

@@ -23,7 +23,8 @@ and three ways to a scale, the number that brings a tensor's largest magnitude t
 A recomputed forward pass casts the same values with the same scale and notes the same magnitude again, so recomputation
 needs no special case. In the first step of a run there is no history, and delayed scaling works as current does.
 With precision.fp8_params a weight is its cast, which the optimizer makes (fp8_scales.py); here it is transposed alone.
-The head, and precision.fp8_bf16_layers at both ends of the model, stay in the model's own format.
+precision.fp8_bf16_layers at both ends of the model stay in the model's own format, and the head without
+precision.fp8_head.
 """
 
 from __future__ import annotations
@@ -202,10 +203,10 @@ class BlockGemm(Fp8Gemm):
 
 
 class Fp8State:
-    """What FP8 keeps for a model chunk: makes the GEMMs of its blocks, and moves their scales on after a step.
+    """What FP8 keeps for a model chunk: makes its GEMMs, and moves their scales on after a step.
 
-    layers: the blocks of the chunk, of num_layers in the model. backend: FP8's casts and products, None without FP8.
-    ordinary: the GEMM of blocks without FP8.
+    layers: the blocks of the chunk, of num_layers in the model. head: whether the chunk has the head. backend: FP8's
+    casts and products, None without FP8. ordinary: the GEMM of layers without FP8.
     """
 
     def __init__(
@@ -213,17 +214,19 @@ class Fp8State:
         precision: PrecisionConfig,
         layers: Sequence[int],
         num_layers: int,
+        head: bool,
         mesh: Mesh,
         backend: fp8_torch.TensorScaling | None,
         ordinary: Gemm,
     ):
         self.dtype, self.ordinary = DTYPES[precision.dtype], ordinary
         self.layers = [i for i in layers if i in fp8_layers(precision, num_layers)]
+        self.head = head and precision.fp8_head
         self.gemms: list[Fp8Gemm] = []
         self.backend, self.fp8_gemm = backend, BlockGemm if precision.fp8 == "block" else Fp8Gemm
         self.scaling = None
-        if self.layers and precision.fp8 == "delayed":
-            roles = ROLES * (GEMMS_PER_LAYER * len(self.layers))
+        if (self.layers or self.head) and precision.fp8 == "delayed":
+            roles = ROLES * (GEMMS_PER_LAYER * len(self.layers) + self.head)
             self.scaling = DelayedScaling(roles, (mesh.tp, mesh.dp_cp), mesh.device)
         self.weights = None
         if self.layers and precision.fp8_params:
@@ -231,12 +234,17 @@ class Fp8State:
 
     def gemm(self, layer: int) -> Gemm:
         """Make the GEMM of one more linear layer of block `layer`."""
-        if layer not in self.layers:
-            return self.ordinary
+        kept = None if self.weights is None else self.weights.of(len(self.gemms))
+        return self._make(kept) if layer in self.layers else self.ordinary
+
+    def head_gemm(self) -> Gemm:
+        """Make the GEMM of the head, after those of the blocks. Its weight, maybe the embedding's, is kept in bf16."""
+        return self._make(None) if self.head else self.ordinary
+
+    def _make(self, kept: KeptInFp8 | None) -> Fp8Gemm:
         assert self.backend is not None
-        i = len(self.gemms)
-        kept = None if self.weights is None else self.weights.of(i)
-        self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, len(ROLES) * i, kept))
+        first = len(ROLES) * len(self.gemms)
+        self.gemms.append(self.fp8_gemm(self.backend, self.dtype, self.scaling, first, kept))
         return self.gemms[-1]
 
     def drop_casts(self) -> None:

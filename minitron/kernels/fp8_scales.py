@@ -108,7 +108,7 @@ class WeightScales:
         self.top.zero_()
         if self.delayed is None or self.delayed.cold:
             return False
-        self._set(_weights(self.delayed.scale))
+        self._set(self._of_delayed(self.delayed.scale))
         return True
 
     def follow(self) -> None:
@@ -118,11 +118,15 @@ class WeightScales:
     def end(self) -> None:
         """Hand the magnitudes on, to enter histories with the step's others."""
         if self.delayed is not None:
-            _weights(self.delayed.amax).copy_(self.top)
+            self._of_delayed(self.delayed.amax).copy_(self.top)
 
     def of(self, i: int) -> KeptInFp8:
         """Return views for weight i."""
         return KeptInFp8(self, *(x[i : i + 1] for x in (self.scale, self.inverse, self.top)))
+
+    def _of_delayed(self, x: Tensor) -> Tensor:
+        """Return what x [tensors] has for these weights, a view: a layer's tensors follow one another by role."""
+        return x[ROLES.index("weight") :: len(ROLES)][: len(self.top)]  # behind them may be the head's
 
     def _set(self, scale: Tensor) -> None:
         self.scale.copy_(scale)
@@ -136,8 +140,3 @@ class KeptInFp8(NamedTuple):
     scale: Tensor
     inverse: Tensor
     top: Tensor
-
-
-def _weights(x: Tensor) -> Tensor:
-    """Return what x [tensors] has for weights, a view: a layer's tensors follow one another by role."""
-    return x[ROLES.index("weight") :: len(ROLES)]

@@ -190,7 +190,7 @@ class Head(nn.Module):
     The vocabulary is padded. Of this rank's columns the first `num_ids`, maybe none, are token ids.
     """
 
-    def __init__(self, cfg: Config, layout: Layout, tied: Param | None):
+    def __init__(self, cfg: Config, layout: Layout, tied: Param | None, gemm: Gemm):
         super().__init__()
         m = cfg.model
         self.norm = Norm(m.hidden_size, m.norm_eps, layout, bias=m.family == "gpt")
@@ -200,10 +200,10 @@ class Head(nn.Module):
         )
         columns = len(self.weight)
         self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
-        self.linear = Linear(self.weight, None, layout.gemm, layout.comm, layout.put_off)
+        self.linear = Linear(self.weight, None, gemm, layout.comm, layout.put_off)
 
     def forward(self, stream: Residual) -> Tensor:
-        _, y = self.norm(stream)
+        _, y = self.norm.quantized(stream, self.linear.gemm)
         return column_linear(y, self.linear)
 
 
@@ -220,14 +220,14 @@ class GPT(nn.Module):
         self.mesh, self.layout = mesh, layout
         with room_for("the embedding"):
             self.embedding = Embedding(cfg, layout) if first else None
-        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, mesh, layout.kernels.fp8, layout.gemm)
+        self.fp8_state = Fp8State(cfg.precision, layers, m.num_layers, last, mesh, layout.kernels.fp8, layout.gemm)
         self.blocks = nn.ModuleDict()
         for i in layers:
             with room_for(f"block {i} of {m.num_layers}"):
                 self.blocks[str(i)] = Block(cfg, mesh, layout, i, self.fp8_state)
         tied = self.embedding.words.weight if self.embedding is not None and m.tie_embeddings else None
         with room_for("the head"):
-            self.head = Head(cfg, self.layout, tied) if last else None
+            self.head = Head(cfg, self.layout, tied, self.fp8_state.head_gemm()) if last else None
         self.seed, self.drops = cfg.train.seed, bool(m.hidden_dropout or m.attention_dropout)
         self.frequencies = None
         if m.positions == "rope":

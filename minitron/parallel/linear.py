@@ -64,13 +64,15 @@ class Linear(NamedTuple):
 # ---- column-parallel -------------------------------------------------------------------------------------------------
 
 
-def column_linear(x: Tensor, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
+def column_linear(x: Tensor | Quantized, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
     """Return f(x) W^T + bias: x [s/tp, b, k], weight [n/tp, k] -> [s, b, n/tp].
 
     Without sequence parallelism x is [s, b, k]. recompute_input: makes x anew in the backward pass, so that x is not
     kept (selective recomputation).
     """
-    return _ColumnLinear.apply(x, None, linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled())
+    return _ColumnLinear.apply(
+        *parts_of(x), linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled()
+    )
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -96,6 +96,7 @@ class Memory:
         self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
         in_fp8 = sizes.fp8_layers(cfg.precision, m.num_layers)
         self.fp8_blocks = [sum(i in in_fp8 for i in layers) for layers in self.layers]
+        self.fp8_head = cfg.precision.fp8_head
         self.tokens = t.seq_len * t.micro_batch_size // p.cp
         self.rows = sizes.stream_length(cfg) * t.micro_batch_size  # between the products
 
@@ -137,7 +138,8 @@ class Memory:
 
     def cast(self, rank: int) -> int:
         """Count the elements of the rank's weights that are cast to FP8."""
-        return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp])
+        head = self.table if self.fp8_head and len(self.layers) - 1 in self.stages(rank) else 0
+        return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp]) + head
 
     def kept(self, stage: int) -> int:
         """Count the elements on a rank of this stage that are kept as FP8 bytes: a byte less than bf16 has."""
@@ -164,11 +166,11 @@ class Memory:
         vectors = 2 * h
         if not self.llama:  # biases of norms, of rows, of columns
             vectors += 4 * h + (m.head_dim * (m.num_heads + 2 * m.kv_heads) + m.ffn_hidden_size) // self.tp
-        count, table = len(self.layers[stage]) * (self.block_matrices + vectors), m.padded_vocab_size * h // self.tp
+        count = len(self.layers[stage]) * (self.block_matrices + vectors)
         if stage == 0:
-            count += table + (m.max_positions * h if m.positions == "learned" else 0)
+            count += self.table + (m.max_positions * h if m.positions == "learned" else 0)
         if stage == len(self.layers) - 1:
-            count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else table)
+            count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else self.table)
         return count + (self.trained(stage) if self.frozen else 0)
 
     # ---- what a microbatch leaves
@@ -178,7 +180,8 @@ class Memory:
         fp8, recompute = self.fp8_blocks[stage], self.cfg.train.recompute
         saved = fp8 * self._block(recompute, True) + (len(self.layers[stage]) - fp8) * self._block(recompute, False)
         if stage == len(self.layers) - 1:  # the final norm's sum and result
-            saved += self.logits + (1 if self.frozen else 2) * self.cfg.model.hidden_size * ITEM * self.rows
+            result = 0 if self.frozen else 1 if self.fp8_head else ITEM
+            saved += self.logits + (ITEM + result) * self.cfg.model.hidden_size * self.rows
         return saved
 
     def _block(self, recompute: str, fp8: bool) -> int:
@@ -208,8 +211,14 @@ class Memory:
                     whole, part = (n, k) if columns else (k, n)  # h: a rank's rows of it
                     left += blocks * item * (whole // self.tp * self.tokens + part * self.rows)
         if stage == len(self.layers) - 1 and not self.frozen:
-            left += self.logits + m.hidden_size * ITEM * self.rows
+            share = 2 if self.fp8_head else 1
+            left += (self.logits + m.hidden_size * ITEM * self.rows) // share
         return left
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding or the head on this rank."""
+        return self.cfg.model.padded_vocab_size * self.cfg.model.hidden_size // self.tp
 
     @property
     def logits(self) -> int:
@@ -227,7 +236,8 @@ class Memory:
             side = t.seq_len // (p.cp if p.cp_style != "ulysses" else 1)
             block += (7 if m.attention_dropout else 4) * 4 * m.num_heads // self.tp * t.micro_batch_size * side**2
         if stage == len(self.layers) - 1:  # the head's own, or the block's once the logits are gone
-            block = max(h * ITEM * (2 * self.rows) + gathered, block - self.logits)
+            casts = self.logits // (2 if self.frozen else 1) if self.fp8_head else 0  # of their gradient
+            block = max(h * ITEM * (2 * self.rows) + gathered + casts, block - self.logits)
         return block + WORKSPACE_BYTES + (sizes.FP8_WORKSPACE_BYTES if self.cfg.precision.fp8 != "none" else 0)
 
     def _messages(self, rank: int) -> int:

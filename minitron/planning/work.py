@@ -373,14 +373,19 @@ class Work:
         return forward, Parts() if self.frozen else backward
 
     def head(self, apart: bool = False) -> tuple[Parts, Parts]:
-        """Time the final norm, the product with the vocabulary and the loss; never in FP8.
+        """Time the final norm, the product with the vocabulary and the loss.
 
         Transformer Engine's loss keeps a copy of the logits, in which the gradient is written.
         """
         h, v = self.model.hidden_size, self.model.padded_vocab_size // self.cfg.parallel.tp
         forward, backward = Parts(), Parts()
-        self._linear(v, h, "gather", False, apart, forward, backward)
+        fp8 = self.cfg.precision.fp8_head
+        self._linear(v, h, "gather", fp8, apart, forward, backward)
         kept = 0 if self.fused else v * self.tokens
         forward["pointwise"] += self.machine.moved((4 * h * self.slice + v * self.tokens + kept) * ITEM)
         backward["pointwise"] += self.machine.moved((4 * h * self.slice + 2 * v * self.tokens) * ITEM)
+        if fp8:
+            cast = ITEM + (1 if self.frozen else 2)
+            forward["pointwise"] += self.machine.moved(cast * h * self.slice)
+            backward["pointwise"] += self.machine.moved(cast * v * self.tokens)
         return forward, backward

@@ -26,7 +26,7 @@ from benchmarks import (
     checkpoint,
     compare,
     floor,
-    fp8_attention,
+    formats,
     fp8_curves,
     host,
     measure,
@@ -235,20 +235,31 @@ def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
     assert case.tunes == (cfg.finetune.kind is not None) == name.removeprefix("2gpu-").startswith(("lora-", "sft-"))
 
 
-@pytest.mark.parametrize("name", fp8_attention.CALLS)
-def test_attention_in_fp8_is_asked_of_a_ranks_own_shapes(name):
-    case, (call, count) = CASES[name.removesuffix("-fp8")], fp8_attention.CALLS[name]
-    cfg = cli.load([str(record.ROOT / case.config), *case.arguments("delayed")[1:]])
-    m, tp = cfg.model, cfg.parallel.tp
-    assert (call.batch, call.heads, call.kv_heads) == (cfg.train.micro_batch_size, m.num_heads // tp, m.kv_heads // tp)
-    assert (call.head_dim, call.queries, call.keys, call.causal) == (m.head_dim, *[cfg.train.seq_len] * 2, True)
-    assert count == m.num_layers // cfg.parallel.pp * cfg.num_microbatches(cfg.dp(case.gpus))
+def test_formats_are_asked_of_a_ranks_own_shapes():
+    """What 70B on two GPUs, tp 2, has of everything: half of the heads. There are cases for all that are asked."""
+    cfg = formats.load("2gpu-70b-4layers-tp2")
+    assert formats.attention_call(cfg) == floor.AttentionCall(1, 32, 4, 128, 8192, 8192, True, 0.0)
+    assert formats.microbatches(cfg, 2) == 4 and all(formats.load(name).parallel.cp == 1 for name in formats.NAMES)
 
 
-def test_attention_in_fp8_needs_a_gpu(monkeypatch, tmp_path):
+def test_formats_need_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="FP8 attention is a GPU's, and there is none"):
-        fp8_attention.main(["--results", str(tmp_path / "results.jsonl")])
+    with pytest.raises(SystemExit, match="FP8 is a GPU's, and there is none"):
+        formats.main(["--results", str(tmp_path / "results.jsonl")])
+
+
+def test_the_line_of_a_format():
+    result = {
+        "case": "8b-1gpu-fp8",
+        "before_seconds": 0.002,
+        "after_seconds": 0.001,
+        "saved_seconds": 0.004,
+        "share": 0.05,
+    }
+    line = formats.line("fp8_head", result | {"errors": {"y": 0.0376, "dx": 0.03}})
+    assert line.endswith("2.000 ms, so 1.000: saves 4.00 ms, 5.0 % of the step; off by y 3.8 %, dx 3.0 %")
+    assert formats.line("bf16_moments", result | {"errors": {}, "share": None}).endswith("4.00 ms, no measured step")
+    assert formats.off(torch.tensor([1.1, 1.1]), torch.tensor([1.0, 1.0])) == pytest.approx(0.1)
 
 
 class FakeWorkers:

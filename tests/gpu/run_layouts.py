@@ -101,6 +101,7 @@ if find_spec("transformer_engine"):  # which must be loaded before torch's cuDNN
     FORMATS |= {
         f"fp8 {recipe}": dict(precision=dict(dtype="bf16", fp8=recipe)) for recipe in ("delayed", "current", "block")
     }
+    FORMATS["fp8 head"] = dict(precision=dict(dtype="bf16", fp8="delayed", fp8_head=True))
     FORMATS |= {
         f"fp8 params {recipe}": dict(precision=dict(dtype="bf16", fp8=recipe, fp8_params=True))
         for recipe in ("delayed", "current")

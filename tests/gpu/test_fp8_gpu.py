@@ -198,6 +198,16 @@ def test_training_follows_bf16_and_the_torch_backend(base, recipe):
 
 
 @te
+@recipes
+def test_the_head_in_fp8_follows_bf16_and_the_torch_backend(recipe):
+    reference, mine = losses_of(), losses_of(fp8=recipe, fp8_head=True)
+    assert ((mine - reference).abs() < 0.01 * reference).all() and not torch.equal(mine, losses_of(fp8=recipe))
+    if recipe != "block":
+        torch_backend = losses_of(fp8=recipe, fp8_head=True, fp8_backend="torch")
+        assert ((torch_backend - reference).abs() < 0.01 * reference).all()
+
+
+@te
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_weights_kept_in_fp8_train_as_casts_of_bf16_weights(recipe):
     """The casts are the same, but for the last bit of a scale that Transformer Engine finds; sums vary, as above."""

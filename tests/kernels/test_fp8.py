@@ -41,7 +41,7 @@ def precision(recipe: str, **keys) -> PrecisionConfig:
 
 def state_of(recipe: str, mesh: Mesh) -> Fp8State:
     """Those of a model of one block."""
-    return Fp8State(precision(recipe), range(1), 1, mesh, choose_backend(precision(recipe), CPU), Gemm())
+    return Fp8State(precision(recipe), range(1), 1, False, mesh, choose_backend(precision(recipe), CPU), Gemm())
 
 
 def values(payload, columns: bool = False) -> torch.Tensor:
@@ -248,6 +248,26 @@ def test_training_follows_bf16(base, recipe):
     for mine, other in zip(losses, reference):  # rounding noise of 4 % in each product, averaged over 256 tokens
         assert abs(mine - other) < 0.01 * other
     assert losses != reference
+
+
+@recipes
+@families
+def test_the_head_is_one_more_product(base, recipe):
+    """GPT's is the embedding's table, too: rows that are looked up stay as they are."""
+    keys = {"precision": {"fp8_head": True}, "model": {"tie_embeddings": base is not LLAMA, "vocab_size": 128}}
+    reference, _ = run(toy("none", base, model=keys["model"]))
+    losses, trainer = run(toy(recipe, base, **keys))
+    without, plain = run(toy(recipe, base, model=keys["model"]))
+    assert losses != without
+    for mine, other in zip(losses, reference):
+        assert abs(mine - other) < 0.02 * other  # of these products nothing averages the noise out: they are the logits
+    state, head = trainer.chunks[0].fp8_state, trainer.chunks[0].head
+    assert head.linear.gemm is state.gemms[-1] and len(state.gemms) == len(plain.chunks[0].fp8_state.gemms) + 1
+    assert type(plain.chunks[0].head.linear.gemm) is Gemm
+    if recipe == "delayed":
+        assert (head.linear.gemm.history[0] > 0).all()
+        names = [piece.name for piece in trainer.state.histories(trainer.chunks[0])]
+        assert names[-1] == "head" and len(names) == len(state.gemms)
 
 
 @recipes

@@ -43,7 +43,7 @@ def gemms_of(fp8: str, add_product):
     if fp8 == "none":
         return lambda: Gemm(add_product)
     precision, mesh = PrecisionConfig(fp8=fp8, fp8_backend="torch"), Mesh.offline()
-    state = Fp8State(precision, range(1), 1, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
+    state = Fp8State(precision, range(1), 1, False, mesh, choose_backend(precision, mesh.device), Gemm(add_product))
     return lambda: state.gemm(0)
 
 

@@ -167,6 +167,8 @@ def test_fp8_halves_products_of_blocks_and_not_of_the_head():
     )
     assert fp8.block(True)[0]["gemm"] == pytest.approx(bf16.block(False)[0]["gemm"] / 2)
     assert fp8.head()[0]["gemm"] == bf16.head()[0]["gemm"]
+    in_fp8 = Work(cli.load([*SMALL, "precision.fp8=delayed", "precision.fp8_head=true"]), machine)
+    assert [x["gemm"] for x in in_fp8.head()] == pytest.approx([x["gemm"] / 2 for x in bf16.head()])
     kept, cast = (fp8.stage(layers, False, False)[0]["gemm"] for layers in (range(0, 1), range(1, 2)))
     assert kept == pytest.approx(2 * cast)
 
@@ -228,6 +230,9 @@ def test_parameters_are_those_of_the_model(family, layout):
         ("gpt3_13b", 2, ["model.num_layers=4", "parallel.tp=1", "parallel.pp=2", "precision.fp8=delayed"]),
         ("gpt3_175b", 128, ["precision.fp8=delayed", "train.global_batch_size=16"]),
         ("llama31_70b", 64, ["precision.fp8=delayed"]),
+        ("llama31_70b", 64, ["precision.fp8=delayed", "precision.fp8_head=true"]),
+        ("llama3_8b", 1, ["model.num_layers=2", "precision.fp8=current", "precision.fp8_head=true"]),
+        ("llama3_8b_lora", 1, ["precision.fp8=delayed", "precision.fp8_head=true"]),
         ("llama3_8b_lora", 1, []),
         ("llama3_8b_lora", 1, ["precision.fp8=delayed", "lora.targets=[q,v,gate,down]", "train.recompute=selective"]),
         ("llama3_8b_lora", 4, ["parallel.tp=2", "parallel.pp=2", "lora.targets=[q,v,o,gate,up,down]"]),
