@@ -166,7 +166,7 @@ def draw(entries: list[dict]):
         _cells(axes, at, right, "" if mfu is None else f"{mfu:.1f} %", f"{100 * share:.0f} %" if share else "")
     for axes, (heading, found) in zip(all_axes[:, 0], rooms):
         for row, e in enumerate(found):
-            _cells(axes, row, right, "", "", f"{e['ratio']:.3f}" + (f" ± {e['spread']:.3f}" if "spread" in e else ""))
+            _cells(axes, row, right, "", "", f"{e['ratio']:.3f}" + (f"\n± {e['spread']:.3f}" if "spread" in e else ""))
         gpus = [f"{e['ours']['world']} GPU{'s' if e['ours']['world'] > 1 else ''}" for e in found]
         axes.set_yticks(range(len(found)), [f"{in_words(e['case'])}, {count}" for e, count in zip(found, gpus)])
         axes.set(xlim=(0, 1.5 * right), ylim=(len(found) - 0.5, -0.5))

@@ -156,12 +156,19 @@ def test_the_speed_rows_are_the_records():
     text = (ROOT / "README.md").read_text()
     below = " ".join(text.split())
     newest = {entry["case"]: entry for entry in table.newest(table.RESULTS)}
-    rows = [re.split(r" ?\| ?", row)[1:-1] for row in re.findall(r"^\| \d+b-.*\|$", text, re.M)]
-    assert len(rows) == 6
-    for case, ours, peer, ratio, command in rows:
-        e = newest[case]
-        figures = f"{e['ours_mfu']:.1f} %", f"{e['peer_mfu']:.1f} %", f"{e['ratio']:.3f}", f"`{e['command']}`"
+    named = {
+        (table.in_words(case), str(e["ours"]["world"]), table.precision_of(e, "ours"), e["peer"]): e
+        for case, e in newest.items()
+    }
+    rows = [re.split(r" ?\| ?", row)[1:-1] for row in re.findall(r"^\| (?:Llama|GPT).*\| `benchmarks.*\|$", text, re.M)]
+    assert len(rows) == 8 and len(named) == len(newest)
+    ratios = []
+    for *case, ours, peer, ratio, command in rows:
+        e = named[*case, "megatron"]
+        spread = f" ± {e['spread']:.3f}" if "spread" in e else ""
+        figures = f"{e['ours_mfu']:.1f} %", f"{e['peer_mfu']:.1f} %", f"{e['ratio']:.3f}{spread}", f"`{e['command']}`"
         assert (ours, peer, ratio, command) == figures, case
+        ratios.append(e["ratio"])
         assert (e["peer"], e["gpu"], e["power_limit_watts"]) == ("megatron", "NVIDIA H200", 700.0)
         versions = e["versions"]
         for part in (
@@ -174,6 +181,7 @@ def test_the_speed_rows_are_the_records():
             f"megatron-core {versions['megatron-core']}",
         ):
             assert part in below, part
+    assert ratios == sorted(ratios, reverse=True)
     slower = [case for case, e in newest.items() if e["ratio"] < 1]
     assert slower == ["175b-tp4-fp8"] and f"the one case of {len(newest)} in which the peer is faster" in below
     assert f"Of {len(newest)} cases" in (ROOT / "benchmarks" / "README.md").read_text()
