@@ -224,6 +224,17 @@ def test_fp8_histories_follow_their_layers(ranks, tmp_path):
     assert trainer.chunks[0].fp8_state.scaling.cold  # not all of its layers have one: it looks first
 
 
+def test_a_head_in_fp8_goes_on_with_its_history(tmp_path):
+    without = config(LLAMA, LONG, FP8)
+    cfg = dataclasses.replace(without, precision=dataclasses.replace(without.precision, fp8_head=True))
+    expected = [figures["loss"] for figures in whole(cfg, 4)]
+    leg(saving(cfg, tmp_path / "with"), 2)
+    assert [figures["loss"] for figures in leg(saving(cfg, tmp_path / "with"), 4)] == expected[2:]
+    leg(saving(without, tmp_path / "without"), 2)
+    trainer, _ = start_trainer(saving(cfg, tmp_path / "without"))
+    assert trainer.chunks[0].fp8_state.scaling.cold  # the head has none: all look first
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_weights_kept_in_fp8_come_back_from_their_masters(ranks, tmp_path, recipe):
     """In any layout, from a run with bf16 weights, and to one: a checkpoint says nothing of the key."""
