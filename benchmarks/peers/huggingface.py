@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     with cli.user_errors():
         rules.check(cfg, world, capability)
         measure.check_translated(cfg, "Hugging Face", tunes=True)
-    _skip_what_it_has_not(cfg)
+    _skip_what_it_has_not(cfg, on_gpu=capability is not None)
     dist.init_process_group("gloo" if capability is None else "nccl", device_id=None if capability is None else device)
     # No name for the step: its model has to be gone before its process group is.
     seconds = measure.median_seconds(make_step(cfg, world, device), args.steps, device)
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _skip_what_it_has_not(cfg: Config) -> None:
+def _skip_what_it_has_not(cfg: Config, on_gpu: bool) -> None:
     m, p = cfg.model, cfg.parallel
     if p.tp * p.pp * p.cp > 1:
         raise measure.skip("Hugging Face is measured data parallel only, not with tp, pp or cp")
@@ -69,6 +69,10 @@ def _skip_what_it_has_not(cfg: Config) -> None:
             raise measure.skip("Hugging Face's LoRA needs PEFT, which is not installed; pip install peft")
         if m.family == "gpt" or cfg.lora.dropout:
             raise measure.skip("Hugging Face's LoRA is measured on Llama and without dropout")
+    if on_gpu and cfg.data.separate_documents and not varlen(cfg):  # its masks of whole samples take twice as long
+        raise measure.skip(
+            "Hugging Face keeps documents apart by flash-attn, which is not installed; pip install flash-attn"
+        )
     if m.family == "gpt" and m.kv_heads != m.num_heads:
         raise measure.skip("Hugging Face's GPT-2 has no grouped queries")
 

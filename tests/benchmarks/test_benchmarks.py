@@ -710,6 +710,19 @@ def test_fine_tuning_and_its_peer_really_run(case, world, argv):
         assert figures["tflops"] * figures["step_seconds"] * world * 1e12 == pytest.approx(8 * counted)
 
 
+def test_a_peer_without_its_kernel_for_documents_is_not_measured(monkeypatch, capsys):
+    """Its masks are right but slow: a ratio to them would flatter."""
+    module = peer_module("huggingface")
+    cfg = cli.load([*PEER_TINY, *PACKED])
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    module._skip_what_it_has_not(cfg, on_gpu=False)
+    with pytest.raises(SystemExit) as exit:
+        module._skip_what_it_has_not(cfg, on_gpu=True)
+    assert exit.value.code == 0 and "documents apart by flash-attn, which is not installed" in capsys.readouterr().out
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    module._skip_what_it_has_not(cfg, on_gpu=True)
+
+
 def test_peers_know_the_samples():
     """What Hugging Face's model is given: it shifts labels itself, and documents show in positions alone."""
     module, cfg = peer_module("huggingface"), cli.load([*PEER_TINY, *PACKED, "train.micro_batch_size=1"])
