@@ -278,7 +278,7 @@ def losses_alone(cfg):
 @pytest.mark.parametrize("world, layout", [(2, "tp=2"), (2, "pp=2 schedule=zb-h1"), (2, "cp=2"), (2, "")])
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_a_head_in_fp8_is_the_same_in_every_layout(ranks, base, world, layout):
-    """Ranks share its scales, so casts are the same; sums have another order, and bf16 rounds some to the next value."""
+    """Ranks share its scales, so casts are the same; sums have another order, and bf16 rounds some up or down."""
     keys = {"fp8_head": True, "fp8_params": True}
     model = {"tie_embeddings": base is not LLAMA, "vocab_size": 128, "init_std": 0.02}
     (alone,) = ranks(1, losses_alone, toy("delayed", base, precision=dict(keys), model=model))
