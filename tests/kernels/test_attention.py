@@ -71,7 +71,7 @@ def test_reference_drops_what_the_mask_says():
     dropout = AttentionDropout(0.3, query_counters, key_counters, layer=1, first_head=4)
     allowed = torch.from_numpy(allowed_pairs(20))
     expected = attend_with_grads(dout, q, k, v, allowed, dropout.mask(4))
-    check(run_backend(REFERENCE, dout, q, k, v, True, dropout), expected, torch.float64)
+    check(run_backend(REFERENCE, dout, q, k, v, True, dropout=dropout), expected, torch.float64)
 
 
 @pytest.mark.parametrize("backend", [CUDNN, FLASH_CUDA], ids=["cudnn", "flash"])

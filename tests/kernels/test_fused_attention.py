@@ -58,7 +58,7 @@ def interpreted():
             for dropout in (None, random_dropout(sq, sk, 0.3)):
                 mask = None if dropout is None else dropout.mask(n)
                 expected = attend_with_grads(dout, q, k, v, allowed, mask)
-                actual = run_backend(backend, dout, q, k, v, causal, dropout)
+                actual = run_backend(backend, dout, q, k, v, causal, dropout=dropout)
                 for name, value in expected.items():
                     assert_close_rel(actual[name], value, tolerance, f"{name} of {sq} x {sk} in {dtype}")
     keys = torch.randint(2**32, (7, 3))
@@ -75,7 +75,8 @@ def interpreted():
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_kernels_compile_for_hopper_and_fit_its_shared_memory(width):
+@pytest.mark.parametrize("documents", [False, True])
+def test_kernels_compile_for_hopper_and_fit_its_shared_memory(width, documents):
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -83,8 +84,9 @@ def test_kernels_compile_for_hopper_and_fit_its_shared_memory(width):
 
     for kernel, blocks in fused_attention._BLOCKS.items():
         for kind, (m, n, warps, stages) in {"bf16": blocks[width], "fp32": fused_attention._IN_FLOAT32[width]}.items():
-            values = dict(CAUSAL=True, THRESHOLD=2**31, FACTOR=2.0, GROUP=2, D=width, WIDTH=width, M=m, N=n)
-            types = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
+            values = dict(CAUSAL=True, APART=documents, THRESHOLD=2**31, FACTOR=2.0)
+            values |= dict(GROUP=2, D=width, WIDTH=width, M=m, N=n)
+            types = {"spans": "*i32", "lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
             types |= {name: f"*{kind}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
             types |= dict.fromkeys(("query_counters", "key_counters"), "*i64")
             signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in kernel.arg_names}
