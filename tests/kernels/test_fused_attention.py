@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from attention_twin import (
 )
 from minitron.kernels import plain
 from minitron.kernels.attention import FUSED_SHARED_BYTES, Backend
+from minitron.parallel.packed import as_documents
 from minitron.testing import assert_close_rel
 
 pytestmark = pytest.mark.skipif(
@@ -61,6 +63,15 @@ def interpreted():
                 actual = run_backend(backend, dout, q, k, v, causal, dropout=dropout)
                 for name, value in expected.items():
                     assert_close_rel(actual[name], value, tolerance, f"{name} of {sq} x {sk} in {dtype}")
+            if causal:
+                samples = [(0, 1, 40, 64, sq), (0, sq)] if sq == 64 else [(0, 1, 31, 32, 64, sq - 1, sq), (0, 96, sq)]
+                documents = as_documents([sorted(set(cuts)) for cuts in samples])
+                apart = torch.from_numpy(np.stack([allowed_pairs(sq, cuts) for cuts in documents.boundaries]))[:, None]
+                mask = dropout.mask(n)
+                expected = attend_with_grads(dout, q, k, v, apart, mask)
+                actual = run_backend(backend, dout, q, k, v, True, dropout=dropout, spans=documents.spans)
+                for name, value in expected.items():
+                    assert_close_rel(actual[name], value, tolerance, f"{name} of documents of {sq} in {dtype}")
     keys = torch.randint(2**32, (7, 3))
     for x, first in ((torch.randn(7, 3, 1100), 0), (torch.randn(7, 3, 48).half(), 48)):
         for place in (5, 2**32 - 5):  # words of either sign
