@@ -235,12 +235,14 @@ def _check_fp8(cfg: Config, capability: tuple[int, int] | None) -> None:
         "the rows of the q, k, v matrix / tp": (m.num_heads + 2 * m.kv_heads) * m.head_dim // p.tp,
         rows: t.seq_len * t.micro_batch_size // parts,
     }
-    if cfg.precision.fp8_head:
-        sizes["model.vocab_size, padded, /tp"] = m.padded_vocab_size // p.tp
+    why = f"is no multiple of {unit}, which {whose} need"
     for name, size in sizes.items():
         if size % unit:
-            why = f"is no multiple of {unit}, which {whose} need"
             raise ValueError(f"{name}={size} {why}; change it, or set precision.fp8=none")
+    columns = m.padded_vocab_size // p.tp
+    if cfg.precision.fp8_head and columns % unit:
+        fix = f"set model.vocab_multiple={unit * p.tp}, or precision.fp8_head=false"
+        raise ValueError(f"model.vocab_size, padded, /tp={columns} {why}; {fix}")
 
 
 def _check_optimizer(cfg: Config) -> None:

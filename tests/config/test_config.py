@@ -587,6 +587,15 @@ FP8 = ["precision.fp8=current"]
             1,
             ["precision.fp8_bf16_layers=2 at both ends leave none of model.num_layers=4 in FP8; use at most 1"],
         ),
+        (["precision.fp8_head=true"], 1, ["precision.fp8_head=true has no effect with precision.fp8=none"]),
+        (
+            [*FP8, "precision.fp8_head=true", "parallel.tp=2", "model.vocab_size=1010", "model.vocab_multiple=2"],
+            2,
+            [
+                "model.vocab_size, padded, /tp=505 is no multiple of 16, which FP8 GEMMs need; set "
+                "model.vocab_multiple=32, or precision.fp8_head=false"
+            ],
+        ),
         (["precision.fp8_params=true"], 1, ["precision.fp8_params=true has no effect with precision.fp8=none"]),
         (
             ["precision.fp8=block", "precision.fp8_params=true"],
