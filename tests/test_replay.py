@@ -158,7 +158,7 @@ def same(ranks, world, cfg, most_nodes) -> list[int]:
     "layout, packs, says",
     [
         ("", True, None),
-        ("", False, "one document after another, by boundaries on the host; model.attention=fused does not"),
+        ("", False, "this attention takes one document after another, by boundaries on the host"),
         ("cp=2 cp_style=ulysses", True, None),
         ("cp=2 cp_style=ring", True, "parallel.cp_style=ring keeps boundaries of documents on the host; parallel.cp_s"),
         ("cp=2 cp_style=allgather", True, "parallel.cp_style=allgather keeps boundaries"),
@@ -169,6 +169,8 @@ def test_where_documents_are_known_to_the_host_alone_steps_stay_eager(layout, pa
     reason = graph.why_eager(config(LLAMA, APART, axes(layout)), cuda, packs)
     assert reason is None if says is None else says in reason
     assert graph.why_eager(cfg, cuda, packs) is None
+    chosen = graph.why_eager(config(LLAMA, APART, {"model": {"attention": "flash"}}), cuda, False)
+    assert chosen.endswith("one document after another, by boundaries on the host; model.attention=auto does not")
     assert graph.why_eager(cfg, torch.device("cpu"), packs) == "there is no GPU"
 
 

@@ -46,7 +46,8 @@ from minitron.kernels.meta import hidden
 from minitron.kernels.rng import AttentionDropout
 
 aten = torch.ops.aten
-FUSED_SHARED_BYTES = 160 * 2**10  # what the largest of its kernels may need of a block: sm_80, 90 and 100 have more
+# What its kernels may need of a block, by the width of a head: sm_86, 89 and 120 have 99 KiB, sm_80, 90 and 100 more.
+FUSED_SHARED_BYTES = {128: 99 * 2**10, 256: 160 * 2**10}
 Forward = tuple[Tensor, Tensor, Any]  # out, lse, saved
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
@@ -135,15 +136,14 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
 def _obstacle_to_fused(device: torch.device, head_dim: int) -> str | None:
     if head_dim > 256:
-        return f"needs a head dimension of up to 256, not {head_dim}; use model.attention=reference"
+        return f"needs a head dimension of up to 256, not {head_dim}; use model.attention=auto"
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks the attribute
         available = properties.shared_memory_per_block_optin
-        if available < FUSED_SHARED_BYTES:
-            return (
-                f"needs {FUSED_SHARED_BYTES} bytes of shared memory a block, and this GPU has {available}; "
-                "use model.attention=reference"
-            )
+        needed = FUSED_SHARED_BYTES[128 if head_dim <= 128 else 256]
+        if available < needed:
+            lacks = f"needs {needed} bytes of shared memory a block, and this GPU has {available}"
+            return f"{lacks}; use model.attention=auto"
     return None
 
 

@@ -296,6 +296,13 @@ _APART = {
 _IN_FLOAT32 = {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}  # products outside of the tensor cores
 
 
+def tiles(kernel: Any, dtype: torch.dtype, width: int, *, apart: bool) -> tuple[int, int, int, int]:
+    """Return M, N, warps and stages of a kernel. width: of a head, a power of two; apart: documents."""
+    if dtype == torch.float32:
+        return _IN_FLOAT32[max(64, width)]
+    return _APART[kernel] if apart and width == 128 else _BLOCKS[kernel][max(64, width)]
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -350,10 +357,7 @@ def _launch(
 ) -> None:
     (b, n, sq, d), (g, sk) = q.shape, k.shape[1:3]
     width = max(16, triton.next_power_of_2(d))
-    table = _IN_FLOAT32 if q.dtype == torch.float32 else _BLOCKS[kernel]
-    if spans is not None and q.dtype != torch.float32:
-        table = table | {128: _APART[kernel]}
-    m_rows, n_rows, warps, stages = table[max(64, width)]
+    m_rows, n_rows, warps, stages = tiles(kernel, q.dtype, width, apart=spans is not None)
     by_keys = kernel is _attention_backward_kv
     blocks, heads = (triton.cdiv(sk, n_rows), g) if by_keys else (triton.cdiv(sq, m_rows), n)
     names: tuple[int, ...] = (0, 0, 0)

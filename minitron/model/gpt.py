@@ -143,9 +143,9 @@ class Block(nn.Module):
 
     def _forward(self, stream: Residual, mb: Microbatch) -> Residual:
         readers = self.attention.reader, self.mlp.reader
-        x, y = self.norm1.quantized(stream, readers[0])
+        x, y = self.norm1(stream, readers[0])
         y = self.attention(y, mb, self._recompute(self.norm1, x, readers[0]))
-        x, y = self.norm2.quantized(self._add(x, y, self.attention.out.bias, mb, site=1), readers[1])
+        x, y = self.norm2(self._add(x, y, self.attention.out.bias, mb, site=1), readers[1])
         y = self.mlp(y, mb, self._recompute(self.norm2, x, readers[1]))
         return self._add(x, y, self.mlp.down.bias, mb, site=2)
 
@@ -203,7 +203,7 @@ class Head(nn.Module):
         self.linear = Linear(self.weight, None, gemm, layout.comm, layout.put_off)
 
     def forward(self, stream: Residual) -> Tensor:
-        _, y = self.norm.quantized(stream, self.linear.gemm)
+        _, y = self.norm(stream, self.linear.gemm)
         return column_linear(y, self.linear)
 
 

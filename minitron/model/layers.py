@@ -82,12 +82,8 @@ class Norm(nn.Module):
         self.bias = layout.parameter((size,)) if bias else None
         self.eps, self.ops = eps, layout.kernels.ops
 
-    def forward(self, stream: Residual) -> tuple[Tensor, Tensor]:
-        """Return the stream's sum and the norm of it, both [..., h]."""
-        return _AddNorm.apply(*stream, self.weight, self.bias, self.eps, self.ops, None)[:2]
-
-    def quantized(self, stream: Residual, reader: Gemm | None) -> tuple[Tensor, Tensor | Quantized]:
-        """Do as `forward` does, and cast the norm in the same kernel if it can be.
+    def forward(self, stream: Residual, reader: Gemm | None = None) -> tuple[Tensor, Tensor | Quantized]:
+        """Return the stream's sum and the norm of it, both [..., h]; cast in the same kernel if it can be.
 
         reader: the number format of the only layer that reads the norm; None: it is wanted as it is.
         """

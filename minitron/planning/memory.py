@@ -1,7 +1,7 @@
 """Bytes that a rank holds at the peak of a step, by what they are for.
 
 Four things last: parameters (2 bytes each in bf16), their gradients (4, or 2), masters and moments (12, over dp x cp)
-and FP8 casts of the blocks' weights (2). With precision.fp8_params these weights are casts themselves: a byte each, and
+and FP8 casts of weights (2). With precision.fp8_params those of blocks are casts themselves: a byte each, and
 one for their transposes. Activations come and go with the schedule: a chunk's forward leaves what its
 backward needs and frees, so their peak is found by walking over a rank's real operations. A block leaves, per token, in
 bf16:

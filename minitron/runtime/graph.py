@@ -75,7 +75,7 @@ def why_eager(cfg: Config, device: torch.device, packs: bool) -> str | None:
         return f"{keeps}; parallel.cp_style=ulysses does not"
     if cfg.data.separate_documents and not packs:
         keeps = "this attention takes one document after another, by boundaries on the host"
-        return f"{keeps}; model.attention=fused does not"
+        return keeps if cfg.model.attention == "auto" else f"{keeps}; model.attention=auto does not"
     return None
 
 

@@ -1,15 +1,20 @@
 """Attention backends: each equals the masked softmax in float64, also block by block, and `choose` picks or refuses."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention_twin import allowed_pairs, attend_with_grads, random_block, run_backend, run_backend_in_two_blocks
+from minitron.config import cli
+from minitron.kernels import kernels
 from minitron.kernels.attention import CUDNN, FLASH_CPU, FLASH_CUDA, REFERENCE, choose
 from minitron.kernels.rng import AttentionDropout
 from minitron.testing import assert_close_rel
+
+ROOT = Path(__file__).parents[2]
 
 # Rounding of the number format (2^-24, 2^-53) times the hundreds of terms of a sum, and room.
 TOLERANCE = {
@@ -141,12 +146,30 @@ def test_impossible_choices_are_refused(name, device, dtype, head_dim, dropout, 
     assert message in str(error.value)
 
 
-def test_a_gpu_with_little_shared_memory_has_dropout_in_plain_torch(monkeypatch):
+def test_a_gpu_with_little_shared_memory_has_dropout_of_wide_heads_in_plain_torch(monkeypatch):
     properties = SimpleNamespace(shared_memory_per_block_optin=99 * 2**10)  # of sm_86, sm_89 and sm_120
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert choose("auto", "cuda", torch.bfloat16, 128, dropout=0.1) is REFERENCE
+    assert choose("auto", "cuda", torch.bfloat16, 136, dropout=0.1) is REFERENCE
     with pytest.raises(ValueError, match="needs 163840 bytes of shared memory a block, and this GPU has 101376; use"):
+        choose("fused", "cuda", torch.bfloat16, 256, dropout=0.1)
+    properties.shared_memory_per_block_optin = 64 * 2**10  # of sm_75
+    with pytest.raises(ValueError, match="needs 101376 bytes of shared memory a block, and this GPU has 65536; use"):
         choose("fused", "cuda", torch.bfloat16, 128, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    "world, layout, backend",
+    [
+        (1, [], "fused"),
+        (2, ["parallel.cp=2"], "flash"),
+        (2, ["parallel.cp=2", "parallel.cp_style=allgather"], "flash"),
+        (2, ["parallel.cp=2", "parallel.cp_style=ulysses"], "fused"),
+    ],
+)
+def test_documents_are_given_to_a_kernel_that_masks_them_where_a_rank_has_the_sequence_whole(world, layout, backend):
+    keys = ["precision.dtype=bf16", "data.separate_documents=true", *layout]
+    cfg = cli.load([str(ROOT / "configs/llama3_8b.yaml"), *keys])
+    assert kernels.choose(cfg, "meta").attention.name == backend
 
 
 def test_missing_flash_attn_names_the_install_line(monkeypatch):

@@ -169,6 +169,10 @@ def test_fp8_halves_products_of_blocks_and_not_of_the_head():
     assert fp8.head()[0]["gemm"] == bf16.head()[0]["gemm"]
     in_fp8 = Work(cli.load([*SMALL, "precision.fp8=delayed", "precision.fp8_head=true"]), machine)
     assert [x["gemm"] for x in in_fp8.head()] == pytest.approx([x["gemm"] / 2 for x in bf16.head()])
+    m, t = fp8.model, fp8.cfg.train  # a cast reads 2 bytes, and writes 1 twice: x for the weight's gradient as well
+    rows, values = t.seq_len * t.micro_batch_size, (m.hidden_size, m.padded_vocab_size)
+    casts = [b["pointwise"] - a["pointwise"] for a, b in zip(bf16.head(), in_fp8.head())]
+    assert casts == pytest.approx([machine.moved(4 * rows * n) for n in values])
     kept, cast = (fp8.stage(layers, False, False)[0]["gemm"] for layers in (range(0, 1), range(1, 2)))
     assert kept == pytest.approx(2 * cast)
 
@@ -245,6 +249,11 @@ def test_parameters_are_those_of_the_model(family, layout):
         ("gpt3_13b", 4, ["model.num_layers=6", "parallel.pp=2", "precision.fp8=current", "precision.fp8_params=true"]),
         ("llama3_8b", 4, ["parallel.pp=4", "parallel.schedule=zb-h1"]),
         ("llama3_8b", 4, ["parallel.tp=2", "parallel.pp=2", "precision.fp8=delayed", "parallel.schedule=zb-h1"]),
+        (
+            "llama3_8b",
+            4,
+            ["parallel.pp=4", "parallel.schedule=zb-h1", "precision.fp8=delayed", "precision.fp8_head=true"],
+        ),
         ("llama3_8b", 4, ["parallel.pp=4", "train.recompute=selective", "parallel.schedule=zb-h1"]),
         ("llama3_8b", 4, ["parallel.pp=4", "train.recompute=full", "parallel.schedule=zb-h1"]),
         (
