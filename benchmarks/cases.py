@@ -3,7 +3,7 @@
 Four-GPU cases and the one-GPU cases are those of the project's targets. Cases that begin with `2gpu-` have fewer layers
 and smaller layouts, for a machine with two GPUs: their figures say nothing about the four-GPU targets. Those with
 `lora` or `sft` in their names are fine-tuning, on documents of at most 512 tokens packed to 4096, or with `-full` on
-one document a sample.
+one document a sample. With `-fp8head` our product with the vocabulary is in FP8 as well, which no peer's is.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,15 @@ class Case:
     gpus: int
     config: str  # a recipe, relative to the repository
     overrides: tuple[str, ...]
-    peer: str | None = None  # the case whose layout is the peer's fastest, where it lacks this one's schedule
+    peer: str | None = None  # the case that the peer runs, where it lacks this one's schedule or number format
 
     @property
     def tunes(self) -> bool:
         return self.config.endswith(("_sft.yaml", "_lora.yaml"))
+
+    @property
+    def needs_fp8(self) -> bool:
+        return "precision.fp8_head=true" in self.overrides
 
     def arguments(self, fp8: str) -> list[str]:
         """The command line of a measured program. fp8: "none" (bf16) or one of FP8_RECIPES."""
@@ -30,7 +34,7 @@ class Case:
 def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, peer: str | None = None, **settings) -> Case:
     """Name a recipe's model in a layout of its own, one sample per microbatch.
 
-    settings: keys of `parallel`, of `train` (seq_len), of `model` (num_layers) and of `data`.
+    settings: keys of `parallel`, of `train` (seq_len), of `model` (num_layers), of `data` and of `precision`.
     """
     sections = {
         "seq_len": "train",
@@ -38,6 +42,7 @@ def _case(gpus: int, config: str, microbatches: int, *, dp: int = 1, peer: str |
         "max_positions": "model",
         "separate_documents": "data",
         "document_length": "data",
+        "fp8_head": "precision",
     }
     layout = {"tp": 1, "pp": 1, "vp": 1, "cp": 1, "layers_per_stage": "null"} | settings
     keys = tuple(f"{sections.get(key, 'parallel')}.{key}={value}" for key, value in layout.items())
@@ -61,7 +66,9 @@ CASES = {
     "8b-pp4-even": _case(4, "llama3_8b", 16, pp=4, vp=2),
     "8b-tp2cp2": _case(4, "llama3_8b", 4, tp=2, cp=2, seq_len=16384, max_positions=16384),
     "8b-1gpu": _case(1, "llama3_8b", 1, num_layers=8),
+    "8b-1gpu-fp8head": _case(1, "llama3_8b", 1, num_layers=8, fp8_head="true", peer="8b-1gpu"),
     "lora-8b-1gpu": _case(1, "llama3_8b_lora", 4),
+    "lora-8b-1gpu-fp8head": _case(1, "llama3_8b_lora", 4, fp8_head="true", peer="lora-8b-1gpu"),
     "lora-8b-1gpu-full": _case(1, "llama3_8b_lora", 4, **ONE_DOCUMENT),
     "sft-8b-4gpu": _case(4, "llama3_8b_sft", 4, dp=4),
     "sft-8b-4gpu-full": _case(4, "llama3_8b_sft", 4, dp=4, **ONE_DOCUMENT),

@@ -9,8 +9,8 @@ Per case and precision it prints, and appends to the results,
 
     case=<name>-<bf16|fp8> ours_mfu=.. peer_mfu=.. ratio=.. spread=.. ours_gib=.. peer_gib=..
 
-The peer is Megatron-core, or `--peer torchtitan` or `huggingface`. Where it has not the schedule of a case, it runs
-the fastest layout that it has.
+The peer is Megatron-core, or `--peer torchtitan` or `huggingface`. Where it has not the schedule or the number format
+of a case, it runs the fastest that it has.
 Figures are means of a side's runs, memory the larger one, of the highest rank, as torch's allocator counts it. MFU by
 the `full` counting, in percent; for fine-tuning also by that of NVIDIA's recipe, `weights`, and in FP8 against a peer
 in bf16 where it has nothing else. A case that cannot run here is skipped with a reason. Exits with status 1 if one
@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 if CASES[name].gpus > gpus:
                     raise Skipped(f"needs {CASES[name].gpus} GPUs, there are {gpus}")
+                if CASES[name].needs_fp8 and precision != "fp8":
+                    raise Skipped("its head is in FP8; use --precision fp8")
                 result = compare(CASES[name], args.fp8 if precision == "fp8" else "none", args, workers)
             except Skipped as reason:
                 print(f"case={label} skipped: {reason}", flush=True)

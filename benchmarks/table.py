@@ -81,6 +81,7 @@ WORDS = (
     (r"full", "one document a sample"),
     (r"uneven", "uneven stages"),
     (r"1f1b|zb-h1", "schedule \\g<0>"),
+    (r"fp8head", "our head in FP8"),
     (r"(bf16|fp8|\d+gpu)", ""),
 )
 
@@ -112,12 +113,14 @@ def floor_share(entry: dict, who: str, entries: list[dict]) -> tuple[float | Non
     """The share of a side's step that its products and attention take alone, and whether attention is counted in it.
 
     It is not where documents are packed: the floor (floor.py) takes a sample as one document. Both sides have one
-    floor, measured in minitron's run; that of a peer in bf16 beside FP8 stands in the case's bf16 record, None without.
+    floor, measured in minitron's run; that of a peer which ran another case, or in bf16 beside FP8, stands in that
+    case's record, None without.
     """
-    name, found = entry["case"].removesuffix("-fp8"), [entry]
-    if precision_of(entry, who) != precision_of(entry, "ours"):
-        found = [e for e in entries if e["case"] == f"{name}-bf16" and e["peer"] == entry["peer"]]
-    case = CASES.get(name.removesuffix("-bf16"))
+    name, found = re.sub("-(bf16|fp8)$", "", entry["case"]), [entry]
+    case = CASES.get(name)
+    peers = f"{case and case.peer or name}-{precision_of(entry, who).lower()}"
+    if who == "peer" and peers != entry["case"]:
+        found = [e for e in entries if e["case"] == peers and e["peer"] == entry["peer"]]
     packed = case is not None and case.tunes and "data.separate_documents=false" not in case.overrides
     floors = found[0]["ours"] if found else {}
     if "floor_gemm_seconds" not in floors:

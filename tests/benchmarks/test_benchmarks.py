@@ -227,6 +227,9 @@ def test_curves_of_fp8_lie_beside_one_of_bf16_whatever_the_configuration_has(tmp
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_fits_the_gpus_that_it_needs(name, fp8):
     case = CASES[name]
+    if case.needs_fp8 and fp8 == "none":
+        assert CASES[case.peer].overrides == tuple(key for key in case.overrides if "fp8_head" not in key)
+        return
     cfg = cli.load([str(record.ROOT / case.config), *case.arguments(fp8)[1:]])
     rules.check(cfg, case.gpus, capability=(9, 0))
     assert cfg.train.recompute == "none"
@@ -362,6 +365,22 @@ def test_a_peer_without_the_schedule_runs_its_fastest_layout(monkeypatch, tmp_pa
         measure.check_translated(cli.load(launched[0][:-2]), "Megatron-core")
 
 
+def test_a_peer_without_the_number_format_runs_the_fastest_that_it_has(monkeypatch, tmp_path, capsys):
+    launched = []
+
+    def run(program, arguments, gpus, environment):
+        launched.append((program, "precision.fp8_head=true" in arguments, "precision.fp8=delayed" in arguments))
+        return {"mfu_full": 60.0, "tflops": 600.0, "peak_gib": 100.0, "step_seconds": 1.0}
+
+    monkeypatch.setattr(compare, "Workers", lambda: FakeWorkers(run, gpus=1))
+    options = ["--precision", "bf16", "fp8", "--results", str(tmp_path / "results.jsonl")]
+    assert compare.main(["8b-1gpu-fp8head", *options]) == 0
+    assert launched[:2] == [(compare.OURS, True, True), ("benchmarks/peers/megatron.py", False, True)]
+    skipped, compared = capsys.readouterr().out.splitlines()
+    assert skipped == "case=8b-1gpu-fp8head-bf16 skipped: its head is in FP8; use --precision fp8"
+    assert compared.startswith("case=8b-1gpu-fp8head-fp8 ours_mfu=60.00")
+
+
 def test_an_unknown_case_is_an_error(capsys):
     with pytest.raises(SystemExit):
         compare.main(["8b"])
@@ -437,6 +456,7 @@ def test_the_table_shows_the_newest_record_of_each_case(tmp_path, capsys):
         ("8b-tp2cp2-bf16", "Llama 3 8B, tp 2 cp 2"),
         ("175b-tp4-fp8", "GPT-3 175B, tp 4, 4 layers"),  # of 96: the case has what its name does not say
         ("lora-8b-1gpu-full-bf16", "Llama 3 8B, LoRA, one document a sample"),
+        ("8b-1gpu-fp8head-fp8", "Llama 3 8B, our head in FP8, 8 layers"),
         ("2gpu-8b-16layers-pp2-uneven-bf16", "Llama 3 8B, 16 layers, pp 2, uneven stages"),
         ("2gpu-8b-16layers-pp2-zb-h1-bf16", "Llama 3 8B, 16 layers, pp 2, schedule zb-h1"),
         ("tiny", "tiny"),
@@ -467,6 +487,7 @@ def test_the_picture_of_comparisons_says_what_each_bar_is():
         compared("lora-8b-1gpu-fp8", "huggingface", "delayed", 900.0, 450.0, floors=(0.3, 0.9)),
         compared("lora-8b-1gpu-bf16", "huggingface", "none", 600.0, 450.0, seconds=(1.0, 1.2)),
         compared("sft-8b-4gpu-fp8", "huggingface", "delayed", 800.0, 500.0),
+        compared("lora-8b-1gpu-fp8head-fp8", "huggingface", "delayed", 1000.0, 450.0, floors=(0.2, 0.9)),
     ]
     figure = table.draw(entries)
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
@@ -480,7 +501,11 @@ def test_the_picture_of_comparisons_says_what_each_bar_is():
     # The largest lead first, in words, with layers that the name does not tell.
     words = [[label.get_text() for label in axes.get_yticklabels()] for axes in (pretrained, in_fp8)]
     assert words[0] == ["GPT-3 175B, tp 4, 4 layers, 4 GPUs", "Llama 3 8B, pp 4, 4 GPUs"]
-    assert words[1] == ["Llama 3 8B, LoRA, 1 GPU", "Llama 3 8B, fine-tuning of all weights, 1 GPU"]
+    assert words[1] == [
+        "Llama 3 8B, LoRA, our head in FP8, 1 GPU",
+        "Llama 3 8B, LoRA, 1 GPU",
+        "Llama 3 8B, fine-tuning of all weights, 1 GPU",
+    ]
     assert [bar.get_width() for bar in pretrained.patches] == [550.0, 500.0, 500.0, 480.0]
     # A bar's floor is where the bar would end if products and attention were all of the step.
     marks = [line.get_xdata()[0] for line in pretrained.lines]
@@ -495,9 +520,10 @@ def test_the_picture_of_comparisons_says_what_each_bar_is():
         "of floor",
         "× peer",
     ]
-    # Packed documents: products alone. A peer in bf16 has the floor of the bf16 record, and none without one.
+    # Packed documents: products alone. A peer in bf16 has the floor of the bf16 record of what it ran, none without.
     assert [line.get_xdata()[0] for line in tuned.lines] == pytest.approx([600 / 0.6, 450 / 0.5])
-    assert [line.get_xdata()[0] for line in in_fp8.lines] == pytest.approx([900 / 0.3, 450 / 0.48, 800 / 0.6])
+    marks = [1000 / 0.2, 450 / 0.48, 900 / 0.3, 450 / 0.48, 800 / 0.6]
+    assert [line.get_xdata()[0] for line in in_fp8.lines] == pytest.approx(marks)
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["minitron", "Megatron-core", "Hugging Face", *table.FLOOR_WORDS.values()]
 
