@@ -13,9 +13,6 @@ use_venv plot,test
 [ -x "$VENV/bin/helm" ] || PYTHON=$(find_python) bash tests/get_helm.sh "$VENV/bin" ||
     echo "No helm to be had; tests/launch/test_helm.py will be skipped"
 export OMP_NUM_THREADS=1 # the tests' ranks are processes: with more threads they would fight for the cores
-# Half of the long tests wait for processes that they have started or killed: three workers fill two cores.
-: "${PYTEST_XDIST_AUTO_NUM_WORKERS:=$(($(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) * 3 / 2))}"
-export PYTEST_XDIST_AUTO_NUM_WORKERS
 "$python" -m ruff check --quiet
 "$python" -m ruff format --check --quiet
 "$python" -m mypy --no-error-summary

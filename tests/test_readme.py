@@ -182,6 +182,9 @@ def test_the_speed_rows_are_the_records():
         ):
             assert part in below, part
     assert ratios == sorted(ratios, reverse=True)
+    head = newest["8b-1gpu-fp8head-fp8"]
+    assert rows[0][0] == table.in_words("8b-1gpu-fp8")
+    assert f"the first ratio is {head['ratio']:.3f} ± {head['spread']:.3f}." in below
     slower = [case for case, e in newest.items() if e["ratio"] < 1]
     assert slower == ["175b-tp4-fp8"] and f"the one case of {len(newest)} in which the peer is faster" in below
     assert f"Of {len(newest)} cases" in (ROOT / "benchmarks" / "README.md").read_text()
