@@ -26,11 +26,8 @@ ONE_AFTER_ANOTHER = {f"test_{name}" for name in ("faults", "invariance", "kill",
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of `-n auto`: one worker for those files, two for the others, half of whose long tests wait for processes.
-
-    None on GPUs: each test has them for itself.
-    """
-    return 0 if torch.cuda.is_available() else 3
+    """Of `-n auto`: one worker for those files, and one for the others. None on GPUs: each test has them for itself."""
+    return 0 if torch.cuda.is_available() else 2
 
 
 @pytest.hookimpl(optionalhook=True)
