@@ -31,9 +31,11 @@ SHAPES = {
     "GPT-3 175B, s 2048, tp 4": {"gelu": (2048, 12288), "cast": (2048, 9216), "layer norm": (512, 12288)},
     "GPT-3 175B, s 2048, tp 2": {"gelu": (2048, 24576), "cast": (2048, 18432), "layer norm": (1024, 12288)},
     "Llama-3 8B, s 8192": {"swiglu": (8192, 14336), "norm": (8192, 4096)},
+    "Llama-3 8B, LoRA, s 4096": {"swiglu, rows alone": (4096, 14336)},
     "Llama-3 70B, s 8192, tp 2": {"swiglu": (8192, 14336), "norm": (4096, 8192)},
 }
 TILES = [(32, 64, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8), (32, 128, 4), (128, 128, 16), (32, 256, 8)]
+TILES += [(8, 512, 8), (2, 2048, 8)]
 REPEATS = 20
 Call = Callable[[], object]
 
@@ -42,13 +44,14 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
     """By operation: the bytes that must move, the passes as they were, the kernel."""
     from minitron.kernels import fp8_te, fused, fused_casts  # a GPU's; without one there is still --help
 
+    of, *alone = of.split(", ")  # frozen weights have no gradient, which would read the values by columns
     device, te, scale = torch.device("cuda"), fp8_te.TensorScaling(), torch.ones(1, device="cuda")
     amax, wide = torch.zeros(1, device=device), f * (2 if of == "swiglu" else 1)
     x = torch.randn(m, wide, dtype=torch.bfloat16, device=device)
     dy = torch.randn(m, f, dtype=torch.bfloat16, device=device)
 
     def cast(value: Tensor, role: str) -> object:
-        return te.cast(value, role, Axis.single(), scale, amax, True)
+        return te.cast(value, role, Axis.single(), scale, amax, not alone)
 
     def summed(value: Tensor) -> object:
         return value.sum(0, dtype=torch.float32), cast(value, "dy")
@@ -73,14 +76,14 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
     bias = of == "gelu"
     found: dict[str, tuple[int, Call, Call]] = {
         f"{of} and cast": (
-            m * (2 * wide + 2 * f),
+            m * (2 * wide + (1 if alone else 2) * f),
             lambda: cast(forward(x), "x"),
-            lambda: mine(x, scale, amax, KINDS["x"], True),
+            lambda: mine(x, scale, amax, KINDS["x"], not alone),
         ),
         f"{of} backward and cast": (
-            m * (2 * f + 4 * wide),
+            m * (2 * f + (3 if alone else 4) * wide),
             lambda: summed(backward(dy, x)[0]) if bias else cast(backward(dy, x)[0], "dy"),
-            lambda: gradient(dy, x, scale, amax, KINDS["dy"], True, bias),
+            lambda: gradient(dy, x, scale, amax, KINDS["dy"], not alone, bias),
         ),
     }
     if bias:
@@ -113,7 +116,8 @@ def timed_with(tile: tuple[int, int, int], kernel: Call) -> float:
     """Seconds of the kernel with this tile."""
     from minitron.kernels import fused_casts
 
-    with mock.patch.object(fused_casts, "TILES", dict.fromkeys(fused_casts.TILES, fused_casts.Tile(*tile))):
+    every = fused_casts.Tile(*tile)
+    with mock.patch.multiple(fused_casts, TILES=dict.fromkeys(fused_casts.TILES, every), ROWS_ALONE=every):
         return seconds(kernel)
 
 

@@ -83,18 +83,6 @@ def seen_keys(begins, first, sq, sk, M: tl.constexpr, N: tl.constexpr, CAUSAL: t
 
 
 @triton.jit
-def seeing_queries(ends, first, sq, sk, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr):
-    """Return the same of the queries that see some, or every one, of N keys from `first` on."""
-    start, below, above, stop = 0, 0, sq, sq
-    if CAUSAL:
-        start, below = first, tl.minimum(first + N, sq)
-    if APART:
-        above = tl.maximum(tl.load(ends + first) // M * M, below)
-        stop = tl.load(ends + tl.minimum(first + N, sk) - 1)
-    return start, below, above, stop
-
-
-@triton.jit
 def num_blocks(start, below, above, stop, STEP: tl.constexpr, EDGE: tl.constexpr):
     """Count the blocks at the edges: from `start` to `below` and from `above` to `stop`; or the whole ones between."""
     if EDGE:

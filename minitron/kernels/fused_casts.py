@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-# By operation; benchmarks/casts.py times others.
+# By operation, where a transpose or sums are made too; benchmarks/casts.py times others.
 TILES = {
     "cast": Tile(64, 64, 8),
     "gelu": Tile(64, 64, 8),
@@ -35,6 +35,7 @@ TILES = {
     "swiglu": Tile(64, 64, 8),
     "swiglu backward": Tile(32, 64, 4),
 }
+ROWS_ALONE = Tile(2, 2048, 8)  # of all operations
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ def _run(
     sums: bool = False,
 ) -> Cast:
     """Run the kernel for x [m, f], or [m, 2f] for SwiGLU. scale None: no cast, the result has the dtype `kind`."""
-    tile = TILES[of if dy is None else f"{of} backward"]
+    tile = TILES[of if dy is None else f"{of} backward"] if columns or sums else ROWS_ALONE
     x, m, f = x.contiguous(), x.shape[0], x.shape[1] // (2 if of == "swiglu" else 1)
     n, dy = (f, None) if dy is None else (x.shape[1], dy.contiguous())
     grid = triton.cdiv(m, tile.rows), triton.cdiv(f, tile.columns)
