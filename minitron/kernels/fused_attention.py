@@ -245,36 +245,38 @@ def _attention_backward_kv(
     log2_scale = scale * _LOG2E
     ends = spans + (samples + sample) * sq
     end = tl.load(ends + keys, keys < sk, other=0) if APART else keys
-    start, stop = first if CAUSAL else 0, sq
-    if APART:
-        stop = tl.load(ends + tl.minimum(first + N, sk) - 1)
-    blocks = tl.cdiv(stop - start, M)
-    # One loop for all heads and blocks, all of them masked: it takes a while until a loop runs at full speed.
-    for i in range(GROUP * blocks):
-        at, head = start + i % blocks * M, key_head * GROUP + i // blocks
-        queries = at + tl.arange(0, M)
-        place = (sample * n + head) * sq + queries
-        log2_sum = tl.load(lse + place, queries < sq, other=float("inf")) * _LOG2E
-        dot = tl.load(delta + place, queries < sq, other=0.0)
-        if THRESHOLD >= 0:
-            query_words = token_words(query_counters, queries, sq, samples, sample, query_layer)
-            query_words = _mix(query_words ^ _index_word(first_head + head))
-        q_tile = load_rows(q + sample * q_token + head * D, at, sq, samples * q_token, M, D, WIDTH)
-        dout_tile = load_rows(dout + sample * dout_token + head * D, at, sq, samples * dout_token, M, D, WIDTH)
-        products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        if CAUSAL:
-            seen = keys[:, None] <= queries[None, :]
-            if APART:
-                seen = seen & (queries[None, :] < end[:, None])
-            products = tl.where(seen, products, float("-inf"))
-        p = tl.exp2(products * log2_scale - log2_sum[None, :])
-        dp, dropped = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee"), p
-        if THRESHOLD >= 0:
-            kept = is_kept(query_words[None, :], key_words[:, None], THRESHOLD)
-            dp, dropped = tl.where(kept, dp * FACTOR, 0.0), tl.where(kept, p, 0.0)
-        dv_total = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv_total, input_precision="ieee")
-        ds = p * (dp - dot[None, :])
-        dk_total = tl.dot(ds.to(q_tile.dtype), q_tile, dk_total, input_precision="ieee")
+    # From query `start` on some see these keys, from `whole` on, without documents, all of them see all.
+    start, whole = first if CAUSAL else 0, tl.minimum(first + N, sq) if CAUSAL else 0
+    if APART:  # one loop, all of it masked: on an H200 it took less than two, whether documents were short or long
+        whole = tl.load(ends + tl.minimum(first + N, sk) - 1)
+    for EDGE in tl.static_range(1 if APART else 0, 2):
+        begin = start if EDGE else whole
+        blocks = tl.cdiv((whole if EDGE else sq) - begin, M)
+        for i in range(GROUP * blocks):  # one loop for all heads: it takes a while until one runs at full speed
+            at, head = begin + i % blocks * M, key_head * GROUP + i // blocks
+            queries = at + tl.arange(0, M)
+            place = (sample * n + head) * sq + queries
+            log2_sum = tl.load(lse + place, queries < sq, other=float("inf")) * _LOG2E
+            dot = tl.load(delta + place, queries < sq, other=0.0)
+            if THRESHOLD >= 0:
+                query_words = token_words(query_counters, queries, sq, samples, sample, query_layer)
+                query_words = _mix(query_words ^ _index_word(first_head + head))
+            q_tile = load_rows(q + sample * q_token + head * D, at, sq, samples * q_token, M, D, WIDTH)
+            dout_tile = load_rows(dout + sample * dout_token + head * D, at, sq, samples * dout_token, M, D, WIDTH)
+            products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+            if EDGE:
+                seen = keys[:, None] <= queries[None, :]
+                if APART:
+                    seen = seen & (queries[None, :] < end[:, None])
+                products = tl.where(seen, products, float("-inf"))
+            p = tl.exp2(products * log2_scale - log2_sum[None, :])
+            dp, dropped = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee"), p
+            if THRESHOLD >= 0:
+                kept = is_kept(query_words[None, :], key_words[:, None], THRESHOLD)
+                dp, dropped = tl.where(kept, dp * FACTOR, 0.0), tl.where(kept, p, 0.0)
+            dv_total = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv_total, input_precision="ieee")
+            ds = p * (dp - dot[None, :])
+            dk_total = tl.dot(ds.to(q_tile.dtype), q_tile, dk_total, input_precision="ieee")
     place = (sample * g + key_head) * D
     store_rows(dk + place, dk_total * scale, first, sk, samples * g * D, N, D, WIDTH)
     store_rows(dv + place, dv_total * FACTOR, first, sk, samples * g * D, N, D, WIDTH)

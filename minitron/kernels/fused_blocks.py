@@ -1,7 +1,7 @@
 """Blocks of attention's operands in Triton: how they are loaded, and which of them see each other.
 
 The parts that the kernels of fused_attention.py share. Tensors are [s, b, n, d] in memory, tokens evenly apart:
-x_token elements from one token to the next. A program has some queries, or keys, and walks over blocks of the others:
+x_token elements from one token to the next. A program with some queries walks over blocks of keys:
 
         start      below            above      stop
           |  edge    |    whole       |  edge    |        edge: some see each other, a mask says which
