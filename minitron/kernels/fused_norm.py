@@ -146,7 +146,8 @@ def add_norm_backward(
     programs, stages, parts = rows, 1, 8
     if one_pass:
         gpu = torch.cuda.get_device_properties(total.device)
-        programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * (3 if shape["BLOCK"] <= 4096 else 1))
+        each = 1 if shape["BLOCK"] > 4096 else 3 if frozen else 2  # of a multiprocessor
+        programs = parts = min(triton.cdiv(rows, 4), gpu.multi_processor_count * each)
         shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in torch's stubs
         stages = 2 if 6 * shape["BLOCK"] * total.itemsize < shared - 4096 else 1
     sums = None if frozen else total.new_empty(1 + layer_norm + delta_bias, parts, h, dtype=torch.float32)
