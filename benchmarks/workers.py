@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -76,12 +77,14 @@ class Workers:
             print("a forked process gets no GPU here: each measurement loads its libraries by itself", flush=True)
 
     def __enter__(self) -> Workers:
+        self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # of `timeout`, say
         return self
 
     def __exit__(self, *error: object) -> None:
         for child in self.children:
             end(child)
         self._folder.cleanup()
+        signal.signal(signal.SIGTERM, self._before)
 
     def start(
         self,

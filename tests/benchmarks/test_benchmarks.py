@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -343,6 +344,19 @@ def test_comparisons_are_printed_and_recorded(option, name, monkeypatch, tmp_pat
     assert {"gpu", "power_limit_watts", "command"} <= entry.keys()
     assert entry["versions"]["torch"] == metadata.version("torch")
     assert {"cuda", "triton", "transformer_engine", "megatron-core", "torchtitan"} <= entry["versions"].keys()
+
+
+def test_a_measurement_does_not_outlive_what_started_it(monkeypatch):
+    """It would go on using the GPU, beside whatever is measured next."""
+    monkeypatch.setattr(step, "main", lambda arguments: time.sleep(60))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped, workers.Workers(1) as one:
+        one.start("asleep", compare.OURS, [], 1, 60.0)
+        (process,) = one.children[0].processes
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)  # cut short by the signal
+    assert stopped.value.code == 128 + signal.SIGTERM and process.exitcode == -signal.SIGKILL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_peer_without_the_schedule_runs_its_fastest_layout(monkeypatch, tmp_path):
