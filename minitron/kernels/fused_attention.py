@@ -245,15 +245,15 @@ def _attention_backward_kv(
     log2_scale = scale * _LOG2E
     ends = spans + (samples + sample) * sq
     end = tl.load(ends + keys, keys < sk, other=0) if APART else keys
-    # From query `start` on some see these keys, from `whole` on, without documents, all of them see all.
-    start, whole = first if CAUSAL else 0, tl.minimum(first + N, sq) if CAUSAL else 0
-    if APART:  # one loop, all of it masked: on an H200 it took less than two, whether documents were short or long
-        whole = tl.load(ends + tl.minimum(first + N, sk) - 1)
+    # Queries from `start` to `edge` see some of these keys. Those behind it see all of them, or of documents none.
+    start, edge = first if CAUSAL else 0, tl.minimum(first + N, sq) if CAUSAL else 0
+    if APART:  # one loop, all of it masked, took less time on an H200 than two, for short documents and for long ones
+        edge = tl.load(ends + tl.minimum(first + N, sk) - 1)
     for EDGE in tl.static_range(1 if APART else 0, 2):
-        begin = start if EDGE else whole
-        blocks = tl.cdiv((whole if EDGE else sq) - begin, M)
+        first_query = start if EDGE else edge
+        blocks = tl.cdiv((edge if EDGE else sq) - first_query, M)
         for i in range(GROUP * blocks):  # one loop for all heads: it takes a while until one runs at full speed
-            at, head = begin + i % blocks * M, key_head * GROUP + i // blocks
+            at, head = first_query + i % blocks * M, key_head * GROUP + i // blocks
             queries = at + tl.arange(0, M)
             place = (sample * n + head) * sq + queries
             log2_sum = tl.load(lse + place, queries < sq, other=float("inf")) * _LOG2E

@@ -35,7 +35,7 @@ TILES = {
     "swiglu": Tile(64, 64, 8),
     "swiglu backward": Tile(32, 64, 4),
 }
-ROWS_ALONE = Tile(2, 2048, 8)  # of all operations
+ROWS_ALONE = Tile(2, 2048, 8)  # of every operation; chosen by SwiGLU's times
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
 
