@@ -6,15 +6,15 @@
     sft       JSONL of prompts and answers, packed (sft.py, packing.py)      data.tokenizer, or the corpus's
     mock      random ids (mock.py)                                           none
 
-Every rank calls `build_datasets` with the same arguments; what has to be built is built by one of them (cache.py).  A
+Every rank calls `build_datasets` with the same arguments; one of them builds what has to be built (cache.py).  A
 split cuts the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
 503 to 718 for validation and the rest for tests.
 
 Everything that can be wrong with data is found here, before a model exists: a missing or foreign file, a split that
-leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  Every index is read
-in full at every start.  A .bin of at most 1 GiB is read in full once per vocabulary (about a second; the cache
-remembers it).  Of a larger one the first million tokens are read, the others when they are drawn; tools/check_data.py
-reads it in full before a run.
+leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  An index and a .bin
+of at most 1 GiB are read in full by one rank, once per vocabulary, and again when a file was written or replaced; the
+cache keeps the result.  Of a larger .bin the first million tokens are read, the others when they are drawn;
+tools/check_data.py reads it in full before a run.
 
 Left out: separate files for validation, except for sft; the test split is only set aside.
 """
@@ -77,8 +77,9 @@ def build_datasets(
     """Build or find the datasets; safe to call on every rank at once.
 
     train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
-    depends on them.  vocab_size: ids must lie below it.  first_on_node: False for a rank that calls after
-    another rank of its node has returned, which checked the data in full.
+    depends on them.  vocab_size: ids must lie below it.
+    first_on_node: False for a rank that calls after the first rank of its node has returned.  That one has built what
+    was missing and checked the cache's checksums.
     Raises ValueError for everything that the module docstring lists.
     """
     if train_samples < 1:

@@ -63,12 +63,11 @@ class Cache(NamedTuple):
 
     def recall(self, name: str, compute: Callable[[], str]) -> str:
         """Return the text of `compute()`, kept in the folder `name`.  Where none can be kept it is computed again."""
-        final = Path(self.directory) / name
-        if final.parent.is_dir() and not final.is_dir() and not os.access(final.parent, os.W_OK):
+        directory = Path(self.directory)
+        if directory.is_dir() and not (os.access(directory, os.W_OK) or (directory / name).is_dir()):
             return compute()
-        self.build_once(name, lambda partial: (partial / "text").write_text(compute()))
-        with reading(final):
-            return (final / "text").read_text()
+        folder = self.build_once(name, lambda partial: (partial / "text").write_text(compute()))
+        return (folder / "text").read_text()
 
 
 def reading(directory: Path) -> AbstractContextManager:

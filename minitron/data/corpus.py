@@ -87,7 +87,6 @@ def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike | None =
     folder = cache.build_once(name, lambda partial: _build(partial, sources, vocab_size, fingerprint))
     with reading(folder):
         tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
-        IndexedDataset(folder / "corpus")  # raises for a missing or truncated file
         return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
