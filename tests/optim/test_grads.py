@@ -266,6 +266,15 @@ def test_buckets_grow_with_the_data_ranks_so_that_slices_keep_their_bytes(
     assert all(len(bucket.grad_slice) >= ALIGNMENT for bucket in gradients.buckets)
 
 
+def test_slices_of_a_bucket_of_many_elements_cover_it():
+    key, sizes_of = BucketKey(torch.float32, True, False, False, False), {"a": 2**31 + 1, "b": 2**32 + 3}
+    (plan,) = plan_buckets([(name, numel, key) for name, numel in sizes_of.items()], 2**40, 2048)
+    parts = [part for rank in range(2048) for part in plan.owned(rank, 2048)]
+    assert plan.size > 2**32 and all(first < last for _, first, last in parts)
+    for name, numel in sizes_of.items():
+        assert sum(last - first for span, first, last in parts if span.name == name) == numel
+
+
 def test_buckets_of_few_data_ranks_have_one_size():
     most = sizes.BUCKET_BYTES // sizes.SLICE_BYTES
     assert {sizes.bucket_limit(ranks) for ranks in (1, 2, most)} == {sizes.BUCKET_BYTES}
