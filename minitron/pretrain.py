@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 from minitron.runtime.environment import set_defaults
 from minitron.runtime.signals import Listener
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.hf import FolderReader, dropout_note
-from minitron.checkpoint.load import Start, check_data, find, prefer_local, restore
+from minitron.checkpoint.load import Start, agree, check_data, prefer_local, restore
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -95,8 +96,6 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         chosen = kernels.choose(cfg, device)
         check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
-        start = find(cfg)
-        data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
         listener.alarm = log.alarm
     # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
@@ -105,12 +104,18 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         mesh = make_mesh(cfg, world, device)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener)
         with watched(mesh, log, cfg.train.hang_seconds):
+            with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
+                mesh.activity.begin("load")
+                start = agree(cfg, mesh, first_on_node=local_rank == 0)
+                mesh.activity.begin("datasets")
+                data = open_data(cfg, start, mesh, first_on_node=local_rank == 0)
+            mesh.activity.begin("start")
             trainer = build(cfg, mesh, chosen)
             trainer.base = start.mark
             startup.mark("build")
             mesh.activity.begin("load")
-            start = prefer_local(cfg, start, data.info, trainer.state, log)
-            restore(start, trainer.state)
+            start = prefer_local(cfg, start, data.info, trainer.state, log, first_on_node=local_rank == 0)
+            restore(start, trainer.state, log)
             startup.mark("load")
             mesh.activity.begin("start")
             log.start(
@@ -136,6 +141,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
                     if isinstance(reader, FolderReader) and reader.dropout:
                         log.info(dropout_note(reader))
+            start, reader = start._replace(reader=None, frozen=None), None  # an index is large, and was needed once
             with stop:
                 try:
                     waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root)
@@ -184,6 +190,22 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
+def open_data(cfg: Config, start: Start, mesh: Mesh, first_on_node: bool) -> Datasets:
+    """Open the data on all ranks: first on one rank of each node, which may have to build an index. Collective.
+
+    Raises ValueError, on all ranks alike.
+    """
+    opened: list[Datasets] = []
+
+    def open_in_turn(turn: bool) -> None:
+        if first_on_node == turn:
+            opened.append(build_data(cfg, start, first_on_node))
+
+    for turn in (True, False):
+        mesh.agreement.decide(partial(open_in_turn, turn), lambda _: None, errors=(ValueError,))
+    return opened[0]
 
 
 def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) -> Datasets:

@@ -40,9 +40,10 @@ from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import connect
 
 # Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
-OWN_PACE = frozenset({"data", "checkpoint", "load", "profile", "recording"})
-# To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too.
-DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
+OWN_PACE = frozenset({"data", "datasets", "checkpoint", "load", "profile", "recording"})
+# To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too. At the start the
+# other ranks wait for the slowest one as long: "load" is a checkpoint, "datasets" are indices to build or to read.
+DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 
 
 @contextmanager
