@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
-from minitron.runtime.environment import set_defaults
+from minitron.runtime.environment import raise_file_limits, set_defaults
 from minitron.runtime.signals import Listener
 
 if __name__ == "__main__":  # before torch is loaded, which takes seconds
@@ -98,6 +98,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         profiling.check(cfg.profile, device)
         log = Log(cfg, rank, world, name)
         listener.alarm = log.alarm
+        if warning := raise_file_limits(os.environ, world):
+            log.warn(warning)
     # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
     alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
     with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):

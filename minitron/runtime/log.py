@@ -1,4 +1,4 @@
-"""What a run writes: an iteration line for people and parsers, files for tools, one log per rank.
+"""What a run writes: an iteration line for people and parsers, files for tools, logs of ranks.
 
     stdout           the iteration line in the form of log.format, from the last rank; after an evaluation Megatron's
                      validation line, or NeMo's bar with val_loss; messages, from rank 0
@@ -10,7 +10,8 @@
                      "places" and "ranks" say how long each rank computes (stragglers.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
-      rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
+      rank-3.log     what rank 3 alone has to report, with the time: its alarms, where it was when a run hung. A line of
+                     stdout is in the log of the rank that printed it. A rank without records has no log
       errors.log     warnings and errors of all ranks, if there were any (errors.py)
 
 A disk that fills up or fails during a run costs records and one warning, not the run. Each file takes whole records
@@ -119,7 +120,7 @@ class Log(AbstractContextManager):
             self.info(self._startup.describe())
             self._startup = None
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
-            self._print_from(self.world - 1, self._format(self._line()))
+            self.info(self._format(self._line()), self.world - 1)
             self._since_line = []
 
     def evaluation(self, step: int, loss: float, seconds: float = 0.0) -> None:
@@ -128,7 +129,7 @@ class Log(AbstractContextManager):
         self._record("eval", step=step, loss=loss, seconds=seconds)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         line = f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-        self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else line)
+        self.info(self._format(self._line()) if self.cfg.log.format == "nemo" else line, self.world - 1)
 
     def saved(self, step: int, seconds: float, local: bool) -> None:
         """Record that a save of `step` is whole, so long after it began. From any thread."""
@@ -161,9 +162,18 @@ class Log(AbstractContextManager):
             mean = f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}"
             self.info(f"{mean}, tokens per second: {tokens}{mfu}")
 
-    def info(self, text: str) -> None:
-        """Write to every rank's log, and from rank 0 to stdout."""
-        self._print_from(0, text)
+    def info(self, text: str, rank: int = 0) -> None:
+        """Write from one rank to stdout and to its log. The other ranks, which have the same text, write nothing."""
+        if self.rank != rank:
+            return
+        self._note(text)
+        encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
+        try:
+            print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
+        except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
+            raise
+        except OSError as error:
+            self._warn("stdout", error)
 
     def warn(self, text: str) -> None:
         """Write as `info` does, and from rank 0 to errors.log, since all ranks give the same warning."""
@@ -172,12 +182,12 @@ class Log(AbstractContextManager):
             self._errors.write(f"warning: {text}")
 
     def alarm(self, text: str, traceback: str = "") -> None:
-        """Write to this rank's log, to errors.log and to stderr; to stderr without the traceback if there is a log."""
+        """Write to this rank's log, to errors.log and to stderr; to stderr without the traceback if the log has it."""
         logged = "\n".join(filter(None, (text, traceback)))
         self._note(logged)
         if self._errors is not None:
             self._errors.write(logged)
-        self._say(text if self._rank_log else logged)
+        self._say(text if self._rank_log and not self._rank_log.lost else logged)
 
     def close(self) -> None:
         for file in filter(None, (self._rank_log, self._metrics, self._dllogger, *self._sinks, self._errors)):
@@ -220,8 +230,7 @@ class Log(AbstractContextManager):
 
     def _open(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._rank_log = File(folder / f"rank-{self.rank}.log")
+            self._rank_log = File(folder / f"rank-{self.rank}.log", now=self.rank == 0)
             if self.rank == 0:
                 (folder / "config.yaml").write_text(to_yaml(self.cfg), encoding="utf-8")
                 self._metrics = File(folder / "metrics.jsonl")
@@ -232,17 +241,6 @@ class Log(AbstractContextManager):
             self.close()
             why = f"cannot be written: {error.strerror}; name another directory, or null for none"
             raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None
-
-    def _print_from(self, rank: int, text: str) -> None:
-        self._note(text)
-        if self.rank == rank:
-            encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
-            try:
-                print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
-            except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
-                raise
-            except OSError as error:
-                self._warn("stdout", error)
 
     def _say(self, text: str) -> None:
         """Write to stderr at once, since other ranks write there, too. It may be closed, if torchrun has died."""

@@ -168,21 +168,35 @@ def test_ctrl_c_in_the_terminal_of_torchrun_saves(tmp_path):
     assert list(checkpoints(saved)) == [step] and "ends without saving" not in output and "forcefully" not in output
 
 
-def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
-    """Threads as ranks, at most two gates apart as a pipeline's may be; one of them closes at a random moment."""
-    for seed in range(50):
-        store, rng, passed, closed = dist.HashStore(), random.Random(seed), [0] * 4, []
+def counted(store):
+    """A store, with a list of the operations that change it."""
+    count = []
+    compare_set = store.compare_set
+    return SimpleNamespace(
+        get=store.get, compare_set=lambda *words: count.append(words) or compare_set(*words), swaps=count
+    )
+
+
+@pytest.mark.parametrize("most", [1, 7])  # steps that a rank takes in a second: at most
+def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
+    """Threads as ranks, at most two gates apart as a pipeline's may be; one of them closes at a random moment.
+
+    The ranks measure different step times, which change.
+    """
+    whole = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for seed in range(8):
+        store, rng, passed, closed = dist.PrefixStore(str(seed), whole), random.Random(seed), [0] * 4, []
 
         def rank(index, at):
-            gate, pace = stop_module.Gate(store), random.Random(index)
+            gate, pace = stop_module.Gate(store.clone()), random.Random(index)
             while passed[index] < 1000:
                 while passed[index] > min(passed) + 1:
-                    time.sleep(0)
+                    time.sleep(1e-4)
                 if index == 3 and passed[index] == at:
                     before = max(passed)
                     gate.close(signal.SIGTERM)
                     closed.append((before, max(passed)))
-                if number := gate.next():
+                if number := gate.next(pace.randint(1, most)):
                     return number
                 passed[index] += 1
                 time.sleep(pace.random() * 1e-4)
@@ -191,7 +205,33 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
             numbers = list(pool.map(rank, range(4), [rng.randrange(20)] * 4))
         ((before, after),) = closed
         assert numbers == [signal.SIGTERM] * 4 and len(set(passed)) == 1
-        assert before <= passed[0] <= after + 1  # a thread may stand between the gate and its note of it
+        assert before <= passed[0] <= after + most  # a thread may stand between the gate and its note of it
+
+
+@pytest.mark.parametrize("steps", range(1, 8))  # of the whole run
+@pytest.mark.parametrize("closes_after", range(4))  # so many steps of the rank that gets the signal
+def test_a_gate_closed_behind_the_last_step_ends_all_ranks_alike(steps, closes_after):
+    """The first rank passes three gates at once, here beyond the last step: then no rank stops before it."""
+    store, stopped = dist.HashStore(), []
+    first, second = stop_module.Gate(store), stop_module.Gate(store)
+    assert first.next(3) == 0 and [second.next(5) for _ in range(closes_after)] == [0] * closes_after
+    second.close(signal.SIGUSR1)
+    for gate in first, second:
+        at = next((gate.number for _ in range(gate.number, steps) if gate.next()), None)
+        stopped.append(at)
+    assert stopped == [4 if steps >= 4 else None] * 2
+
+
+@pytest.mark.parametrize("seconds, gates", [(0.0, 1), (3.0, 1), (0.6, 1), (0.25, 4), (1e-9, stop_module.MOST_GATES)])
+def test_a_rank_uses_the_store_once_for_the_steps_of_a_second(stop, seconds, gates):
+    store = counted(dist.HashStore())
+    stop.gate, stop.step_seconds = stop_module.Gate(store), seconds
+    store.swaps.clear()
+    for _ in range(3 * gates):
+        assert not stop.now()
+    assert len(store.swaps) == 3
+    stop._hear(signal.SIGUSR1)
+    assert stop.now() and stop.agreed == signal.SIGUSR1
 
 
 def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
@@ -365,10 +405,15 @@ def test_a_signal_while_torch_is_loaded_is_one_line(module, number):
 
 @pytest.mark.parametrize("rank, number", [(0, signal.SIGTERM), (1, signal.SIGINT)])
 def test_a_signal_while_ranks_meet_is_one_line(tmp_path, rank, number):
-    """Rank 0 waits for the other one, rank 1 stands in C for as long as the store is not there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Rank 0 serves the store and waits for the other one; rank 1 stands in C while that does not answer."""
+    mute = socket.socket()
+    mute.bind(("127.0.0.1", 0))
+    port = mute.getsockname()[1]
+    if rank == 0:
+        mute.close()
+    else:
+        mute.listen()
+        mute.settimeout(PATIENCE)
     process = start(
         "-m",
         "minitron.pretrain",
@@ -379,9 +424,13 @@ def test_a_signal_while_ranks_meet_is_one_line(tmp_path, rank, number):
         WORLD_SIZE="2",
         RANK=str(rank),
     )
-    eventually((tmp_path / f"rank-{rank}.log").exists)
+    if rank == 0:
+        eventually((tmp_path / "rank-0.log").exists)
+    else:
+        mute.accept()
     time.sleep(0.5)
     ended(process, number)
+    mute.close()
     assert "during the start" in (tmp_path / f"rank-{rank}.log").read_text()
 
 
