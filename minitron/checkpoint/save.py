@@ -30,7 +30,7 @@ import mmap
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -49,7 +49,6 @@ from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, c
 from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, Description, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.local import LocalSaves
-from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.model.gpt import GPT, Head

@@ -28,13 +28,7 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.runtime.sinks import File
-
-# Exit statuses of ranks, by which the cause of a failure is told from its consequences.
-HUNG = 124  # as of timeout(1)
-LOST = 125  # a collective failed: another rank has died
-BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
-TAKEN = 18  # another run saves in checkpoint.dir now, see checkpoint/directory.py: a restart would take it back
-REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
+from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 
 STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
 SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs

@@ -39,8 +39,9 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.runtime.agent import Agent
-from minitron.runtime.lead import BROKEN, STUCK, Leader, replace, words
+from minitron.runtime.lead import STUCK, Leader, replace, words
 from minitron.runtime.signals import SIGNALS
+from minitron.runtime.status import BROKEN
 
 POLL_SECONDS = 0.1
 PORTS = 100
