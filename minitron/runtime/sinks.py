@@ -15,6 +15,7 @@ Left out: histograms and pictures; alerts, which Prometheus has; MLflow, which r
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -30,17 +31,25 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE  # a disk that is full or fails: no mistake of the user
+
 
 class File:
     """A file to which any thread appends whole records. lost: how many have failed since the last that was written.
 
     After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
+    Raises OSError if the file cannot be opened, but not for a disk that is full or fails: records then do that.
     """
 
     def __init__(self, path: Path):
         self.path, self.lost, self._lock = path, 0, threading.Lock()
         self._torn: int | None = None  # where a half-written record begins that could not be cut off yet
-        self._file: io.FileIO | None = open(path, "ab", buffering=0)
+        self._file: io.FileIO | None = None
+        try:
+            self._file = open(path, "ab", buffering=0)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def write(self, record: str | bytes) -> None:
         """Append a record, wholly or not at all. Raises OSError."""
