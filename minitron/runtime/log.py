@@ -47,7 +47,7 @@ from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.goodput import measure, read_rows
 from minitron.runtime.log_formats import Iteration, Line
-from minitron.runtime.sinks import SINKS, File, Sink
+from minitron.runtime.sinks import FULL, SINKS, File, Sink
 from minitron.runtime.startup import Startup
 
 RECENT = 20  # how many steps the summary covers
@@ -57,7 +57,8 @@ class Log(AbstractContextManager):
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
-    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed.
+    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A disk that is full or
+    fails is one warning: a run that starts again after a fault goes on without these records.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
@@ -76,14 +77,15 @@ class Log(AbstractContextManager):
         self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
-        if rank == 0:
+        for name, make in SINKS.items() if rank == 0 else ():
             try:
-                for name, make in SINKS.items():
-                    if getattr(cfg.log, name):
-                        self._sinks.append(make(cfg))
-            except ValueError:
-                self.close()
-                raise
+                if getattr(cfg.log, name):
+                    self._sinks.append(make(cfg))
+            except ValueError as error:
+                if not (isinstance(full := error.__context__, OSError) and full.errno in FULL):
+                    self.close()
+                    raise
+                self._warn(f"log.{name}", full)
 
     def start(self, startup: Startup | None = None, **facts: float | str | None) -> None:
         """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy.
@@ -145,7 +147,7 @@ class Log(AbstractContextManager):
         last = {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds}
         try:
             goodput = measure(chain(read_rows(self._metrics.path), [last]))
-        except (OSError, KeyError, TypeError):  # the disk has failed, or a row in the file is not ours
+        except OSError:  # the disk has failed
             goodput = None
         shares = {} if goodput is None else goodput.shares
         self._record("end", step=self._recent[-1].step, stall_seconds=stall_seconds, shares=shares)
@@ -231,13 +233,16 @@ class Log(AbstractContextManager):
     def _open(self, folder: Path) -> None:
         try:
             self._rank_log = File(folder / f"rank-{self.rank}.log", now=self.rank == 0)
+            self._errors = ErrorLog(folder, self.rank)
             if self.rank == 0:
-                (folder / "config.yaml").write_text(to_yaml(self.cfg), encoding="utf-8")
                 self._metrics = File(folder / "metrics.jsonl")
                 self._dllogger = File(folder / "dllogger.json")
-                self._dllogger.write(self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
-            self._errors = ErrorLog(folder, self.rank)
+                self._append(self._dllogger, self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
+                (folder / "config.yaml.new").write_text(to_yaml(self.cfg), encoding="utf-8")
+                (folder / "config.yaml.new").replace(folder / "config.yaml")
         except OSError as error:
+            if error.errno in FULL:
+                return self._warn(folder, error)
             self.close()
             why = f"cannot be written: {error.strerror}; name another directory, or null for none"
             raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None

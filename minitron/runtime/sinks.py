@@ -15,6 +15,7 @@ Left out: histograms and pictures; alerts, which Prometheus has; MLflow, which r
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -30,6 +31,8 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE  # a disk that is full or fails: no mistake of the user
+
 
 def append_to(path: Path) -> io.FileIO:
     """Open a file to append to it, and make its folder if there is none. Raises OSError."""
@@ -42,12 +45,18 @@ class File:
 
     now: whether to open it, and so to create it, before the first record.
     After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
+    Raises OSError if the file cannot be opened, but not for a disk that is full or fails: records then do that.
     """
 
     def __init__(self, path: Path, now: bool = True):
         self.path, self.lost, self._lock = path, 0, threading.Lock()
         self._torn: int | None = None  # where a half-written record begins that could not be cut off yet
-        self._file: io.FileIO | None = append_to(path) if now else None
+        self._file: io.FileIO | None = None
+        try:
+            self._file = append_to(path) if now else None
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def write(self, record: str | bytes) -> None:
         """Append a record, wholly or not at all. Raises OSError."""

@@ -1,5 +1,6 @@
 """The bytes that a run writes: Megatron's lines, metrics.jsonl, config.yaml, the log of each rank."""
 
+import errno
 import io
 import json
 import math
@@ -12,11 +13,13 @@ import warnings
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from minitron.config import cli, flops
 from minitron.runtime import log_formats as forms
+from minitron.runtime import sinks
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
@@ -507,6 +510,37 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
         "records are missing in the logs until there is room\n"
     )
     assert all(f"after step {step}\n" in output.out for step in range(1, 10))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
+def test_a_run_that_starts_again_on_a_full_disk_trains_without_its_logs(tmp_path, capsys, monkeypatch, number):
+    """Three restarts failed at their start, and the run ended. What only the user can mend is an error at the start."""
+    pytest.importorskip("tensorboard")
+    cfg = cli.load([f"log.dir={tmp_path}", "log.tensorboard=true"])
+    with Log(cfg, 0, 1) as log:
+        log.iteration(STEP)
+    files = {name: (tmp_path / name).read_text() for name in ("config.yaml", "metrics.jsonl", "dllogger.json")}
+    capsys.readouterr()
+
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as full:
+        full.setattr(sinks, "open", fails, raising=False)
+        full.setattr(Path, "write_text", fails)
+        if number == errno.EACCES:
+            with pytest.raises(ValueError, match="log.dir"):
+                Log(cfg, 0, 1)
+            return
+        log = Log(cfg, 0, 1)
+        log.iteration(replace(STEP, step=2))
+        assert {name: (tmp_path / name).read_text() for name in files} == files
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("warning: ") and os.strerror(number).lower() in line
+    log.iteration(replace(STEP, step=3))  # there is room again
+    log.close()
+    added = (tmp_path / "metrics.jsonl").read_text().removeprefix(files["metrics.jsonl"])
+    assert [json.loads(row)["step"] for row in added.splitlines()] == [3]
 
 
 def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys):
