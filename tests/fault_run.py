@@ -6,6 +6,7 @@ none
 sleep@2       rank 2 sleeps forever before its forward of microbatch 1 in step 3
 halt@2        rank 2 sleeps forever before step 9, which is replayed on a GPU with train.cuda_graph=on
 slow@2        rank 2 takes 0.1 s longer for each forward, on a GPU some milliseconds of products
+busy          the stopwatch reads the clock of a busy machine instead of the real one
 nan           a weight becomes NaN before step 3
 overflow@N    a gradient of rank 0 becomes infinite in every N-th step
 wrong@R@S@F   rank R multiplies its gradient of step S by F, once: computed again it is right
@@ -16,31 +17,39 @@ replay        on CPUs steps are recorded and replayed by the graphs' twin, tests
 disk@S        a file of a checkpoint takes S seconds
 speaks@S      to say which collective failed takes S seconds
 impatient     after SIGTERM a rank may stand still for one second
+dies@R@P      rank R is killed when it comes to P: groups (before it makes any), mesh (before those of its axes), start
+patient       torch waits a day for other ranks, so that train.hang_seconds alone ends a rank that waits
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import replay as twin
 from minitron import pretrain
 from minitron.checkpoint import format as files
+from minitron.comm.activity import Activity
+from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
-from minitron.runtime import graph, stop
+from minitron.runtime import graph, stop, stragglers
+from minitron.runtime.stragglers import Stopwatch
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +187,30 @@ def slow(rank):
     executor.Run.forward = dawdles
 
 
+def busy():
+    """Count time by what the rank does: some ranks are interrupted by other programs, some wait longer for others."""
+    rank, clock = int(os.environ["RANK"]), SimpleNamespace(now=0, interrupted=0)
+    noise = random.Random(rank)
+
+    def works(act):
+        def timed(run, op):
+            clock.now += int(10e6 * (1 + noise.random() / 2))  # nanoseconds
+            other = 50_000_000 if rank % 2 else 0
+            clock.now, clock.interrupted = clock.now + other, clock.interrupted + other
+            return act(run, op)
+
+        return timed
+
+    def waits(activity, kind, axis, num_bytes, waits=True):
+        enter(activity, kind, axis, num_bytes, waits)
+        clock.now += 0 if rank % 2 or not waits else 50_000_000
+
+    executor.Run.forward, executor.Run.backward = works(executor.Run.forward), works(executor.Run.backward)
+    enter, Activity.enter = Activity.enter, waits
+    stragglers.time = SimpleNamespace(perf_counter_ns=lambda: clock.now)
+    Stopwatch._delayed = lambda watch: clock.interrupted
+
+
 def nan():
     step = Trainer.step
 
@@ -306,6 +339,16 @@ def impatient():
     stop.PATIENCE_SECONDS = 1.0
 
 
+def dies(rank, place):
+    places = {"groups": (dist, "init_process_group"), "mesh": (Mesh, "create"), "start": (pretrain, "build")}
+    if os.environ["RANK"] == rank:
+        setattr(*places[place], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def patient():
+    pretrain.timedelta = lambda seconds: timedelta(days=1)
+
+
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     now = stop.Stop.now
@@ -318,9 +361,38 @@ def late(port):
     stop.Stop.now = waits
 
 
+def main(planted, *argv):
+    faults = (
+        sleep,
+        halt,
+        slow,
+        busy,
+        nan,
+        overflow,
+        wrong,
+        batch,
+        drift,
+        unrecorded,
+        replay,
+        disk,
+        speaks,
+        impatient,
+        late,
+    )
+    for one in planted.split("+"):
+        fault, *arguments = one.split("@")
+        {"none": lambda: None, **{fault.__name__: fault for fault in (*faults, dies, patient)}}[fault](*arguments)
+    pretrain.main(list(argv))
+
+
+def forked(output, environ, *arguments):
+    """Run `main` in a fork of a process that has imported torch, with this environment; it prints to a file."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    main(*arguments)
+
+
 if __name__ == "__main__":
-    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, speaks, impatient, late
-    for planted in sys.argv[1].split("+"):
-        fault, *arguments = planted.split("@")
-        {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)
-    pretrain.main(sys.argv[2:])
+    main(*sys.argv[1:])
