@@ -226,7 +226,8 @@ def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device=device, timeout=timeout)
+    tied = cfg.model.tie_embeddings
+    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ weight) and `world` (statistics of a step).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from minitron.comm.activity import Activity
+from minitron.comm.agree import Agreement
 
 AXES = ("pp", "dp", "cp", "tp")
 UNWATCHED = Activity()  # of an axis that was made alone, without a mesh: written, but read by nobody
@@ -63,6 +64,7 @@ class Mesh:
     dp_cp: Axis
     embedding: Axis
     world: Axis
+    agreement: Agreement
 
     @property
     def activity(self) -> Activity:
@@ -75,11 +77,18 @@ class Mesh:
 
     @staticmethod
     def create(
-        *, tp: int = 1, pp: int = 1, cp: int = 1, device: torch.device | str = "cpu", timeout: timedelta | None = None
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        tied: bool = True,
+        device: torch.device | str = "cpu",
+        timeout: timedelta | None = None,
     ) -> Mesh:
         """Make the mesh of the initialised default process group; dp is its world divided by tp, pp and cp.
 
-        timeout: a collective of any axis fails after it; None: torch's own. Collective: every rank must call it.
+        tied: the model ties its embeddings and so needs the embedding axis. timeout: a collective of any axis fails
+        after it; None: torch's own. Collective: every rank must call it.
         Raises ValueError if tp * pp * cp does not divide the world.
         """
         device = torch.device(device)
@@ -89,20 +98,18 @@ class Mesh:
         groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh[name].get_group() for name in AXES}
         groups["dp_cp"] = device_mesh["dp", "cp"]._flatten("dp_cp").get_group()
         groups["world"] = dist.group.WORLD
-        stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
-        for first in range(stage_size if pp > 1 else 0):  # every rank takes part in making every group
-            last = first + world - stage_size
-            group = dist.new_group([first, last])
-            if rank in (first, last):
-                groups["embedding"] = group
+        axes = offline_axes(rank, shape, tied)
+        if tied and pp > 1 and dist.get_backend() == "nccl":  # one split of the world, in which all ranks take part
+            stage_size = world // pp  # pp is outermost: a stage is that many ranks in a row
+            pairs = [[first, first + world - stage_size] for first in range(stage_size)]
+            groups["embedding"] = dist.split_group(split_ranks=pairs)
+        elif axes["embedding"].size > 1:  # only the two members make it
+            groups["embedding"] = dist.new_group(list(axes["embedding"].ranks), use_local_synchronization=True)
         if timeout is not None:  # new groups do not inherit the default group's
-            for group in groups.values():
+            for group in filter(None, groups.values()):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
-        axes = {
-            name: Axis(name, a.rank, a.size, a.ranks, groups.get(name) if a.size > 1 else None, a.activity)
-            for name, a in offline_axes(rank, shape).items()
-        }
-        return Mesh(rank, device, **axes)
+        axes = {name: replace(a, group=groups[name]) if a.size > 1 else a for name, a in axes.items()}
+        return Mesh(rank, device, **axes, agreement=Agreement.create(rank, world, timeout))
 
     @staticmethod
     def offline(
@@ -112,7 +119,7 @@ class Mesh:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        return Mesh(rank, device, **offline_axes(rank, _shape(world, tp, pp, cp)))
+        return Mesh(rank, device, **offline_axes(rank, _shape(world, tp, pp, cp)), agreement=Agreement())
 
 
 def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
@@ -124,8 +131,8 @@ def _shape(world: int, tp: int, pp: int, cp: int) -> tuple[int, int, int, int]:
     return pp, world // (tp * pp * cp), cp, tp
 
 
-def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]:
-    """Make every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups."""
+def offline_axes(rank: int, shape: tuple[int, int, int, int], tied: bool = True) -> dict[str, Axis]:
+    """Make every axis of one rank of a [pp, dp, cp, tp] array, by name and without groups. tied: see `Mesh.create`."""
     pp, dp, cp, tp = shape
     world = math.prod(shape)
 
@@ -135,7 +142,7 @@ def offline_axes(rank: int, shape: tuple[int, int, int, int]) -> dict[str, Axis]
         return tuple(range(first, first + size * stride, stride))
 
     column = line(pp, world // pp)
-    ends = (column[0], column[-1]) if pp > 1 else column
+    ends = (column[0], column[-1]) if pp > 1 and tied else ()
     lines = {
         "pp": column,
         "dp": line(dp, cp * tp),

@@ -184,7 +184,10 @@ def _unfolded(report: Report, few: Schedule, every: Schedule, rank: int) -> Repo
 def make_mesh(cfg: Config, world: int) -> Mesh:
     """Make the rank's mesh on the meta device: of the default process group, or of one process alone."""
     p = cfg.parallel
-    return Mesh.offline(device="meta") if world == 1 else Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, device="meta")
+    tied = cfg.model.tie_embeddings
+    if world == 1:
+        return Mesh.offline(device="meta")
+    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device="meta")
 
 
 def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:

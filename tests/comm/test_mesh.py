@@ -116,3 +116,12 @@ def test_a_world_that_the_axes_do_not_divide_is_refused(ranks):
         Mesh.offline(8, tp=2, pp=3)
     with pytest.raises(RuntimeError, match=message):
         ranks(8, sums_over_axes, {"tp": 2, "pp": 3})
+
+
+def untied():
+    mesh = Mesh.create(pp=2, tied=False)
+    return mesh.embedding.ranks, mesh.embedding.group
+
+
+def test_without_tied_embeddings_nobody_makes_their_group(ranks):
+    assert ranks(4, untied) == [((rank,), None) for rank in range(4)]

@@ -1,0 +1,171 @@
+"""Let all ranks agree on what only the host of each one can find out.
+
+Problem: whether a disk failed, which checkpoint is whole, what a save wrote: each rank finds out for itself, and all
+must act alike. A group of the whole world would cost each host thread a connection to every other rank. The idea: a
+tree of small gloo groups. Neighbours agree first, then the first ranks of these groups, and so on up to rank 0.
+
+    level 0    0 1 2 3 4 5 6 7    8 9 ... 15    ...    56 ... 63       8 groups of 8 ranks
+    level 1    0                  8             ...    56              1 group of their first ranks
+
+Values go up the tree, rank 0 applies a rule, the answer goes down. Each rank has at most FAN_OUT - 1 connections a
+level. Values travel as JSON: a stranger who joins cannot make a rank run code. What is sent is text, numbers, lists and
+dictionaries; tuples arrive as lists. Two threads of a rank must not agree at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from minitron.comm.activity import PeerLost
+
+FAN_OUT = 8  # ranks of a group
+PATIENCE = timedelta(days=1)  # a disk may be slow; a rank that dies ends the wait for it at once
+
+Outcome = dict[str, Any]  # of a call: {"value": what it returned}, or {"error": index of the class, "text": message}
+Errors = Sequence[type[ValueError]]
+
+
+class Level(NamedTuple):
+    """A group of the tree: its ranks in order, and the index of this rank among them."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: Any  # a ProcessGroupGloo, whose collectives torch's stubs do not list
+
+
+class Agreement:
+    """Collective over the world: every rank calls the same method. One process alone has no levels.
+
+    levels: the groups of this rank, from the ranks upwards. The first rank of a group is also in one above.
+    """
+
+    def __init__(self, levels: Sequence[Level] = ()):
+        self.levels = levels
+
+    @staticmethod
+    def create(rank: int, size: int, timeout: timedelta | None) -> Agreement:
+        """Make this rank's groups of the tree, over the store of the default process group.
+
+        timeout: making a group fails after it; None: torch's own. In torch's fake world a rank is alone.
+        """
+        if "fake" in dist.get_backend():
+            return Agreement()
+        # Not by dist.new_group: it names a group by how many this rank has, and here ranks have different numbers.
+        store, levels = dist.distributed_c10d._get_default_store(), []
+        for ranks in tree(rank, size):
+            of_group = dist.distributed_c10d.PrefixStore(f"agreement-{ranks[0]}-{ranks[1]}", store)
+            place = ranks.index(rank)
+            group = dist.ProcessGroupGloo(of_group, place, len(ranks), timeout or default_pg_timeout)
+            group._set_default_timeout(PATIENCE)
+            levels.append(Level(ranks, place, group))
+        return Agreement(levels)
+
+    def decide(self, own: Callable[[], Any], rule: Callable[[list[Any]], Any], errors: Errors = (ValueError,)) -> Any:
+        """Return rule([own() of every rank, in order]), computed on rank 0, on every rank.
+
+        An error of these classes (subclasses first) in any rank's own() or in the rule is raised on every rank, so that
+        no rank waits for another in a collective. Raises PeerLost if another rank has died.
+        """
+        values = self._gather(_outcome(errors, own))
+        return _value(errors, json.loads(self.broadcast(_encoded(_answer(errors, rule, values)) if values else None)))
+
+    def each(
+        self, own: Callable[[], Any], rule: Callable[[list[Any]], list[Any]], errors: Errors = (ValueError,)
+    ) -> Any:
+        """Return this rank's entry of rule([own() of every rank, in order]), a list. Raises as `decide` does."""
+        values = self._gather(_outcome(errors, own))
+        answer = json.loads(_encoded(_answer(errors, rule, values))) if values else {}
+        assert "value" not in answer or len(answer["value"]) == len(values)
+        for level in reversed(self.levels):
+            answer = json.loads(_from_first(level, _encoded(answer)))
+            if "value" in answer:  # an entry for each rank below this group: keep those below this rank
+                begins = [rank - level.ranks[0] for rank in level.ranks] + [len(answer["value"])]
+                answer["value"] = answer["value"][begins[level.rank] : begins[level.rank + 1]]
+        (value,) = _value(errors, answer)
+        return value
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Return the bytes of rank 0, which alone hands some in, on every rank."""
+        for level in reversed(self.levels):
+            data = _from_first(level, data)
+        assert data is not None
+        return data
+
+    def _gather(self, outcome: Outcome) -> list[Outcome]:
+        """Return the outcomes of all ranks, in order, on rank 0; an empty list on the others."""
+        outcomes = [outcome]
+        for level in self.levels:
+            texts = _to_first(level, _encoded(outcomes))
+            outcomes = list(chain.from_iterable(map(json.loads, texts)))
+        return outcomes
+
+
+def tree(rank: int, size: int) -> list[tuple[int, ...]]:
+    """List the groups of a rank in the tree over `size` ranks, from the ranks upwards."""
+    groups, stride = [], 1
+    while stride < size and rank % stride == 0:
+        first = rank - rank % (stride * FAN_OUT)
+        ranks = tuple(range(first, min(first + stride * FAN_OUT, size), stride))
+        if len(ranks) > 1:
+            groups.append(ranks)
+        stride *= FAN_OUT
+    return groups
+
+
+def _outcome(errors: Errors, call: Callable[..., Any], *arguments: Any) -> Outcome:
+    try:
+        return {"value": call(*arguments)}
+    except tuple(errors) as error:
+        return {"error": next(i for i, kind in enumerate(errors) if isinstance(error, kind)), "text": str(error)}
+
+
+def _answer(errors: Errors, rule: Callable[[list[Any]], Any], values: list[Outcome]) -> Outcome:
+    """Apply the rule, unless one of the values is an error."""
+    failed = next((value for value in values if "error" in value), None)
+    return failed or _outcome(errors, rule, [value["value"] for value in values])
+
+
+def _value(errors: Errors, answer: Outcome) -> Any:
+    if "error" in answer:
+        raise errors[answer["error"]](answer["text"])
+    return answer["value"]
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _to_first(level: Level, data: bytes) -> list[bytes]:
+    """Send bytes to the first rank of a group, which returns those of all its ranks; the others return none."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in level.ranks]
+    _communicate(level.group.allgather, sizes, torch.tensor([len(data)]))
+    padded = torch.frombuffer(bytearray(data.ljust(int(max(sizes)))), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in level.ranks] if level.rank == 0 else []
+    _communicate(level.group.gather, rows, padded, 0)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes)]
+
+
+def _from_first(level: Level, data: bytes | None) -> bytes:
+    """Return the bytes of the first rank of a group on all its ranks."""
+    mine = bytearray(data if level.rank == 0 and data else b"")
+    size = torch.tensor([len(mine)])
+    _communicate(level.group.broadcast, size, 0)
+    buffer = mine if level.rank == 0 else bytearray(int(size))
+    if buffer:
+        _communicate(level.group.broadcast, torch.frombuffer(buffer, dtype=torch.uint8), 0)
+    return bytes(buffer)
+
+
+def _communicate(collective: Callable[..., dist.Work], *arguments: Any) -> None:
+    try:
+        collective(*arguments).wait()
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error
