@@ -24,7 +24,6 @@ import torch.distributed as dist
 from played import LAYOUT, NODE
 
 from minitron import pretrain
-from minitron.checkpoint.save import decide
 from minitron.comm.collectives import all_reduce_
 from minitron.config import cli
 from minitron.runtime import rendezvous, stop
@@ -53,6 +52,7 @@ class Measured(NamedTuple):
 
 def start(world: int, backend: str, folder: Path) -> Measured:
     """Run a job. Raises RuntimeError if a rank fails, or the job takes longer than PATIENCE_SECONDS."""
+    os.environ["RES_OPTIONS"] = "attempts:0"  # the store looks up the name of each client: not in a network's DNS
     folder.mkdir(parents=True)
     gc.collect()
     gc.freeze()  # so that a collection does not copy the pages that the forks share
@@ -136,7 +136,7 @@ def _join_and_end(rank: int, world: int, backend: str, port: int, agent: int) ->
     began, before, counts = time.monotonic(), used(), Counter()
     here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % NODE, "LOCAL_WORLD_SIZE": NODE, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in here.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
 
     def add(what: str, count: int = 1) -> None:
@@ -153,10 +153,10 @@ def _join_and_end(rank: int, world: int, backend: str, port: int, agent: int) ->
     rendezvous.rendezvous, stop.connect = joined, lambda: stores[0].clone()
     if backend == "nccl":
         counting.count_groups(add, fake="default")
+        dist.get_backend = lambda *_: "nccl"
     mesh = pretrain.make_mesh(cli.load(OPTIONS), world, torch.device("cpu"))
     gate = stop.Gate(stop.connect())
-    group = dist.new_group(backend="gloo")
-    serving = decide(lambda: None, lambda values: used(agent), mesh, group)  # all ranks wait for the answer
+    serving = mesh.agreement.decide(lambda: None, lambda _: used(agent))  # when all ranks are there
     mine, started = {what: count - before[what] for what, count in used().items()}, time.monotonic()
     gate.next()
     if backend == "gloo":

@@ -15,6 +15,7 @@ Problem: a job of 2,048 ranks does not fit on a laptop, but a rank of it does. T
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -35,9 +36,9 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401, the first backward i
 
 from minitron import pretrain
 from minitron.checkpoint import format as files
-from minitron.checkpoint import load, local, save
+from minitron.checkpoint import local, save
 from minitron.checkpoint.directory import begin, commit
-from minitron.checkpoint.format import CheckpointError
+from minitron.comm import agree
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
@@ -75,8 +76,11 @@ Counts = dict[str, dict[str, int]]  # phase -> what -> how often
 
 
 def played_ranks(world: int) -> list[int]:
-    """Choose the first and the last rank of the job and of some nodes, and first ranks of the agreement's groups."""
-    firsts = {NODE**i for i in range(1, 5) if NODE**i < world} | {world - NODE}
+    """Choose the first and the last rank of the job, of stages and of nodes, and first ranks of the agreement's groups.
+
+    At least one of them stands for every other rank.
+    """
+    firsts = {NODE**i for i in range(1, 5) if NODE**i < world} | {world - NODE, world // LAYOUT["pp"]}
     return sorted({0, 1, NODE - 1, *firsts, min(NODE + 1, world - 1), world - 1})
 
 
@@ -116,21 +120,20 @@ def play(world: int, folder: Path, kind: str, plant: Callable[[], None] | None =
 
 
 def _conduct(players: dict[int, Connection], world: int) -> dict[int, Counts]:
-    """Carry the played ranks' values to rank 0 and its answer to them, until all have ended."""
+    """Carry what the played ranks send to each other, until all have ended."""
     while True:
-        values = dict(zip(players, map(_receive, players.values())))
-        if len(kinds := {kind for kind, _ in values.values()}) > 1:
-            raise RuntimeError(f"ranks have come apart: {values}")
-        values = {rank: value for rank, (_, value) in values.items()}
-        if kinds == {"end"}:
-            return values
-        if kinds == {"failed"}:
-            raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in values.items()))
-        players[0].send([values[rank] if rank in values else _twin(rank, values) for rank in range(world)])
-        answer = _receive(players[0])
-        for rank, player in players.items():
-            if rank:
-                player.send(answer)
+        sent = {rank: _receive(player) for rank, player in players.items()}
+        if len(kinds := {kind for kind, _ in sent.values()}) > 1:
+            raise RuntimeError(f"ranks have come apart: {sent}")
+        values = {rank: value for rank, (_, value) in sent.items()}
+        match kinds.pop():
+            case "gather":
+                players[0].send([values[rank] if rank in values else _twin(rank, values) for rank in range(world)])
+            case "broadcast":
+                for player in players.values():
+                    player.send(values[0])
+            case "end":
+                return values
 
 
 def _receive(connection: Connection) -> Any:
@@ -205,7 +208,15 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
     stop.connect = store.clone
     counting.count_groups(ledger.add, fake="all")
     local.identity = lambda directory: f"node-{rank // NODE}"
-    save.decide = load.decide = _agreement(rank, ledger, connection)
+    agreement = PlayedAgreement(rank, ledger, connection)
+
+    def agreed(rank: int, size: int, _: object) -> PlayedAgreement:
+        for group in agree.tree(rank, size):
+            ledger.add("groups")
+            ledger.add("gloo members", len(group))
+        return agreement
+
+    agree.Agreement.create = agreed
     _mark_phases(ledger)
 
 
@@ -218,28 +229,34 @@ class Meeting(counting.CountingStore):
             self.store.add("minitron/arrived-1", 1)
 
 
-def _agreement(rank: int, ledger: counting.Ledger, connection: Connection) -> Callable:
-    def outcome(call: Callable, *arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        except CheckpointError as error:
-            return error
+class PlayedAgreement(agree.Agreement):
+    """An agreement by way of `_conduct`. "agreed bytes": what this rank has to tell, and the answers."""
 
-    def decide(own: Callable, rule: Callable, *_: Any, **__: Any) -> Any:
-        ledger.add("agreements")
-        connection.send(("value", outcome(own)))
-        if rank == 0:
-            values = connection.recv()
-            failed = [value for value in values if isinstance(value, CheckpointError)]
-            answer = failed[0] if failed else outcome(rule, values)
-            connection.send(("answer", answer))
-        else:
-            _, answer = connection.recv()
-        if isinstance(answer, CheckpointError):
-            raise answer
+    def __init__(self, rank: int, ledger: counting.Ledger, connection: Connection):
+        super().__init__()
+        self.rank, self.ledger, self.connection = rank, ledger, connection
+
+    def _gather(self, outcome: agree.Outcome) -> list[agree.Outcome]:
+        data = agree._encoded(outcome)
+        self.ledger.add("agreements")
+        self.ledger.add("agreed bytes", len(data))
+        self.connection.send(("gather", json.loads(data)))
+        return [] if self.rank else self.connection.recv()
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        self.connection.send(("broadcast", data))
+        answer = self.connection.recv()
+        self.ledger.add("agreed bytes", len(answer))
         return answer
 
-    return decide
+    def each(self, own: Callable, rule: Callable, errors: agree.Errors = (ValueError,)) -> Any:
+        values = self._gather(agree._outcome(errors, own))
+        self.connection.send(("broadcast", agree._answer(errors, rule, values) if values else None))
+        answer = dict(self.connection.recv())
+        if "value" in answer:
+            answer["value"] = answer["value"][self.rank]
+        self.ledger.add("agreed bytes", len(agree._encoded(answer)))
+        return agree._value(errors, answer)
 
 
 def _mark_phases(ledger: counting.Ledger) -> None:
@@ -302,7 +319,7 @@ def write_checkpoint(directory: Path, options: Sequence[str], world: int) -> Non
     for pp, tp in product(range(cfg.parallel.pp), range(cfg.parallel.tp)):
         stage = pp * world // cfg.parallel.pp
         with fake_world(world, stage + tp, "cpu"):
-            mesh = Mesh.create(**LAYOUT)
+            mesh = Mesh.create(**LAYOUT, tied=False)
             state = build(cfg, mesh).state
             gradients = state.optimizer.gradients
             kept = [gradients.counts(bucket) for bucket in gradients.buckets]
