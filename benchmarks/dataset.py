@@ -36,6 +36,7 @@ import numpy as np
 
 from benchmarks import record
 from minitron.config import cli
+from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
 from minitron.data.indexed import IndexedDataset
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
@@ -190,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace, work: Path) -> None:
-    corpus = Path(build_corpus(work / "corpus", args.vocab_size).prefix).parent
+    corpus = Path(build_corpus(Cache(work / "corpus"), args.vocab_size).prefix).parent
     tokenizer = f"llama2:{corpus / 'tokenizer.model'}"
     text = write_shards(work / "text", args.roots, int(args.bytes))
     print(

@@ -186,10 +186,10 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def build_data(cfg: Config, start: Start = Start()) -> Datasets:
+def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) -> Datasets:
     """Open what the run reads; a run that goes on keeps the order it began with, however many steps it has now.
 
-    Safe on all ranks at once, and needs no process group. Raises ValueError.
+    Safe on all ranks at once, and needs no process group. first_on_node: see build_datasets. Raises ValueError.
     """
     t = cfg.train
     needed = start.consumed_samples + max(0, t.steps - start.step) * t.global_batch_size
@@ -200,6 +200,7 @@ def build_data(cfg: Config, start: Start = Start()) -> Datasets:
         seed=t.seed,
         train_samples=start.data.get("train_samples", needed),
         valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0,
+        first_on_node=first_on_node,
     )
     check_data(start, data.info)
     if len(data.train) < needed:

@@ -6,6 +6,7 @@ none
 sleep@2       rank 2 sleeps forever before its forward of microbatch 1 in step 3
 halt@2        rank 2 sleeps forever before step 9, which is replayed on a GPU with train.cuda_graph=on
 slow@2        rank 2 takes 0.1 s longer for each forward, on a GPU some milliseconds of products
+busy          the stopwatch reads the clock of a busy machine instead of the real one
 nan           a weight becomes NaN before step 3
 overflow@N    a gradient of rank 0 becomes infinite in every N-th step
 wrong@R@S@F   rank R multiplies its gradient of step S by F, once: computed again it is right
@@ -21,6 +22,7 @@ late@P        rank 0 serves the store on port P, as where srun starts ranks, and
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -36,11 +38,13 @@ import torch
 import replay as twin
 from minitron import pretrain
 from minitron.checkpoint import format as files
+from minitron.comm.activity import Activity
 from minitron.data.loader import Loader
 from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
-from minitron.runtime import graph, stop
+from minitron.runtime import graph, stop, stragglers
+from minitron.runtime.stragglers import Stopwatch
 from minitron.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -176,6 +180,30 @@ def slow(rank):
         return forward(run, op)
 
     executor.Run.forward = dawdles
+
+
+def busy():
+    """Count time by what the rank does: some ranks are interrupted by other programs, some wait longer for others."""
+    rank, clock = int(os.environ["RANK"]), SimpleNamespace(now=0, interrupted=0)
+    noise = random.Random(rank)
+
+    def works(act):
+        def timed(run, op):
+            clock.now += int(10e6 * (1 + noise.random() / 2))  # nanoseconds
+            other = 50_000_000 if rank % 2 else 0
+            clock.now, clock.interrupted = clock.now + other, clock.interrupted + other
+            return act(run, op)
+
+        return timed
+
+    def waits(activity, kind, axis, num_bytes, waits=True):
+        enter(activity, kind, axis, num_bytes, waits)
+        clock.now += 0 if rank % 2 or not waits else 50_000_000
+
+    executor.Run.forward, executor.Run.backward = works(executor.Run.forward), works(executor.Run.backward)
+    enter, Activity.enter = Activity.enter, waits
+    stragglers.time = SimpleNamespace(perf_counter_ns=lambda: clock.now)
+    Stopwatch._delayed = lambda watch: clock.interrupted
 
 
 def nan():
@@ -319,7 +347,23 @@ def late(port):
 
 
 if __name__ == "__main__":
-    faults = sleep, halt, slow, nan, overflow, wrong, batch, drift, unrecorded, replay, disk, speaks, impatient, late
+    faults = (
+        sleep,
+        halt,
+        slow,
+        busy,
+        nan,
+        overflow,
+        wrong,
+        batch,
+        drift,
+        unrecorded,
+        replay,
+        disk,
+        speaks,
+        impatient,
+        late,
+    )
     for planted in sys.argv[1].split("+"):
         fault, *arguments = planted.split("@")
         {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)

@@ -1,19 +1,22 @@
-"""Plant the mistakes of mistakes.toml in the code, one at a time, and see that the tests catch each.
+"""Plant the mistakes of mistakes.toml in the code, one at a time, and check that the tests catch each.
 
     python tests/plant.py [--jobs 2] [NAME...]          NAME: a part of an entry's name; without one, all of them
+    python tests/plant.py --check [NAME...]             only list the entries that do not fit the code
 
-Tests prove nothing as long as nobody has seen them fail. The work is done in temporary copies of what git lists, so the
-tree that you edit is never touched. For each entry one line says what became of it:
+A test proves little until it has failed. Mistakes are planted in temporary copies of the files that git lists, so your
+working tree is never touched. Each entry gets one line:
 
     caught            its tests fail with the mistake, and pass without it
     MISSED            its tests pass with the mistake: they need another assertion
-    BROKEN            its tests fail without any mistake, or could not be collected with this one, or hung
-    not applicable    its tests are skipped on this machine, or its text is not in the file just once any more
+    BROKEN            its tests fail without any mistake, or cannot be collected with this one, or hang
+    REWRITE           its tokens do not occur exactly once in its function: write it anew for the code as it is now
+    not applicable    its tests are skipped on this machine
 
-The exit status is 1 if a mistake was missed or a test is broken.
+The exit status is 1 if an entry is MISSED, BROKEN or to REWRITE.
 """
 
 import argparse
+import ast
 import multiprocessing
 import os
 import re
@@ -28,6 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import indent
+
+from definitions import Sources, find_text
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mistakes.toml"
@@ -42,34 +48,61 @@ class Mistake:
     """An entry of mistakes.toml, which explains the fields."""
 
     name: str
-    file: str
     old: str
     new: str
     tests: str
+    function: str = ""
+    file: str = ""
 
-    def problem(self) -> str:
-        """Say why the entry does not fit the code, or ''."""
-        count = (ROOT / self.file).read_text().count(self.old) if (ROOT / self.file).is_file() else 0
-        if count != 1:
-            return f"its text occurs {count} times in {self.file}"
-        return "it changes nothing" if self.old == self.new else ""
+    def planted(self, sources: Sources) -> tuple[Path, str]:
+        """Return the file and its text with the mistake. Raises ValueError if the entry does not fit the code."""
+        if self.function:
+            if not sources.named(self.function):
+                raise ValueError(f"no definition is named {self.function}")
+            places = sources.find(self.function, self.old)
+        else:
+            places = find_text(sources.root / self.file, self.old)
+        where, old = self.function or self.file, " ".join(self.old.split())
+        if len(places) != 1:
+            raise ValueError(f"`{old}` occurs {len(places)} times in {where}, not once")
+        file, start, end = places[0]
+        text = file.read_text()
+        line = text[text.rfind("\n", 0, start) + 1 :]
+        margin = line[: len(line) - len(line.lstrip(" "))] if self.function else ""
+        planted = text[:start] + indent(self.new, margin).removeprefix(margin) + text[end:]
+        if planted == text:
+            raise ValueError("it changes nothing")
+        if self.function:
+            try:
+                ast.parse(planted)
+            except SyntaxError as error:
+                raise ValueError(f"with `{self.new}` {where} is no Python: {error}") from None
+        return file, planted
 
 
 def read(path: Path) -> list[Mistake]:
     return [Mistake(**entry) for entry in tomllib.loads(path.read_text())["mistake"]]
 
 
-def run_tests(tests: str, mistake: Mistake | None = None) -> tuple[str, str]:
-    """Run these tests in a fresh copy, with the mistake. Returns (passed, failed, skipped or broken; their output)."""
+def listed() -> list[str]:
+    """Return the project's files: those that git has or would add."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def run_tests(tests: str, planted: tuple[Path, str] | None = None) -> tuple[str, str]:
+    """Run tests in a fresh copy of the project. Returns (passed, failed, skipped or broken; their output).
+
+    planted: a file of the project and the text that it has in the copy.
+    """
     with TemporaryDirectory(prefix="minitron-plant-") as folder:
-        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        for name in filter(None, subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")):
-            if (ROOT / name).is_file():
-                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, Path(folder) / name)
-        if mistake is not None:
-            target = Path(folder) / mistake.file
-            target.write_text(target.read_text().replace(mistake.old, mistake.new))
+        for name in listed():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, Path(folder) / name)
+        if planted is not None:
+            file, text = planted
+            (Path(folder) / file.relative_to(ROOT)).write_text(text)
         (written := Path(folder) / "output").touch()
         process = SERVER.Process(target=_pytest, args=(folder, shlex.split(tests)))
         process.start()
@@ -86,12 +119,14 @@ def run_tests(tests: str, mistake: Mistake | None = None) -> tuple[str, str]:
 
 
 def _pytest(folder: str, tests: list[str]) -> None:
-    """Run in a process of its own: pytest, which imports all from `folder` and writes to its file "output"."""
+    """Run pytest in a process of its own. It imports minitron from `folder` and writes to the file "output" there."""
     os.setsid()
     os.chdir(folder)
     for stream in (1, 2):
         os.dup2(os.open("output", os.O_WRONLY | os.O_APPEND), stream)
-    sys.path[:] = [folder, *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
+    # Folders of the project have their copies. Others below it are kept: the environment may be there.
+    copied = {ROOT / path.relative_to(folder) for path in (Path(folder), *Path(folder).rglob("*/"))}
+    sys.path[:] = [folder, *(path for path in sys.path if Path(path) not in copied)]
     # No GPU: the tests of a selection are those of a CPU, on every machine. The rest is for processes that tests start.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
     import pytest
@@ -104,36 +139,34 @@ def _pytest(folder: str, tests: list[str]) -> None:
     sys.exit(int(pytest.main([*options, *tests])))
 
 
-def plant(mistakes: list[Mistake], jobs: int) -> bool:
-    """Print a line for each mistake as it is known; return whether all that apply were caught."""
+def plant(planted: dict[Mistake, tuple[Path, str]], jobs: int) -> bool:
+    """Print a line for each mistake when its tests have ended; return whether all that apply were caught."""
     started, clean = time.monotonic(), {}
 
     def verdict(mistake: Mistake) -> tuple[str, str]:
-        if problem := mistake.problem():
-            return "not applicable", problem
         without, output = clean[mistake.tests].result()
         if without == "skipped":
             return "not applicable", "its tests are skipped here"
         if without != "passed":
             return "BROKEN", f"without the mistake its tests are {without}:\n{output}"
-        found, output = run_tests(mistake.tests, mistake)
+        found, output = run_tests(mistake.tests, planted[mistake])
         return {"failed": "caught", "broken": "BROKEN"}.get(found, "MISSED"), output
 
     with ThreadPoolExecutor(jobs) as pool:
         verdicts = []
-        for mistake in mistakes:
-            if mistake.tests not in clean:  # once, before the first mistake that they are to catch
+        for mistake in planted:
+            if mistake.tests not in clean:  # once, before the first of their mistakes
                 clean[mistake.tests] = pool.submit(run_tests, mistake.tests)
             verdicts.append(pool.submit(verdict, mistake))
         fine = True
-        for mistake, future in zip(mistakes, verdicts):
+        for mistake, future in zip(planted, verdicts):
             word, output = future.result()
             took = re.findall(r" in ([\d.]+)s", output)[-1:] or ["-"]  # as pytest says
             print(f"{word:14} {took[0]:>6} s   {mistake.name}", flush=True)
             if word != "caught":
                 fine &= word == "not applicable"
                 print(f"    {mistake.tests}\n{output.strip()[-3000:]}".replace("\n", "\n    "), flush=True)
-    print(f"{len(mistakes)} mistakes in {time.monotonic() - started:.0f} s")
+    print(f"{len(planted)} mistakes in {time.monotonic() - started:.0f} s")
     return fine
 
 
@@ -143,12 +176,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="mistakes at a time, by default as many as there are cores"
     )
+    parser.add_argument("--check", action="store_true", help="only list the entries that do not fit the code")
     parser.add_argument("--list", type=Path, default=LIST, help="another file than mistakes.toml")
     args = parser.parse_args(argv)
     chosen = [m for m in read(args.list) if not args.names or any(name in m.name for name in args.names)]
     if not chosen:
         parser.error(f"no mistake in {args.list} has {' or '.join(args.names)} in its name")
-    return 0 if plant(chosen, args.jobs) else 1
+    sources = Sources(ROOT, [name for name in listed() if name.endswith(".py") and not name.startswith("tests/")])
+    planted, fine = {}, True
+    for mistake in chosen:
+        try:
+            planted[mistake] = mistake.planted(sources)
+        except ValueError as error:
+            fine = False
+            print(f"{'REWRITE':14} {mistake.name}: {error}", flush=True)
+    return 0 if (args.check or plant(planted, args.jobs)) and fine else 1
 
 
 if __name__ == "__main__":

@@ -179,9 +179,3 @@ def test_the_checker_finds_planted_violations(module, source, expected):
 def test_the_checker_refuses_relative_imports():
     with pytest.raises(AssertionError, match="line 1: relative import; write the whole name"):
         violations({"comm.mesh": "from . import rng"})
-
-
-def test_a_file_can_be_read_at_a_sitting():
-    package = Path(minitron.__file__).parent
-    long = {str(file): lines for file in package.rglob("*.py") if (lines := len(file.read_text().splitlines())) > 450}
-    assert not long

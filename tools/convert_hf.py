@@ -39,7 +39,7 @@ from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, open_weights
 from minitron.checkpoint.boxes import Box, Piece
 from minitron.checkpoint.directory import begin, commit
-from minitron.checkpoint.format import header, write_shard
+from minitron.checkpoint.format import Description, describe, header, index_bytes, index_tensors, write_shard
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
 from tools import hf_export, hf_tokenizer
@@ -113,7 +113,8 @@ class Writer(contextlib.AbstractContextManager):
         }
         self.temporary = begin(Path(os.path.expanduser(directory)), iteration, 0)
         self.waiting: list[Piece] = []
-        self.shards: list[tuple] = []
+        self.files: dict[str, dict] = {}
+        self.described: list[list[Description]] = []
 
     def add(self, name: str, kind: str, whole: Sequence[int], start: Sequence[int], tensor: Tensor) -> None:
         """Take the box of `name`, of shape `whole`, that begins at `start`. The tensor must not change afterwards."""
@@ -125,13 +126,14 @@ class Writer(contextlib.AbstractContextManager):
         try:
             if kind is None:
                 self._flush()
-                commit(self.temporary, self.about, self.shards)
+                commit(self.temporary, index_bytes(self.about, self.files), index_tensors(self.described))
         finally:
             shutil.rmtree(self.temporary, ignore_errors=True)  # not there if it was committed
 
     def _flush(self) -> None:
-        name = f"part_{len(self.shards):05d}.safetensors"
-        self.shards.append(write_shard(self.temporary / name, self.waiting))
+        name = f"part_{len(self.files):05d}.safetensors"
+        self.files |= write_shard(self.temporary / name, self.waiting)
+        self.described.append(describe(name, self.waiting))
         self.waiting = []
 
 

@@ -39,6 +39,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import Config, DataConfig, PrecisionConfig
 from minitron.data.batch import Batch
+from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
@@ -216,7 +217,7 @@ def find_tokenizer(folder: Path, spec: str | None, cfg: Config, data: dict, cach
         )
     chosen = spec or cfg.data.tokenizer
     if chosen == "corpus":
-        tokenizer = build_corpus(Path(cache_dir).expanduser(), cfg.model.vocab_size).tokenizer
+        tokenizer = build_corpus(Cache(Path(cache_dir).expanduser()), cfg.model.vocab_size).tokenizer
     else:
         tokenizer = load_tokenizer(chosen, "--tokenizer")
     trained = data.get("tokenizer")

@@ -28,7 +28,6 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -51,6 +50,9 @@ class TakenOver(CheckpointError):
     """Another run saves in this directory now. status: of the process, which no supervisor is to start again."""
 
     status = TAKEN
+
+
+ERRORS = TakenOver, CheckpointError  # that ranks tell each other
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
@@ -181,16 +183,20 @@ def _owners(directory: Path) -> list[tuple[int, str]]:
 
 def check_owner(directory: Path, owner: str | None) -> None:
     """Raise TakenOver if the directory has another owner. None, as a tool passes, is not checked."""
-    owners = _owners(directory) if owner is not None else []
-    if owners and owners[-1][1] != owner:
-        with disk_errors(directory):
-            newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
-        fix = "only one run at a time can save there: end one of them, or give it another"
-        raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; {fix}")
+    with disk_errors(directory):
+        owners = _owners(directory) if owner is not None else []
+        if not owners or owners[-1][1] == owner:
+            return
+        newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
+    fix = "only one run at a time can save there: end one of them, or give it another"
+    raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; {fix}")
 
 
-def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None) -> Path:
-    """Make a temporary folder for a save; delete those of killed ones. CheckpointError without room for num_bytes."""
+def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None, token: str = "") -> Path:
+    """Make a temporary folder for a save; delete those of killed ones. CheckpointError without room for num_bytes.
+
+    token: eight hex digits that the folder's name ends with; by default random ones.
+    """
     make_writable(directory)
     with disk_errors(directory):
         check_owner(directory, owner)
@@ -204,23 +210,24 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
         if free < num_bytes:
             needs = f"{free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
             raise CheckpointError(f"{directory} has {needs}; free some, or lower checkpoint.keep")
-        temporary = directory / f"{STEP_NAME(iteration)}.tmp-{secrets.token_hex(4)}"
+        temporary = directory / f"{STEP_NAME(iteration)}.tmp-{token or secrets.token_hex(4)}"
         temporary.mkdir()
     return temporary
 
 
 def commit(
-    temporary: Path, about: dict, shards: Iterable[tuple], keep: int = 0, after: int = 0, owner: str | None = None
+    temporary: Path, changing: bytes, tensors: bytes, keep: int = 0, after: int = 0, owner: str | None = None
 ) -> str:
     """Make a filled temporary folder the newest checkpoint. Returns its index's checksum. Raises CheckpointError.
 
-    about: the index but files and tensors, which come from the shards (`write_shard`). keep: how many of the run's
-    checkpoints stay, 0: all. after: the iteration of its save before this one, or that it went on from. What lies
-    between the two it has left by going back: they do not count, and go. What lies beyond this one stays for now.
+    changing, tensors: the two parts of the index (`write_index`). keep: how many of the run's checkpoints stay, 0: all.
+    after: the iteration of its save before this one, or that it went on from. What lies between the two it has left by
+    going back: they do not count, and go. What lies beyond this one stays for now.
     """
     directory, folder = temporary.parent, temporary.with_name(temporary.name.split(".")[0])
+    iteration = int(STEP.fullmatch(folder.name)[1])
     with disk_errors(directory):
-        mark = files.write_index(temporary, about, shards)
+        mark = files.write_index(temporary, changing, tensors)
         files.write_file(temporary / "latest", [_pointer(folder.name).encode()])
         _sync(temporary)
         check_owner(directory, owner)
@@ -233,8 +240,8 @@ def commit(
         _sync(directory)
         shutil.rmtree(replaced, ignore_errors=True)
         if keep:
-            passed = {step: path for step, path in checkpoints(directory).items() if step <= about["iteration"]}
-            ours = [step for step in passed if step <= after or step == about["iteration"]]
+            passed = {step: path for step, path in checkpoints(directory).items() if step <= iteration}
+            ours = [step for step in passed if step <= after or step == iteration]
             for step in passed.keys() - set(ours[-keep:]):
                 if _is_saved(passed[step]):
                     _remove(passed[step])

@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -46,6 +47,8 @@ STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  #
 INDEX, INDEX_BEGIN = "index.json", b'{"checksum": "'
 INDEX_BYTES = 2 << 30
 BLOCK_BYTES = 16 << 20  # written, or read, and summed at a time
+# Of a box in the index: its tensor, the whole tensor's shape, kind, dtype, and JSON that says where the box is.
+Description = tuple[str, Sequence[int], str, str, str]
 
 
 class CheckpointError(ValueError):
@@ -66,15 +69,35 @@ def file_size(path: Path) -> int:
 # ---- the index -------------------------------------------------------------------------------------------------------
 
 
-def write_index(folder: Path, about: dict, shards: Iterable[tuple[dict, list]]) -> str:
-    """Write index.json, `about` and what `write_shard` returned for each file; return its checksum. Raises OSError."""
-    files, tensors = {}, {}
-    for record, boxes in shards:
-        files |= record
-        for name, whole, kind, dtype, box in boxes:
-            kinds = tensors.setdefault(name, {"shape": whole, "kinds": {}})["kinds"]
-            kinds.setdefault(kind, {"dtype": dtype, "boxes": []})["boxes"].append(box)
-    body = json.dumps({**FORMAT, **about, "files": files, "tensors": tensors})[1:].encode()
+def describe(file: str, pieces: Sequence[Piece]) -> list[Description]:
+    """Describe the boxes that `write_shard` writes to a file of this name, for the index."""
+    places = [
+        {"file": file, "key": _key(n, p), "start": p.start, "shape": p.tensor.shape} for n, p in enumerate(pieces)
+    ]
+    return [(p.name, p.whole, p.kind, NAMES[p.tensor.dtype], json.dumps(x)) for p, x in zip(pieces, places)]
+
+
+def index_tensors(files: Iterable[Iterable[Description]]) -> bytes:
+    """Join the descriptions of all files to the index's "tensors". They depend on the layout alone, not on the step."""
+    tensors: dict[str, tuple[Sequence[int], dict[str, tuple[str, list[str]]]]] = {}
+    for name, whole, kind, dtype, place in chain.from_iterable(files):
+        kinds = tensors.setdefault(name, (whole, {}))[1]
+        kinds.setdefault(kind, (dtype, []))[1].append(place)
+    texts = []
+    for name, (whole, kinds) in tensors.items():
+        parts = (f'"{k}": {{"dtype": "{dtype}", "boxes": [{", ".join(x)}]}}' for k, (dtype, x) in kinds.items())
+        texts.append(f'{json.dumps(name)}: {{"shape": {json.dumps(whole)}, "kinds": {{{", ".join(parts)}}}}}')
+    return f"{{{', '.join(texts)}}}".encode()
+
+
+def index_bytes(about: dict, files: dict) -> bytes:
+    """Encode what changes from save to save: `about`, and the record of each file."""
+    return json.dumps({**FORMAT, **about, "files": files})[1:-1].encode()
+
+
+def write_index(folder: Path, changing: bytes, tensors: bytes) -> str:
+    """Write index.json of `index_bytes` and `index_tensors`. Return its checksum. Raises OSError."""
+    body = b"".join([changing, b', "tensors": ', tensors, b"}"])
     write_file(folder / INDEX, [INDEX_BEGIN + f'{(mark := checksum(body))}",\n'.encode(), body])
     return mark
 
@@ -95,19 +118,19 @@ def read_index(path: Path) -> dict:
 # ---- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict, list[tuple]]:
+def write_shard(path: Path, pieces: Sequence[Piece]) -> dict:
     """Write boxes as one safetensors file and wait until it is on the disk. Raises CheckpointError.
 
-    Returns what `commit` makes the index from: the file's record, and (name, whole, kind, dtype, place) of each box.
+    Returns the file's record in the index, by its name.
     """
-    boxes, entries, tensors = [], [], [piece.tensor for piece in pieces]
-    for number, (name, kind, whole, start, tensor) in enumerate(pieces):
-        key, shape = f"{kind}:{name}:{number}", tensor.shape
-        entries.append((key, tensor.dtype, shape))
-        place = {"file": path.name, "key": key, "start": start, "shape": shape}
-        boxes.append((name, whole, kind, NAMES[tensor.dtype], place))
+    entries = [(_key(n, piece), piece.tensor.dtype, piece.tensor.shape) for n, piece in enumerate(pieces)]
     with disk_errors(path):
-        return {path.name: write_file(path, [header(entries), *tensors])}, boxes
+        return {path.name: write_file(path, [header(entries), *(piece.tensor for piece in pieces)])}
+
+
+def _key(number: int, piece: Piece) -> str:
+    """Name a box in its file."""
+    return f"{piece.kind}:{piece.name}:{number}"
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:

@@ -20,15 +20,18 @@ Without a shared checkpoint there would be no such mark: then the first local sa
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from minitron.checkpoint.boxes import Piece
-from minitron.checkpoint.directory import TakenOver, begin, check_owner, claim, commit, make_writable
-from minitron.checkpoint.format import CheckpointError, disk_errors, write_shard
+from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit, make_writable
+from minitron.checkpoint.format import CheckpointError, disk_errors, index_bytes, write_shard
+from minitron.comm.mesh import Mesh
 
 KEEP = 2  # the newest may be missing on a node that was lost while it was written
 
@@ -36,17 +39,19 @@ KEEP = 2  # the newest may be missing on a node that was lost while it was writt
 class LocalSaves:
     """This rank's part of the saves on its node. Collective over the world, as each of its methods.
 
-    decide: (own, rule) -> what rank 0 makes of all ranks' own(), see `save.decide`. Raises CheckpointError, on all
-    ranks, if a node's directory cannot be written, or is one with another node's.
+    num_bytes: that this rank saves. tensors: the index's. Raises CheckpointError, on all ranks, if a node's directory
+    cannot be written, or if several nodes see the same one.
     """
 
-    def __init__(self, place: str, rank: int, saved: int, decide: Callable):
-        self.directory, self.rank, self.saved, self.decide = Path(place).expanduser(), rank, saved, decide
-        nodes = decide(lambda: identity(self.directory), lambda found: found)
-        self.leaders = [nodes.index(node) for node in nodes]  # of each rank: the first one of its node
-        self.leads = self.leaders[rank] == rank
-        owners = decide(lambda: claim(self.directory) if self.leads else None, lambda owners: owners)
-        self.owner = owners[self.leaders[rank]]
+    def __init__(self, place: str, mesh: Mesh, saved: int, num_bytes: int, tensors: bytes):
+        self.directory, self.rank, self.saved = Path(place).expanduser(), mesh.rank, saved
+        self.agreement, self.decide = mesh.agreement, partial(mesh.agreement.decide, errors=ERRORS)
+        ranks = self.decide(lambda: (identity(self.directory), num_bytes), lambda ranks: ranks)
+        node = ranks[mesh.rank][0]
+        here = [rank for rank, (other, _) in enumerate(ranks) if other == node]
+        self.leads, self.node_bytes = here[0] == mesh.rank, sum(ranks[rank][1] for rank in here)
+        self.tensors = tensors if self.leads else b""
+        self.owner: str | None = None
 
         def check_alone() -> None:
             try:
@@ -56,29 +61,40 @@ class LocalSaves:
                 fix = "name a folder on each node's own disk, or drop it"
                 raise CheckpointError(f"checkpoint.local_dir={place} {why}; {fix}") from None
 
-        decide(check_alone, lambda _: None)
+        self._on_nodes(self._claim)
+        self._on_nodes(check_alone)
+
+    def _claim(self) -> None:
+        self.owner = claim(self.directory)
+
+    def _on_nodes(self, call: Callable[[], object]) -> None:
+        """Call on the first rank of each node. Its CheckpointError is raised on all ranks."""
+
+        def own() -> None:
+            if self.leads:
+                call()
+
+        self.decide(own, lambda _: None)
 
     def write(self, about: dict, mine: Sequence[Piece]) -> None:
         """Write a save on all nodes and commit it on each. Raises CheckpointError, on all ranks alike."""
-        step, size, folders = about["iteration"], sum(piece.tensor.nbytes for piece in mine), None
-        sizes = self.decide(lambda: size, lambda sizes: sizes)
-        here = sum(bytes_ for bytes_, leader in zip(sizes, self.leaders) if leader == self.leaders[self.rank])
+        step, changing = about["iteration"], b""
+        token = self.decide(lambda: None, lambda _: secrets.token_hex(4))
+        folder = self.directory / f"{STEP_NAME(step)}.tmp-{token}"
+
+        def encode(records: list[dict]) -> None:
+            # All indices have to be equal: they are rank 0's, with the files in the order of the ranks.
+            nonlocal changing
+            changing = index_bytes(about, {name: record for files in records for name, record in files.items()})
+
         try:
-            folders = self.decide(
-                lambda: begin(self.directory, step, here, self.owner) if self.leads else None, lambda found: found
-            )
-            folder = folders[self.leaders[self.rank]]
-            # All indices have to be equal: rank 0's words, and the files in the order of the ranks.
-            about, shards = self.decide(
-                lambda: write_shard(folder / f"rank_{self.rank:05d}.safetensors", mine), lambda shards: (about, shards)
-            )
-            self.decide(
-                lambda: commit(folder, about, shards, KEEP, self.saved, self.owner) if self.leads else None,
-                lambda _: None,
-            )
+            self._on_nodes(lambda: begin(self.directory, step, self.node_bytes, self.owner, token))
+            self.decide(lambda: write_shard(folder / f"rank_{self.rank:05d}.safetensors", mine), encode)
+            changing = self.agreement.broadcast(changing)
+            self._on_nodes(lambda: commit(folder, changing, self.tensors, KEEP, self.saved, self.owner))
         except CheckpointError as error:
-            if folders is not None and self.leads:
-                shutil.rmtree(folders[self.rank], ignore_errors=True)
+            if self.leads:
+                shutil.rmtree(folder, ignore_errors=True)
             text = str(error).replace("checkpoint.dir=", "checkpoint.local_dir=")
             raise CheckpointError(text.replace(", or lower checkpoint.keep", "")) from error
         self.saved = step

@@ -16,8 +16,9 @@ bytes for each parameter whose state the rank holds (96 GB for 8 billion of them
 to write to it on its own.
 
 All ranks write, and nothing twice: of a parameter that is replicated over tp or tied between stages only the first copy
-is written. The threads agree over a gloo group of their own, apart from the collectives of training: rank 0 makes the
-folder, every rank reports what it wrote or what went wrong, and rank 0 commits or clears up. So a failing disk
+is written. The threads agree (comm/agree.py) apart from the collectives of training: rank 0 makes the
+folder, every rank reports what it wrote or what went wrong, and rank 0 commits or clears up. What the index says of
+tensors follows from the layout: it is put together once, and a save adds its step and checksums. So a failing disk
 costs a checkpoint and a line in the log, not the run. A run whose directory was taken over by another one saves once
 more, in a folder aside, and ends. When saves are due is cadence.py's; those on the nodes' own disks are local.py's.
 """
@@ -46,9 +47,9 @@ from torch import Tensor
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
 from minitron.checkpoint.cadence import Cadence
 from minitron.checkpoint.checksum import THREADS
-from minitron.checkpoint.directory import STEP_NAME, TakenOver, begin, check_owner, claim, commit
+from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit
 from minitron.checkpoint.export import Exporter
-from minitron.checkpoint.format import CheckpointError, write_shard
+from minitron.checkpoint.format import CheckpointError, Description, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.local import LocalSaves
 from minitron.comm.activity import PeerLost
 from minitron.comm.mesh import Mesh
@@ -136,8 +137,8 @@ class Checkpointer:
         self.cadence, self.local_cadence = (Cadence(n, c.mtbf_hours, step) for n in (c.every, c.local_every))
         self.pauses: list[Stall] = []
         self.mesh = mesh = state.optimizer.gradients.mesh
-        group = dist.new_group(backend="gloo", timeout=PATIENCE) if mesh.world.size > 1 else None
-        self.decide = partial(decide, mesh=mesh, group=group)
+        self.file = f"rank_{mesh.rank:05d}.safetensors"
+        self.decide = partial(mesh.agreement.decide, errors=ERRORS)
         on_gpu = mesh.device.type == "cuda"
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device if on_gpu else None, (mesh.device,))
@@ -151,10 +152,22 @@ class Checkpointer:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)
 
         self.owner = self.decide(take_memory, lambda _: claim(self.directory))
-        local = c.local_dir
-        self.local = None if local is None else LocalSaves(local, mesh.rank, step, self.decide)
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(gradients, self.host))
+        # The FP8 histories are the same along tp and dp_cp.
+        alone = mesh.tp.rank == mesh.dp_cp.rank == 0
+        self.histories = [p for chunk in state.chunks for p in state.histories(chunk)] if alone else []
+        mine = self.pieces + self.histories
+        size = sum(piece.tensor.nbytes for piece in mine)
+
+        def describe_all(ranks: list[tuple[int, list[Description]]]) -> None:
+            self.num_bytes, self.tensors = sum(size for size, _ in ranks), index_tensors(boxes for _, boxes in ranks)
+
+        self.num_bytes, self.tensors = 0, b""  # on rank 0: of all ranks
+        self.decide(lambda: (size, describe(self.file, mine)), describe_all)
+        self.local = None
+        if c.local_dir is not None:
+            self.local = LocalSaves(c.local_dir, mesh, step, size, mesh.agreement.broadcast(self.tensors))
 
     def due(self, step: int) -> bool:
         """Tell whether the configuration asks for a save in checkpoint.dir after this step."""
@@ -188,10 +201,7 @@ class Checkpointer:
         for cadence in cadences:
             cadence.begin(step)
         self._agree(cadences[0], "local_every" if local else "every")
-        mine = self.pieces
-        if self.mesh.tp.rank == self.mesh.dp_cp.rank == 0:
-            histories = (piece for chunk in self.state.chunks for piece in self.state.histories(chunk))
-            mine = mine + [piece._replace(tensor=_to_host(piece.tensor)) for piece in histories]
+        mine = self.pieces + [piece._replace(tensor=_to_host(piece.tensor)) for piece in self.histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))
@@ -271,16 +281,21 @@ class Checkpointer:
 
     def _to_disk(self, about: dict, mine: list[Piece], begun: float) -> None:
         """Write and commit the checkpoint. Raises CheckpointError and TakenOver, on all ranks alike."""
-        temporary, rank = None, self.mesh.rank
-        step, size = about["iteration"], sum(piece.tensor.nbytes for piece in mine)
+        temporary, step = None, about["iteration"]
+
+        def make_folder(_: list) -> str:
+            return str(begin(self.directory, step, self.num_bytes, self.owner))
+
+        def commit_all(records: list[dict]) -> str:
+            assert temporary is not None
+            changing = index_bytes(about, {name: record for files in records for name, record in files.items()})
+            return commit(temporary, changing, self.tensors, self.cfg.checkpoint.keep, self.saved, self.owner)
+
         try:
-            temporary = self.decide(lambda: size, lambda sizes: begin(self.directory, step, sum(sizes), self.owner))
-            mark = self.decide(
-                lambda: write_shard(temporary / f"rank_{rank:05d}.safetensors", mine),
-                lambda shards: commit(temporary, about, shards, self.cfg.checkpoint.keep, self.saved, self.owner),
-            )
+            temporary = Path(self.decide(lambda: None, make_folder))
+            mark = self.decide(lambda: write_shard(temporary / self.file, mine), commit_all)
         except CheckpointError:
-            if temporary is not None and rank == 0:
+            if temporary is not None and self.mesh.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             # Whoever took the directory over may have cleared this save away, in the midst of a file.
             self.decide(lambda: None, lambda _: check_owner(self.directory, self.owner))

@@ -28,8 +28,6 @@ from minitron.comm.activity import PeerLost
 
 FAN_OUT = 8  # ranks of a group
 PATIENCE = timedelta(days=1)  # a disk may be slow; a rank that dies ends the wait for it at once
-
-Outcome = dict[str, Any]  # of a call: {"value": what it returned}, or {"error": index of the class, "text": message}
 Errors = Sequence[type[ValueError]]
 
 
@@ -74,23 +72,25 @@ class Agreement:
         An error of these classes (subclasses first) in any rank's own() or in the rule is raised on every rank, so that
         no rank waits for another in a collective. Raises PeerLost if another rank has died.
         """
-        values = self._gather(_outcome(errors, own))
-        return _value(errors, json.loads(self.broadcast(_encoded(_answer(errors, rule, values)) if values else None)))
 
-    def each(
-        self, own: Callable[[], Any], rule: Callable[[list[Any]], list[Any]], errors: Errors = (ValueError,)
-    ) -> Any:
-        """Return this rank's entry of rule([own() of every rank, in order]), a list. Raises as `decide` does."""
-        values = self._gather(_outcome(errors, own))
-        answer = json.loads(_encoded(_answer(errors, rule, values))) if values else {}
-        assert "value" not in answer or len(answer["value"]) == len(values)
-        for level in reversed(self.levels):
-            answer = json.loads(_from_first(level, _encoded(answer)))
-            if "value" in answer:  # an entry for each rank below this group: keep those below this rank
-                begins = [rank - level.ranks[0] for rank in level.ranks] + [len(answer["value"])]
-                answer["value"] = answer["value"][begins[level.rank] : begins[level.rank + 1]]
-        (value,) = _value(errors, answer)
-        return value
+        def outcome(call: Callable[[], Any]) -> dict[str, Any]:
+            try:
+                return {"value": call()}
+            except tuple(errors) as error:
+                number = next(i for i, kind in enumerate(errors) if isinstance(error, kind))
+                return {"error": number, "text": str(error)}
+
+        outcomes = [outcome(own)]
+        for level in self.levels:
+            outcomes = list(chain.from_iterable(map(json.loads, _to_first(level, json.dumps(outcomes).encode()))))
+        answer = None
+        if outcomes:  # on rank 0, of all ranks
+            failed = next((x for x in outcomes if "error" in x), None)
+            answer = json.dumps(failed or outcome(lambda: rule([x["value"] for x in outcomes]))).encode()
+        agreed = json.loads(self.broadcast(answer))
+        if "error" in agreed:
+            raise errors[agreed["error"]](agreed["text"])
+        return agreed["value"]
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Return the bytes of rank 0, which alone hands some in, on every rank."""
@@ -98,14 +98,6 @@ class Agreement:
             data = _from_first(level, data)
         assert data is not None
         return data
-
-    def _gather(self, outcome: Outcome) -> list[Outcome]:
-        """Return the outcomes of all ranks, in order, on rank 0; an empty list on the others."""
-        outcomes = [outcome]
-        for level in self.levels:
-            texts = _to_first(level, _encoded(outcomes))
-            outcomes = list(chain.from_iterable(map(json.loads, texts)))
-        return outcomes
 
 
 def tree(rank: int, size: int) -> list[tuple[int, ...]]:
@@ -118,29 +110,6 @@ def tree(rank: int, size: int) -> list[tuple[int, ...]]:
             groups.append(ranks)
         stride *= FAN_OUT
     return groups
-
-
-def _outcome(errors: Errors, call: Callable[..., Any], *arguments: Any) -> Outcome:
-    try:
-        return {"value": call(*arguments)}
-    except tuple(errors) as error:
-        return {"error": next(i for i, kind in enumerate(errors) if isinstance(error, kind)), "text": str(error)}
-
-
-def _answer(errors: Errors, rule: Callable[[list[Any]], Any], values: list[Outcome]) -> Outcome:
-    """Apply the rule, unless one of the values is an error."""
-    failed = next((value for value in values if "error" in value), None)
-    return failed or _outcome(errors, rule, [value["value"] for value in values])
-
-
-def _value(errors: Errors, answer: Outcome) -> Any:
-    if "error" in answer:
-        raise errors[answer["error"]](answer["text"])
-    return answer["value"]
-
-
-def _encoded(value: Any) -> bytes:
-    return json.dumps(value).encode()
 
 
 def _to_first(level: Level, data: bytes) -> list[bytes]:

@@ -14,6 +14,7 @@ from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 # enough that the one bucket whose reduction nothing hides (the last of the backward) takes about a millisecond over
 # NVLink.
 BUCKET_BYTES = 256 << 20
+SLICE_BYTES = 4 << 20  # of a bucket, on each data rank: smaller messages are bound by latency, so buckets are larger
 GRAD_BYTES = {"fp32": 4, "bf16": 2}  # of one gradient, by optimizer.grad_dtype
 # GPUs that read each other's memory fetch gradients in pieces of at most so many bytes: a staging buffer has room for
 # one piece of every other rank.
@@ -22,6 +23,11 @@ FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for H
 NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
 MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
 ROUNDED_ONCE = 2  # attention blocks; a sum of more is kept in float32, since each addition in bf16 rounds once more
+
+
+def bucket_limit(data_ranks: int) -> int:
+    """Return the bytes of gradients at which a bucket is closed that `data_ranks` ranks sum."""
+    return max(BUCKET_BYTES, SLICE_BYTES * data_ranks)
 
 
 def stream_length(cfg: Config) -> int:

@@ -18,13 +18,12 @@ Left out: blending by dataset size without weights.
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from minitron.data.cache import build_once, load_arrays, save_arrays
+from minitron.data.cache import Cache, load_arrays, save_arrays
 from minitron.data.gpt import GPTDataset, Sample
 
 SURPLUS = 1.005  # Megatron asks every part for this much more than its share
@@ -34,9 +33,7 @@ MAX_CHUNKS = 4096
 class BlendedDataset:
     """`num_samples` samples drawn from `parts` by the greedy rule; part i holds `part_samples(num_samples, w_i)`."""
 
-    def __init__(
-        self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache_dir: str | os.PathLike
-    ):
+    def __init__(self, parts: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache: Cache):
         shares = normalize(weights)
         assert all(len(part) >= part_samples(num_samples, share) for part, share in zip(parts, shares, strict=True))
         self.parts = list(parts)
@@ -48,8 +45,8 @@ class BlendedDataset:
             save_arrays(folder, part=part, sample=sample)
 
         # Only the shares decide the order, so runs over other data with the same blend share the arrays.
-        folder = Path(cache_dir) / f"blend-{_hash(key)}"
-        self._part, self._sample = load_arrays(build_once(folder, build), "part", "sample")
+        folder = cache.build_once(f"blend-{_hash(key)}", build)
+        self._part, self._sample = load_arrays(folder, "part", "sample")
 
     def __len__(self) -> int:
         return len(self._part)

@@ -6,15 +6,15 @@
     sft       JSONL of prompts and answers, packed (sft.py, packing.py)      data.tokenizer, or the corpus's
     mock      random ids (mock.py)                                           none
 
-Every rank calls `build_datasets` with the same arguments; what has to be built is built by one of them (cache.py).  A
+Every rank calls `build_datasets` with the same arguments; one of them builds what has to be built (cache.py).  A
 split cuts the sequences, in file order, at its cumulative shares: 790 sequences at "7,3,1" give 0 to 503 for training,
 503 to 718 for validation and the rest for tests.
 
 Everything that can be wrong with data is found here, before a model exists: a missing or foreign file, a split that
-leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  Every index is read
-in full at every start.  A .bin of at most 1 GiB is read in full once per vocabulary (about a second; the cache
-remembers it).  Of a larger one the first million tokens are read, the others when they are drawn; tools/check_data.py
-reads it in full before a run.
+leaves nothing, a zero weight, a tokenizer that did not make the data, an id beyond the vocabulary.  An index and a .bin
+of at most 1 GiB are read in full by one rank, once per vocabulary, and again when a file was written or replaced; the
+cache keeps the result.  Of a larger .bin the first million tokens are read, the others when they are drawn;
+tools/check_data.py reads it in full before a run.
 
 Left out: separate files for validation, except for sft; the test split is only set aside.
 """
@@ -23,7 +23,6 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from minitron.config.files import errors_as
 from minitron.config.schema import DataConfig
 from minitron.config.sizes import MOCK_DOCUMENT
 from minitron.data.blend import BlendedDataset, normalize, part_samples
-from minitron.data.cache import build_once
+from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus, build_docstrings
 from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
@@ -66,12 +65,21 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(
-    data: DataConfig, *, vocab_size: int, seq_len: int, seed: int, train_samples: int, valid_samples: int
+    data: DataConfig,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    seed: int,
+    train_samples: int,
+    valid_samples: int,
+    first_on_node: bool = True,
 ) -> Datasets:
     """Build or find the datasets; safe to call on every rank at once.
 
     train_samples, valid_samples: how many samples the run may draw; at least so many can be indexed, in an order that
     depends on them.  vocab_size: ids must lie below it.
+    first_on_node: False for a rank that calls after the first rank of its node has returned.  That one has built what
+    was missing and checked the cache's checksums.
     Raises ValueError for everything that the module docstring lists.
     """
     if train_samples < 1:
@@ -80,7 +88,8 @@ def build_datasets(
         why = f"{most} samples are more than the {MAX_SAMPLES} of which an order can be laid out"
         raise ValueError(f"{why}; lower train.steps, train.eval_steps or train.global_batch_size")
     open_source = {"mock": _mock, "sft": _sft}.get(data.source, _token_files)
-    tokenizer, info, dataset = open_source(data, vocab_size, seq_len, seed)
+    cache = Cache(os.path.expanduser(data.cache_dir), first_on_node)
+    tokenizer, info, dataset = open_source(data, cache, vocab_size, seq_len, seed)
     train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
     if data.source in ("corpus", "indexed"):  # the order of others does not depend on how many samples there are
         info |= {"train_samples": train_samples, "valid_samples": valid_samples}
@@ -93,7 +102,7 @@ def build_datasets(
 Source = tuple[Tokenizer | None, dict, Callable[[int, int], Dataset]]
 
 
-def _mock(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _mock(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Make random data, with another seed for validation.
 
     Without data.document_length a document has a quarter of a sample on average, so that separate_documents has work.
@@ -107,47 +116,46 @@ def _mock(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
     return None, {"source": "mock"}, dataset
 
 
-def _token_files(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _token_files(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Open the corpus, one file or a blend of several, and check all files."""
-    cache_dir, weights = Path(os.path.expanduser(data.cache_dir)), None
-    info = {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
+    weights, info = None, {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
         if data.tokenizer != "corpus":
             why = f"data.tokenizer={data.tokenizer} cannot read data.source=corpus, which has its own"
             fix = "set data.tokenizer=corpus, or preprocess your own text and set data.source=indexed"
             raise ValueError(f"{why}; {fix}")
-        corpus = build_corpus(cache_dir, vocab_size)
+        corpus = build_corpus(cache, vocab_size)
         prefixes, tokenizer = [corpus.prefix], corpus.tokenizer
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
     else:
         prefixes, weights = parse_paths(data.paths)
         tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer)
-    files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache_dir) for prefix in prefixes]
+    files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache) for prefix in prefixes]
     info |= {"weights": weights, "data": [file.fingerprint for file in files]}
     info |= {"tokens": [file.num_tokens for file in files]}
 
     def dataset(which: int, samples: int) -> GPTDataset | BlendedDataset:
         wanted = [samples] if weights is None else [part_samples(samples, share) for share in normalize(weights)]
         parts = [
-            GPTDataset(file, split_part(file, data.split, which), count, seq_len, seed, cache_dir, vocab_size)
+            GPTDataset(file, split_part(file, data.split, which), count, seq_len, seed, cache, vocab_size)
             for file, count in zip(files, wanted, strict=True)
         ]
-        return parts[0] if weights is None else BlendedDataset(parts, weights, samples, cache_dir)
+        return parts[0] if weights is None else BlendedDataset(parts, weights, samples, cache)
 
     return tokenizer, info, dataset
 
 
-def _sft(data: DataConfig, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _sft(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
-    cache_dir, corpus = Path(os.path.expanduser(data.cache_dir)), data.tokenizer == "corpus"
-    tokenizer = build_corpus(cache_dir, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
+    corpus = data.tokenizer == "corpus"
+    tokenizer = build_corpus(cache, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
     of_their_own = data.valid_paths
 
     @functools.cache
     def read(paths: tuple[str, ...]) -> TokenizedFiles:
-        paths = [build_docstrings(cache_dir) if path == "docstrings" else path for path in paths]
-        return TokenizedFiles(paths, tokenizer, cache_dir)
+        paths = [build_docstrings(cache) if path == "docstrings" else path for path in paths]
+        return TokenizedFiles(paths, tokenizer, cache)
 
     def dataset(which: int, samples: int) -> SFTDataset:
         documents = read(tuple(of_their_own if which == VALID and of_their_own else data.paths))
@@ -198,16 +206,17 @@ def split_part(file: IndexedDataset | TokenizedFiles, split: str, which: int) ->
     return sequences
 
 
-def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, cache_dir: Path) -> IndexedDataset:
+def _open(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int, cache: Cache) -> IndexedDataset:
     """Open a dataset; check its index, its ids and, by PREFIX.json, that this tokenizer made it."""
     file = IndexedDataset(prefix)
-    check_index(file)
     check_maker(prefix, spec, tokenizer, vocab_size)
-    if file.num_bin_bytes > SCAN_BYTES:
-        scan_ids(file, vocab_size, count=PEEK_TOKENS)
-    else:
-        build_once(cache_dir / f"ids-{file.fingerprint}-v{vocab_size}", lambda _: scan_ids(file, vocab_size))
-    return file
+
+    def read() -> str:
+        check_index(file)
+        scan_ids(file, vocab_size, count=PEEK_TOKENS if file.num_bin_bytes > SCAN_BYTES else None)
+        return file.fingerprint
+
+    return IndexedDataset(prefix, cache.recall(f"tokens-{file.state}-v{vocab_size}", read))
 
 
 def check_maker(prefix: str, spec: str, tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -1,46 +1,73 @@
-"""Build a cached directory once, however many processes ask for it at the same time.
+"""Build a cached folder once, however many processes on however many nodes need it.
 
-Every rank of every job calls `build_once(directory, build)`.  The first to take the file lock builds into
-`directory.partial` and renames it; a rename is atomic, so `directory` is complete or absent.  The others wait for the
-lock, find the directory and read it.  A build that is killed leaves only a `.partial`, which the next builder deletes;
-the kernel drops the lock of a killed process, so nobody waits for ever.  Code that reads the
-directory does so under `reading`, which tells a user what to do when a file in it was later lost or cut short.
+A file lock of one node may not hold on another (Lustre localflock, NFS nolock), so nothing here depends on a lock.  A
+process builds in a folder that only it uses, then renames it.  A rename is atomic and fails if the final folder exists:
+then that one is used, and the second build is dropped.  So a folder is complete or absent.
 
-    rank 0   lock ---- build into index-3f.partial ---- rename to index-3f ---- unlock
-    rank 1   waits ------------------------------------------------------------ finds index-3f
+    node 0   makes NAME.0.partial    builds in NAME.0.partial/RANDOM     renames it to NAME
+    node 1   finds NAME.0.partial    looks again, with growing pauses    finds NAME
+
+The mkdir succeeds in one process, and the others wait.  The builder may be dead, so once its folder is too old, one
+more process makes NAME.1.partial and builds as well.  The first to finish deletes all of these folders.  A build writes
+contents.json last: lengths and checksums of its files.  A folder of an older version gets it where it can be written.
 
 Left out: eviction.  A cache directory may be deleted by hand whenever no run uses it.
 """
 
+import hashlib
+import json
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock
 
-from minitron.config.files import errors_as
+from minitron.config.files import errors_as, read_json
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two looks; each pause is twice the one before
+PATIENCE_SECONDS = 30.0  # the age of NAME.0.partial at which one more process builds; twice as much for the next
+CONTENTS = "contents.json"
 
 
-def build_once(directory: str | os.PathLike, build: Callable[[Path], None]) -> Path:
-    """Return `directory`, filled by exactly one call of `build(temporary_directory)` across processes.
+class Cache(NamedTuple):
+    """A directory of cached folders, as seen by one process.
 
-    Raises ValueError when the directory cannot be written, and whatever else `build` raises (every waiting process then
-    tries in turn and reports the same error).
+    first_on_node: this process checks the files of a folder in full. Of the processes on a node one need do so.
     """
-    final = Path(directory)
-    fix = "choose a directory that this job may write, with room in it"
-    with errors_as(ValueError, lambda error: f"data.cache_dir={final.parent}: {error}; {fix}", OSError):
-        if not final.is_dir():
-            final.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(final.parent, os.W_OK):
-                raise PermissionError(f"{final.parent} is not writable")
-            with FileLock(f"{final}.lock"):
-                if not final.is_dir():
-                    _build(final, build)
-    return final
+
+    directory: str | os.PathLike
+    first_on_node: bool = True
+
+    def build_once(self, name: str, build: Callable[[Path], object]) -> Path:
+        """Return the folder `name`, filled by one call of `build(temporary_directory)` in any of the processes.
+
+        Every process checks the names and lengths of its files.  The first on a node checks the checksums too, unless
+        it has built the folder.
+        Raises ValueError when the folder cannot be written or is damaged, and whatever else `build` raises (every
+        waiting process then tries in turn and reports the same error).
+        """
+        final, built = Path(self.directory) / name, False
+        fix = "choose a directory that this job may write, with room in it"
+        with errors_as(ValueError, lambda error: f"data.cache_dir={self.directory}: {error}; {fix}", OSError):
+            if not final.is_dir():
+                final.parent.mkdir(parents=True, exist_ok=True)
+                built = _build(final, build)
+        with reading(final):
+            _check(final, checksums=self.first_on_node and not built)
+        return final
+
+    def recall(self, name: str, compute: Callable[[], str]) -> str:
+        """Return the text of `compute()`, kept in the folder `name`.  Where none can be kept it is computed again."""
+        directory = Path(self.directory)
+        if directory.is_dir() and not (os.access(directory, os.W_OK) or (directory / name).is_dir()):
+            return compute()
+        folder = self.build_once(name, lambda partial: (partial / "text").write_text(compute()))
+        return (folder / "text").read_text()
 
 
 def reading(directory: Path) -> AbstractContextManager:
@@ -61,12 +88,64 @@ def load_arrays(folder: Path, *names: str) -> list[np.ndarray]:
         return [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names]
 
 
-def _build(final: Path, build: Callable[[Path], None]) -> None:
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _build(final: Path, build: Callable[[Path], object]) -> bool:
+    """Build `final`, or wait until another process has. Return whether this process built it."""
+    if (claim := _claim(final)) is None:
+        return False
+    partial = claim / secrets.token_hex(4)
     try:
-        build(partial)
-        os.replace(partial, final)
+        if not final.is_dir():  # else it was renamed after the last look
+            partial.mkdir()
+            build(partial)
+            _write_contents(partial)
+            os.replace(partial, final)
+            return True
+    except (OSError, ValueError):
+        if not final.is_dir():  # else another process was faster
+            raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for folder in final.parent.glob(f"{final.name}.*.partial") if final.is_dir() else [claim]:
+            shutil.rmtree(folder, ignore_errors=True)
+    return False
+
+
+def _claim(final: Path) -> Path | None:
+    """Make a folder to build in. Return None once another process has built `final`."""
+    number, pause = 0, FIRST_PAUSE
+    while not final.is_dir():
+        claim = final.with_name(f"{final.name}.{number}.partial")
+        with suppress(FileExistsError):
+            claim.mkdir()  # atomic, so it succeeds in one process
+            return claim
+        with suppress(FileNotFoundError):
+            number += time.time() - claim.stat().st_mtime > PATIENCE_SECONDS * 2**number
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return None
+
+
+def _write_contents(folder: Path) -> None:
+    """Write {name: [bytes, checksum]} of all files, by a rename, as others may be reading the folder."""
+    draft = folder / f"{CONTENTS}.{secrets.token_hex(4)}"
+    with open(draft, "x") as file:
+        paths = [path for path in folder.iterdir() if not path.name.startswith(CONTENTS)]
+        json.dump({path.name: [path.stat().st_size, _checksum(path)] for path in paths}, file)
+    os.replace(draft, folder / CONTENTS)
+
+
+def _check(folder: Path, checksums: bool) -> None:
+    """Compare the files with contents.json. With checksums, write it first for a folder of an older version."""
+    contents = folder / CONTENTS
+    if checksums and not contents.exists():
+        with suppress(OSError):  # a read-only or a full disk
+            _write_contents(folder)
+    known = read_json(contents) if contents.exists() else {}
+    for name, (size, checksum) in known.items():
+        path = folder / name
+        if path.stat().st_size != size or checksums and _checksum(path) != checksum:
+            raise ValueError(f"{name} is not as it was written")
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 import sentencepiece
 
-from minitron.data.cache import build_once, reading
+from minitron.data.cache import Cache, reading
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.tokenizers import SentencePieceTokenizer
 
@@ -75,19 +75,18 @@ class CorpusTokenizer(SentencePieceTokenizer):
         return first + [i for ids in others for i in mark + ids]
 
 
-def build_corpus(cache_dir: str | os.PathLike, vocab_size: int, root: str | os.PathLike | None = None) -> Corpus:
-    """Build the corpus in `cache_dir`, or find it there; safe to call from any number of processes at once.
+def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike | None = None) -> Corpus:
+    """Build the corpus in the cache, or find it there; safe to call from any number of processes at once.
 
     root: the folder of sources, by default this Python's standard library.
     Raises ValueError when there is no source, or too little text for `vocab_size` pieces.
     """
     sources = read_sources(root)
     fingerprint = fingerprint_of(sources, repr(sorted(TRAINER.items())).encode())
-    folder = Path(cache_dir) / f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}"
-    build_once(folder, lambda partial: _build(partial, sources, vocab_size, fingerprint))
+    name = f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}"
+    folder = cache.build_once(name, lambda partial: _build(partial, sources, vocab_size, fingerprint))
     with reading(folder):
         tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")
-        IndexedDataset(folder / "corpus")  # raises for a missing or truncated file
         return Corpus(str(folder / "corpus"), tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
@@ -166,15 +165,15 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
 # ---- instructions ---------------------------------------------------------------------------------------------------
 
 
-def build_docstrings(cache_dir: str | os.PathLike, root: str | os.PathLike | None = None) -> Path:
+def build_docstrings(cache: Cache, root: str | os.PathLike | None = None) -> Path:
     """Return the JSONL file of pairs, built once; safe to call from any number of processes at once.
 
     root: the folder of sources, by default this Python's standard library.  Raises ValueError when there is no source.
     """
     sources = read_sources(root)
     fingerprint = fingerprint_of(sources, Path(__file__).read_bytes())  # another form of the pairs is another file
-    folder = Path(cache_dir) / f"docstrings-{platform.python_version()}-{fingerprint}"
-    return build_once(folder, lambda folder: _write_pairs(folder, sources)) / "docstrings.jsonl"
+    name = f"docstrings-{platform.python_version()}-{fingerprint}"
+    return cache.build_once(name, lambda folder: _write_pairs(folder, sources)) / "docstrings.jsonl"
 
 
 def _write_pairs(folder: Path, sources: list[tuple[str, bytes]]) -> None:

@@ -25,16 +25,16 @@ Left out: padding of a last partial sample (Megatron can keep one for validation
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from minitron.data.cache import build_once, load_arrays, save_arrays
+from minitron.data.cache import Cache, load_arrays, save_arrays
 from minitron.data.indexed import DataError, IndexedDataset
 
 BLOCK_TOKENS = 1 << 20  # of a scan: a block is read twice, for its least and its largest id
+MAX_SEQUENCES = 1 << 31  # in a file: an id is an int32, as in Megatron
 BLOCK_DOCUMENTS = 1 << 20  # a block's arrays stay in the cache hierarchy; larger is not faster
 
 
@@ -68,7 +68,7 @@ class EpochPlan(NamedTuple):
 class GPTDataset:
     """Samples 0 .. len - 1 of the given range of sequences, at least `num_samples` of them.
 
-    sequences: the range of sequences (a split) to draw from.  cache_dir: where the index arrays are kept.
+    sequences: the range of sequences (a split) to draw from.  cache: where the index arrays are kept.
     vocab_size: drawing a sample with an id outside 0 .. vocab_size - 1 raises DataError.
     Raises ValueError when the range holds fewer than seq_len + 1 tokens (Megatron would repeat them inside a sample,
     and loop for ever on none).
@@ -81,15 +81,18 @@ class GPTDataset:
         num_samples: int,
         seq_len: int,
         seed: int,
-        cache_dir: str | os.PathLike,
+        cache: Cache,
         vocab_size: int,
     ):
+        if sequences.stop > MAX_SEQUENCES:
+            why = f"sequence {sequences.stop - 1} is beyond {MAX_SEQUENCES - 1}, the largest id in int32"
+            raise DataError(f"{indexed.prefix}: {why}; split it into several files and blend them in data.paths")
         self.indexed, self.vocab_size = indexed, vocab_size
         key = {"data": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], "samples": num_samples}
         key |= {"seq_len": seq_len, "seed": seed}
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        folder = Path(cache_dir) / f"gpt-{self.fingerprint}"
-        build_once(folder, lambda partial: _save_index(partial, key, indexed, sequences))
+        name = f"gpt-{self.fingerprint}"
+        folder = cache.build_once(name, lambda partial: _save_index(partial, key, indexed, sequences))
         self._documents, self._cuts, self._shuffle = load_arrays(folder, "document", "sample", "shuffle")
 
     def __len__(self) -> int:

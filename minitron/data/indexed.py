@@ -67,13 +67,16 @@ class IndexedDataset:
 
     lengths: int32 [sequences], in tokens.  pointers: int64 [sequences], in bytes.  document_indices: int64
     [documents + 1].  All are read-only views of the map.
+    fingerprint: computed when it is first needed, unless given.
     Opening reads the header and the last sequence; `check_index` reads the rest.
     Raises DataError when a file is missing, unreadable, no Megatron index, or of another size than the index says.
     """
 
     @_readable()
-    def __init__(self, prefix: str | os.PathLike):
+    def __init__(self, prefix: str | os.PathLike, fingerprint: str | None = None):
         self.prefix = os.fspath(prefix)
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
         self.dtype, num_sequences, num_indices = _read_header(self.prefix)
         index = np.memmap(f"{self.prefix}.idx", dtype=np.uint8, mode="r")
         after_lengths = _HEADER.size + 4 * num_sequences
@@ -101,7 +104,15 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum(dtype=np.int64))
+        """Count the tokens of .bin, which its sequences fill (`check_index`)."""
+        return self.num_bin_bytes // self.dtype.itemsize
+
+    @property
+    def state(self) -> str:
+        """16 hex digits of this path that change whenever a file is replaced or written."""
+        files = [os.stat(f"{self.prefix}.{kind}") for kind in ("idx", "bin")]
+        state = [os.path.abspath(self.prefix), *((f.st_size, f.st_mtime_ns, f.st_ctime_ns) for f in files)]
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """View tokens begin .. end - 1 of the whole .bin, across sequences, for scans."""

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from minitron.config.files import errors_as, parse_json, size_of
-from minitron.data.cache import build_once, load_arrays, reading, save_arrays
+from minitron.data.cache import Cache, load_arrays, reading, save_arrays
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from minitron.data.packing import Packing
@@ -48,7 +48,7 @@ class TokenizedFiles:
     Raises ValueError, naming file and line, for what cannot be learned from.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, cache_dir: str | os.PathLike):
+    def __init__(self, paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, cache: Cache):
         self.paths, self.eod = [os.path.expanduser(path) for path in paths], tokenizer.eod
         self.prefix = ", ".join(self.paths)
         digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint}".encode())
@@ -59,8 +59,7 @@ class TokenizedFiles:
                 with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
         self.fingerprint = digest.hexdigest()[:16]
-        folder = Path(cache_dir) / f"sft-{self.fingerprint}"
-        build_once(folder, lambda partial: _tokenize(partial, self.paths, tokenizer))
+        folder = cache.build_once(f"sft-{self.fingerprint}", lambda partial: _tokenize(partial, self.paths, tokenizer))
         with reading(folder):
             self._file = IndexedDataset(folder / "documents")
         (self._lines,) = load_arrays(folder, "lines")

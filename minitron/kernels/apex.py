@@ -28,6 +28,7 @@ from minitron.kernels import fused
 from minitron.kernels.plain import AdamHyper, AdamState, Updated
 
 CHUNK = 2048 * 32  # elements per block of threads, apex's own choice
+PIECE = 1 << 30  # elements of a tensor: the kernels count them in int32
 DECOUPLED_DECAY = 1  # the kernel's mode 1 is AdamW
 CORRECT_BIAS = 1
 
@@ -48,8 +49,8 @@ def adamw_(
     skip, steps, inverse = found_inf.int(), steps.int(), divisor.reciprocal()
     lr = torch.full_like(inverse, hyper.lr)
     for i, s in enumerate(states):
-        tensors, mode = [[s.grad.float()], [s.master], [s.average], [s.square]], (DECOUPLED_DECAY, CORRECT_BIAS)
-        numbers = lr, *hyper.betas, hyper.eps, steps, *mode, s.decay, inverse
+        tensors = [list(x.split(PIECE)) for x in (s.grad.float(), s.master, s.average, s.square)]
+        numbers = lr, *hyper.betas, hyper.eps, steps, DECOUPLED_DECAY, CORRECT_BIAS, s.decay, inverse
         multi_tensor_adam_capturable(CHUNK, skip, tensors, *numbers)
         if s.param.dtype != torch.float32:
             s.param.copy_(s.master)

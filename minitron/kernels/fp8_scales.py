@@ -14,6 +14,7 @@ Both are what a cast of the whole weight would have taken, so the bytes are the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from minitron.comm.mesh import Axis
 KINDS = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "dy": torch.float8_e5m2}  # by role
 ROLES = tuple(KINDS)
 HISTORY = 16  # steps whose magnitudes a scale is made from
+LARGEST_SCALE = 2.0**63  # its reciprocal is the smallest: a product of two reciprocals is still a normal float32
 
 
 def limit(kind: torch.dtype) -> float:
@@ -33,9 +35,13 @@ def limit(kind: torch.dtype) -> float:
     return torch.finfo(kind).max
 
 
-def scale_of(top: Tensor, kind: torch.dtype) -> Tensor:
-    """Return the scales that bring magnitudes `top` to the limit of a format."""
-    return limit(kind) / top.clamp(min=1e-12)
+def scale_of(top: Tensor, limits: Tensor | float) -> Tensor:
+    """Return the scales that bring magnitudes `top` to the limits of their formats, at most LARGEST_SCALE.
+
+    A tensor of zeros, and one whose magnitude is not finite, has scale 1.
+    """
+    ordinary = (top > 0) & (top < math.inf)
+    return (limits / top).clamp(1 / LARGEST_SCALE, LARGEST_SCALE).masked_fill(~ordinary, 1.0)
 
 
 class DelayedScaling:
@@ -81,8 +87,7 @@ def advance(scalings: Sequence[DelayedScaling]) -> None:
 
 def _follow(scalings: Sequence[DelayedScaling], history: Tensor) -> None:
     """Make scales from histories that lie side by side: [HISTORY, tensors of all scalings]."""
-    top, limits = history.amax(0), torch.cat([s.limits for s in scalings])
-    scale = (limits / top).masked_fill(top == 0, 1.0)
+    scale = scale_of(history.amax(0), torch.cat([s.limits for s in scalings]))
     torch._foreach_copy_([s.scale for s in scalings], scale.split([len(s.scale) for s in scalings]))
     for scaling in scalings:
         scaling.cold = False
@@ -113,7 +118,7 @@ class WeightScales:
 
     def follow(self) -> None:
         """Make the scales from `top`, the magnitudes of whole weights."""
-        self._set(scale_of(self.top, KINDS["weight"]))
+        self._set(scale_of(self.top, limit(KINDS["weight"])))
 
     def end(self) -> None:
         """Hand the magnitudes on, to enter histories with the step's others."""

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import FP8_WORKSPACE_BYTES
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8_scales import KINDS, limit
+from minitron.kernels.fp8_scales import KINDS, LARGEST_SCALE, limit
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import ABSENT, Payload
 
@@ -54,6 +54,7 @@ class TensorScaling(fp8_torch.TensorScaling):
                 columnwise=both,
                 with_amax_reduction=shared.size > 1,
                 amax_reduction_group=shared.group,
+                amax_epsilon=limit(kind) / LARGEST_SCALE,
             )
         else:
             quantizer = Float8Quantizer(
@@ -62,7 +63,8 @@ class TensorScaling(fp8_torch.TensorScaling):
         parts = _run(quantizer, x)
         inverse, transposed = parts["fp8_scale_inv"], parts["data_transpose"]
         if scale is None and amax is not None:
-            torch.maximum(amax, inverse * limit(kind), out=amax)
+            top = (inverse * limit(kind)).masked_fill(inverse <= 1 / LARGEST_SCALE, 0.0)  # the library's for zeros, too
+            torch.maximum(amax, top, out=amax)
         if transposed is None:  # not wanted, or a GPU whose FP8 GEMM reads both layouts
             return Payload(parts["data"].view(kind), inverse)
         return Payload(parts["data"].view(kind), inverse, transposed.view(kind), inverse)
@@ -129,6 +131,7 @@ class BlockScaling(TensorScaling):
                 CODES[torch.float8_e4m3fn],
                 rowwise=True,
                 columnwise=columns,
+                amax_epsilon=limit(torch.float8_e4m3fn) / LARGEST_SCALE,
                 block_scaling_dim=2 if role == "weight" else 1,
             ),
             x,

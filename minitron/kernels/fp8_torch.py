@@ -90,7 +90,7 @@ class TensorScaling:
             if amax is not None:
                 torch.maximum(amax, top, out=amax)
             all_reduce_(top, shared, op=torch.distributed.ReduceOp.MAX)
-            scale, amax = scale_of(top, kind), None
+            scale, amax = scale_of(top, limit(kind)), None
         return payload_of(self.ops.cast(x, scale, amax, kind, both))
 
     def transpose(self, values: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ class BlockScaling(TensorScaling):
         top = x.abs().amax(-1)  # [m, k/128]
         if role == "weight":
             top = top.unflatten(0, (-1, BLOCK)).amax(1).repeat_interleave(BLOCK, 0)
-        # the power of two at or below limit / top: (mantissa in [0.5, 1)) * 2^exponent
-        exponent = torch.frexp(limit(torch.float8_e4m3fn) / top.clamp(min=1e-12)).exponent - 1
+        # the power of two at or below the scale: (mantissa in [0.5, 1)) * 2^exponent
+        exponent = torch.frexp(scale_of(top, limit(torch.float8_e4m3fn))).exponent - 1
         scale = torch.ldexp(torch.ones_like(top), exponent)
         values = (x * scale.unsqueeze(-1)).flatten(1).to(torch.float8_e4m3fn)
         return values, scale.reciprocal().t().contiguous()

@@ -58,8 +58,8 @@ def _rotate(
     x, y, cos, sin, x_strides, y_strides, b, n, rope_b, SIGN: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr
 ):
     """Turn channels i and i + HALF of every head of one token by SIGN * angle; SIGN 0 copies."""
-    row, sample = (tl.program_id(0) // b).to(tl.int64), tl.program_id(0) % b
-    head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    row, sample = (tl.program_id(0) // b).to(tl.int64), (tl.program_id(0) % b).to(tl.int64)
+    head, channel = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, HALF)[None, :]
     inside = head < n
     source = x + row * x_strides[0] + sample * x_strides[1] + head * x_strides[2] + channel
     target = y + row * y_strides[0] + sample * y_strides[1] + head * y_strides[2] + channel

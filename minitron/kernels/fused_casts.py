@@ -77,7 +77,7 @@ def _put(value, factor, rows, columns, sums, i, j, here, there, m, n):
     if columns is not None:
         tl.store(columns + j.to(tl.int64)[:, None] * m + i[None, :], tl.trans(small), tl.trans(inside))
     if sums is not None:
-        tl.store(sums + tl.program_id(0) * n + j, tl.sum(tl.where(inside, value, 0.0), 0), there)
+        tl.store(sums + tl.program_id(0).to(tl.int64) * n + j, tl.sum(tl.where(inside, value, 0.0), 0), there)
     return tl.max(tl.where(inside, tl.abs(value), 0.0))
 
 

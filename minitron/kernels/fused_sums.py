@@ -22,13 +22,13 @@ def _merge(
     out, lse, block_out, block_lse, of_out, of_lse, of_block, of_block_lse, n, s, d, ROWS: tl.constexpr, D: tl.constexpr
 ):
     """Merge some rows of a head. of_out and the like: strides over samples, heads and rows."""
-    sample, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
-    row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
+    row, channel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     here, inside = row < s, (row < s)[:, None] & (channel < d)[None, :]
     lse += _at(of_lse, sample, head, row)
     a = tl.load(lse, here, other=0.0)
     b = tl.load(block_lse + _at(of_block_lse, sample, head, row), here, other=0.0)
-    row, channel = row.to(tl.int64)[:, None], channel[None, :]
+    row, channel = row[:, None], channel[None, :]
     out += _at(of_out, sample, head, row) + channel
     x = tl.load(out, inside).to(tl.float32)
     y = tl.load(block_out + _at(of_block, sample, head, row) + channel, inside).to(tl.float32)
@@ -74,7 +74,7 @@ def sum_parts(parts: Tensor, onto: Tensor | None = None) -> Tensor:
 def _square_sums(x, sums, n, BLOCK: tl.constexpr):
     """Sum every n-th block, n programs."""
     program, total = tl.program_id(0), tl.zeros([BLOCK], tl.float64)
-    for block in range(program, tl.cdiv(n, BLOCK), tl.num_programs(0)):
+    for block in range(program, (n - 1) // BLOCK + 1, tl.num_programs(0)):  # n + BLOCK may not fit into int32
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + at, at < n, other=0.0).to(tl.float64)
         total += value * value

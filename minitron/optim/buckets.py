@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import Done, Handle, all_reduce_
 from minitron.comm.mesh import Axis, Mesh
-from minitron.config.sizes import BUCKET_BYTES
+from minitron.config.sizes import bucket_limit
 from minitron.kernels.fp8_scales import KINDS
 from minitron.kernels.kernels import Kernels
 from minitron.kernels.param import GradSlot, Param, params_of
@@ -268,7 +268,7 @@ class Gradients:
     A training step: begin_backward(chunk, first, last) before every backward; finish(); the optimizer writes each
     bucket's data_slice and starts its gather; after_gathers(). Frozen parameters have no bucket, so neither gradient
     nor optimizer state. Parameters bring a `spec` whose name is unique on this rank. Collectives run over mesh.dp_cp,
-    tp and embedding. dtype: of the gradients.
+    tp and embedding. dtype: of the gradients. bucket_bytes: see `plan_buckets`; None: by the number of data ranks.
     """
 
     def __init__(
@@ -279,9 +279,9 @@ class Gradients:
         *,
         overlap: bool,
         dtype: torch.dtype = torch.float32,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ):
-        self.mesh, self.overlap = mesh, overlap
+        self.mesh, self.overlap, limit = mesh, overlap, bucket_bytes or bucket_limit(mesh.dp_cp.size)
         self.chunks: list[list[Bucket]] = []
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
         planned: list[tuple[dict[str, Param], list[BucketPlan]]] = []
@@ -289,7 +289,7 @@ class Gradients:
             named = {param.spec.name: param for param in params_of(chunk) if param.requires_grad}
             assert not any(named.keys() & other.keys() for other, _ in planned), "names repeat over chunks"
             keyed = [(name, p.numel(), bucket_key(p)) for name, p in named.items()]
-            plans = plan_buckets(keyed, bucket_bytes, mesh.dp_cp.size, dtype.itemsize)
+            plans = plan_buckets(keyed, limit, mesh.dp_cp.size, dtype.itemsize)
             position = {name: i for i, name in enumerate(named)}
             plans.sort(key=lambda plan: position[plan.spans[-1].name])  # a plan's last span is needed first
             planned.append((named, plans))

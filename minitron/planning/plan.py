@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from minitron.config import flops
 from minitron.config.schema import Config
-from minitron.config.sizes import BUCKET_BYTES
+from minitron.config.sizes import bucket_limit
 from minitron.pipeline.check import check
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planning.machine import Machine
@@ -214,14 +214,14 @@ class Step:
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0
-        over = 0.0
+        over, limit = 0.0, bucket_limit(self.memory.shards)
         for chunk in sorted(chunks, key=lambda c: chunks[c][2]):
             _, start, end = chunks[chunk]
-            tail = reduce[chunk] * min(1.0, BUCKET_BYTES / (grad_bytes * counts[chunk]))
+            tail = reduce[chunk] * min(1.0, limit / (grad_bytes * counts[chunk]))
             over = max(max(over, start) + reduce[chunk], end + tail)
         late, there = 0.0, 0.0
         for chunk in sorted(chunks):
-            head = gather[chunk] * min(1.0, BUCKET_BYTES / (grad_bytes * counts[chunk]))
+            head = gather[chunk] * min(1.0, limit / (grad_bytes * counts[chunk]))
             forward = self.forward[chunk * p.pp + rank]
             late = max(late, there + head - chunks[chunk][0], there + gather[chunk] - chunks[chunk][0] - forward)
             there += gather[chunk]

@@ -10,20 +10,23 @@ import re
 import resource
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron import pretrain
-from minitron.checkpoint.directory import TakenOver, begin, claim
+from minitron.checkpoint.directory import ERRORS, TakenOver, begin, claim
 from minitron.checkpoint.format import CheckpointError, write_shard
 from minitron.checkpoint.load import Start, find, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer, copy_beside, host_memory
+from minitron.comm.agree import Agreement
 from minitron.config import rules
 from minitron.config.schema import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
@@ -429,6 +432,11 @@ def two_runs(cfg: Config) -> list[str]:
         first.save(1, 4)
         first.wait()
         second = Checkpointer(cfg, trainer.state, {}, log, step=1)
+        with pytest.MonkeyPatch.context() as patch:  # it agrees at the same time, over groups of its own
+            own = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+            patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: own)
+            agreement = Agreement.create(dist.get_rank(), dist.get_world_size(), None)
+        second.decide = partial(agreement.decide, errors=ERRORS)
         for saves in second, first:
             saves.save(2, 8)
         second.wait()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from minitron.checkpoint import directory as directories
 from minitron.checkpoint.boxes import Piece
 from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_writable, newest
-from minitron.checkpoint.format import CheckpointError, write_shard
+from minitron.checkpoint.format import CheckpointError, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.reader import Reader
 from minitron.config.cli import user_errors
 from minitron.runtime.lead import TAKEN
@@ -36,6 +36,10 @@ ABOUT = {"consumed_samples": 24, "config": {}, "layout": {}, "state": {}}
 
 def piece(step: int) -> Piece:
     return Piece("a", "param", (2,), (0,), torch.full((2,), float(step)))
+
+
+def described(step: int) -> list:
+    return describe("rank_00000.safetensors", [piece(step)])
 
 
 def save_until(directory: Path, moment: int) -> list[int]:
@@ -59,7 +63,13 @@ def save_until(directory: Path, moment: int) -> list[int]:
         try:
             for step in 1, 2, 2, 3:
                 shard = write_shard((folder := begin(directory, step, 8)) / "rank_00000.safetensors", [piece(step)])
-                commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1)
+                commit(
+                    folder,
+                    index_bytes({**ABOUT, "iteration": step}, shard),
+                    index_tensors([described(step)]),
+                    keep=1,
+                    after=step - 1,
+                )
                 done.append(step)
         except Killed:
             pass
@@ -135,7 +145,7 @@ def test_old_ones_are_removed_and_later_ones_left(tmp_path):
         write(tmp_path, step)
 
     def save(step: int, after: int, keep: int) -> list[int]:
-        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep, after)
+        commit(begin(tmp_path, step, 0), index_bytes({"iteration": step}, {}), b"{}", keep, after)
         return list(directories.checkpoints(tmp_path))
 
     assert save(3, 2, keep=2) == [2, 3, 9]
@@ -153,12 +163,15 @@ def test_a_newer_owner_is_noticed_before_anything_is_deleted(tmp_path):
     first, mine = claim(tmp_path), {"iteration": 1, **ABOUT}
     under_way = begin(tmp_path, 1, 0, first)
     second = claim(tmp_path)
-    for call in (lambda: begin(tmp_path, 1, 0, first), lambda: commit(under_way, mine, [], owner=first)):
+    for call in (
+        lambda: begin(tmp_path, 1, 0, first),
+        lambda: commit(under_way, index_bytes(mine, {}), b"{}", owner=first),
+    ):
         with pytest.raises(TakenOver, match=f"was taken over by process {os.getpid()} on .*, started 20"):
             call()
     other = begin(tmp_path, 1, 0, second)
     assert not under_way.exists() and other.exists()
-    commit(other, mine, [], owner=second)
+    commit(other, index_bytes(mine, {}), b"{}", owner=second)
     (tmp_path / f"owner.{second}").unlink()  # as somebody may who tidies up
     begin(tmp_path, 2, 0, second)
     assert claim(tmp_path).startswith("1-")
@@ -209,7 +222,7 @@ def test_a_run_cannot_finish_a_save_that_another_deletes(tmp_path, monkeypatch):
     def deletes(path, **options):
         if path.name.startswith("step_"):
             with pytest.raises(CheckpointError, match="step_00000001.tmp-.*: no such file"):
-                commit(under_way, {"iteration": 1, **ABOUT}, [])
+                commit(under_way, index_bytes({"iteration": 1, **ABOUT}, {}), b"{}")
             assert path.name.startswith("step_00000001.tmp-")
         rmtree(path, **options)
 
@@ -337,7 +350,14 @@ def test_whatever_others_put_there_survives(tmp_path_factory, strangers):
 
     def save(step: int, owner: str) -> None:
         shard = write_shard((folder := begin(directory, step, 8, owner)) / "rank_00000.safetensors", [piece(step)])
-        commit(folder, {**ABOUT, "iteration": step}, [shard], keep=1, after=step - 1, owner=owner)
+        commit(
+            folder,
+            index_bytes({**ABOUT, "iteration": step}, shard),
+            index_tensors([described(step)]),
+            keep=1,
+            after=step - 1,
+            owner=owner,
+        )
 
     make_writable(directory)
     first = claim(directory)
@@ -364,7 +384,7 @@ def test_a_checkpoint_with_a_file_of_somebody_s_stays(tmp_path):
     (tmp_path / "step_00000001" / "notes.txt").write_text("the best one")
     before = everything_in(tmp_path / "step_00000001")
     for step in 2, 3:
-        commit(begin(tmp_path, step, 0), {"iteration": step}, [], keep=1, after=step - 1)
+        commit(begin(tmp_path, step, 0), index_bytes({"iteration": step}, {}), b"{}", keep=1, after=step - 1)
     assert list(directories.checkpoints(tmp_path)) == [1, 3]
     with pytest.raises(CheckpointError, match="step_00000001 is in the way: it holds what no save wrote; move it away"):
         write(tmp_path, 1)

@@ -42,29 +42,25 @@ def test_every_rank_is_reached_and_connections_stay_few(size):
 
 
 def agreed(fan_out):
-    """What the three methods return on this rank, in a tree of small groups."""
+    """What the two methods return on this rank, in a tree of small groups."""
     agree.FAN_OUT = fan_out
     try:
         rank, size = dist.get_rank(), dist.get_world_size()
         agreement = Agreement.create(rank, size, None)
         listed = agreement.decide(lambda: {"rank": rank, "text": "é" * rank}, lambda values: values)
-        mine = agreement.each(
-            lambda: [rank, rank * 1.5], lambda values: [[number, *value] for number, value in enumerate(values)]
-        )
         everyone = (
             agreement.broadcast(b"\x00bytes" if rank == 0 else None),
             agreement.broadcast(b"" if rank == 0 else None),
         )
-        return listed, mine, everyone
+        return listed, everyone
     finally:
         agree.FAN_OUT = FAN_OUT
 
 
 @pytest.mark.parametrize("world, fan_out", [(1, 8), (2, 8), (5, 2), (8, 3), (8, 8), (7, 2)])
 def test_all_ranks_get_the_answer_of_rank_0(ranks, world, fan_out):
-    for rank, (listed, mine, everyone) in enumerate(ranks(world, agreed, fan_out)):
+    for listed, everyone in ranks(world, agreed, fan_out):
         assert listed == [{"rank": r, "text": "é" * r} for r in range(world)]
-        assert mine == [rank, rank, rank * 1.5]
         assert everyone == (b"\x00bytes", b"")
 
 
@@ -80,18 +76,17 @@ def failed(which, kind):
     def rule(values):
         raise kind(f"rule over {values}")
 
-    for method in agreement.decide, agreement.each:
-        try:
-            method(own, rule, ERRORS)
-        except ValueError as error:
-            seen.append((type(error), str(error)))
+    try:
+        agreement.decide(own, rule, ERRORS)
+    except ValueError as error:
+        seen.append((type(error), str(error)))
     return seen, agreement.decide(lambda: rank, sum)
 
 
 @pytest.mark.parametrize("which, text", [((2, 1), "disk of rank 1"), ((), "rule over [0, 1, 2]")])
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_of_one_rank_or_of_the_rule_is_raised_on_every_rank(ranks, which, text, kind):
-    assert ranks(3, failed, which, kind) == [([(kind, text)] * 2, 3)] * 3
+    assert ranks(3, failed, which, kind) == [([(kind, text)], 3)] * 3
 
 
 def loses_a_peer(seen):

@@ -330,11 +330,15 @@ def test_a_documented_job_fits_by_a_dry_run(tmp_path, world, machine, arguments)
     assert job.memory_gib - shared <= peak * 1.03 and peak <= job.memory_gib * 1.03
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if "   as it is\n" in Path(recipe(name)).read_text()])
-def test_a_recipe_says_what_its_layout_costs(name):
-    """Read its comment's lines: seconds and GiB in bf16 and in FP8, then overrides; "and" adds to the line before."""
-    table = re.findall(r"^# +([\d.]+) s +([\d.]+) +([\d.]+) s +([\d.]+)   (.*)$", Path(recipe(name)).read_text(), re.M)
-    overrides, fits = [], []
+def costs(name: str) -> list[tuple[str, ...]]:
+    """The table of a recipe's comment: seconds and GiB in bf16 and in FP8, then overrides. Most recipes have none."""
+    return re.findall(r"^# +([\d.]+) s +([\d.]+) +([\d.]+) s +([\d.]+)   (.*)$", Path(recipe(name)).read_text(), re.M)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if costs(name)])
+def test_a_recipe_has_the_costs_of_its_layout(name):
+    """The recipe itself comes first and alone fits. A row that begins with "and" adds to the one above."""
+    table, overrides, fits = costs(name), [], []
     for *figures, text in table:
         overrides = [*(overrides if text.startswith("and ") else []), *re.findall(r"[a-z_]+\.[a-z_]+=[^\s,]+", text)]
         jobs = [
@@ -344,7 +348,6 @@ def test_a_recipe_says_what_its_layout_costs(name):
         assert figures == [text for job in jobs for text in (f"{job.step_seconds:.2f}", f"{job.memory_gib:.1f}")]
         fits.append(all(job.fits for job in jobs))
     assert fits == [True] + [False] * (len(table) - 1) and len(table) > 1
-    assert f"{JOBS[name][0]} H100, which leave {room_gib(H100):.1f} GiB, by" in Path(recipe(name)).read_text()
 
 
 def test_jube_s_job_of_175b_is_planned_below_the_baseline(tmp_path):
@@ -381,11 +384,7 @@ def cases(name: str) -> tuple[Machine, int, dict[str, Config]]:
 
 def said(name: str) -> list[tuple[str, str, str]]:
     """(percent, precision, keys) of the rows in which the recipe names a faster variant."""
-    text = Path(recipe(name)).read_text()
-    rows = re.findall(r"^# +([\d.]+) % +(bf16|fp16|FP8) +(\S.*)$", text, re.M)
-    gpu = "A100 of 40 GB" if "jube" in name else "H100"
-    assert (f"# Faster by the planner's search, on {JOBS[name][0]} {gpu}:\n" in text) == bool(rows)
-    return rows
+    return re.findall(r"^# +([\d.]+) % +(bf16|fp16|FP8) +(\S.*)$", Path(recipe(name)).read_text(), re.M)
 
 
 def share(cfg: Config, other: Config, world: int, machine: Machine) -> float:
@@ -401,7 +400,7 @@ def test_a_variant_that_a_recipe_calls_faster_is_planned_so(name):
     for percent, precision, keys in said(name):
         fp8 = ["precision.fp8=delayed"] * (precision == "FP8")
         now = share(found[precision], cli.load([recipe(name), *fp8, *keys.split()]), world, machine)
-        assert abs(now - float(percent)) < 0.5, f"{name}.yaml is to say: #   {now:.1f} %  {precision:4}  {keys}"
+        assert abs(now - float(percent)) < 0.5, f"{name}.yaml should have: #   {now:.1f} %  {precision:4}  {keys}"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from minitron.data import blend
 from minitron.data.blend import BlendedDataset, greedy_order, normalize, part_samples
+from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
 
@@ -65,14 +66,16 @@ def test_samples_of_a_blend(tmp_path):
             for document in range(30):
                 writer.add_document(np.arange(5, dtype=np.uint16) + 1000 * i + 10 * document)
         parts.append(
-            GPTDataset(IndexedDataset(tmp_path / f"d{i}"), range(30), part_samples(50, share), 4, 1, tmp_path, 9999)
+            GPTDataset(
+                IndexedDataset(tmp_path / f"d{i}"), range(30), part_samples(50, share), 4, 1, Cache(tmp_path), 9999
+            )
         )
-    mixed = BlendedDataset(parts, weights, 50, tmp_path)
+    mixed = BlendedDataset(parts, weights, 50, Cache(tmp_path))
     order = plain_order(normalize(weights), 50)
     assert len(mixed) == len(order)
     for i, (part, sample) in enumerate(order):
         assert mixed[i].tokens.tolist() == parts[part][sample].tokens.tolist()
-    assert BlendedDataset(parts, [1.0, 1.0], 20, tmp_path).fingerprint != mixed.fingerprint
+    assert BlendedDataset(parts, [1.0, 1.0], 20, Cache(tmp_path)).fingerprint != mixed.fingerprint
     with pytest.raises(IndexError):
         mixed[50]
 

@@ -9,6 +9,7 @@ import pytest
 from minitron.config.schema import DataConfig
 from minitron.data import build as build_module
 from minitron.data.build import build_datasets, parse_paths, split_ranges
+from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 from minitron.data.mock import MockDataset
@@ -45,7 +46,7 @@ def tokens_of(dataset, count):
 def test_one_file_is_split_and_indexed(tmp_path):
     write(tmp_path / "d")
     built = build(tmp_path)
-    file, cache = IndexedDataset(tmp_path / "d"), tmp_path / "other_cache"
+    file, cache = IndexedDataset(tmp_path / "d"), Cache(tmp_path / "other_cache")
     assert tokens_of(built.train, 100) == tokens_of(GPTDataset(file, range(33), 100, 8, 3, cache, 300), 100)
     assert tokens_of(built.valid, 10) == tokens_of(GPTDataset(file, range(33, 41), 10, 8, 3, cache, 300), 10)
     assert built.tokenizer is None and json.loads(json.dumps(built.info)) == built.info
@@ -58,7 +59,7 @@ def test_a_blend_asks_every_part_for_its_share(tmp_path):
     built = build(tmp_path, paths=paths)
     assert len(built.train) == 100 and len(built.valid) == 10 and built.info["weights"] == [0.25, 0.75]
     parts = [
-        GPTDataset(IndexedDataset(path), split_ranges("8,2", n)[0], asked, 8, 3, tmp_path, 300)
+        GPTDataset(IndexedDataset(path), split_ranges("8,2", n)[0], asked, 8, 3, Cache(tmp_path), 300)
         for path, n, asked in ((paths[1], 41, math.ceil(25 * 1.005)), (paths[3], 61, math.ceil(75 * 1.005)))
     ]  # of 100, with Megatron's surplus
     assert [part.fingerprint for part in parts] == [part.fingerprint for part in built.train.parts]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
+from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
 from minitron.data.indexed import IndexedDataset
 
@@ -52,7 +53,7 @@ def small(tmp_path_factory):
             "site-packages/x.py": "left = 'out'\n",
         },
     )
-    return build_corpus(folder / "cache", VOCAB, library)
+    return build_corpus(Cache(folder / "cache"), VOCAB, library)
 
 
 def test_documents_are_the_files_in_a_fixed_shuffled_order(small):
@@ -96,7 +97,7 @@ def test_the_tokenizer_loses_nothing(small, text):
 
 def test_a_changed_source_is_another_corpus(small, tmp_path):
     changed = make_library(tmp_path / "lib", SOURCES | {"package/module_3.py": "other = 1\n" * 50})
-    assert build_corpus(tmp_path, VOCAB, changed).meta["fingerprint"] != small.meta["fingerprint"]
+    assert build_corpus(Cache(tmp_path), VOCAB, changed).meta["fingerprint"] != small.meta["fingerprint"]
 
 
 @pytest.mark.parametrize(
@@ -111,24 +112,25 @@ def test_a_changed_source_is_another_corpus(small, tmp_path):
 def test_an_empty_corpus_is_an_error_and_leaves_nothing(tmp_path, sources, message):
     library = make_library(tmp_path / "lib", sources)
     with pytest.raises(ValueError, match=message):
-        build_corpus(tmp_path / "cache", VOCAB, library)
+        build_corpus(Cache(tmp_path / "cache"), VOCAB, library)
     assert not [path for path in (tmp_path / "cache").glob("corpus*") if path.is_dir()]
 
 
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.model", "corpus.bin", "corpus.idx"])
 def test_a_damaged_cache_names_the_folder_to_delete(tmp_path, name):
     library = make_library(tmp_path / "lib")
-    folder = Path(build_corpus(tmp_path, VOCAB, library).prefix).parent
+    folder = Path(build_corpus(Cache(tmp_path), VOCAB, library).prefix).parent
     content = (folder / name).read_bytes()
     for damaged in (content[: len(content) // 2], None):
         (folder / name).write_bytes(damaged) if damaged else (folder / name).unlink()
         with pytest.raises(ValueError, match=rf"^{folder}: this folder of data.cache_dir is damaged .*; delete it"):
-            build_corpus(tmp_path, VOCAB, library)
+            build_corpus(Cache(tmp_path), VOCAB, library)
 
 
 RACE = """
 import sys
 from minitron.data import corpus
+from minitron.data.cache import Cache
 folder = sys.argv[1]
 build = corpus._build
 def logged_build(*arguments):
@@ -138,7 +140,7 @@ def logged_build(*arguments):
 corpus._build = logged_build
 print("ready", flush=True)
 sys.stdin.readline()
-print(corpus.build_corpus(f"{folder}/cache", 400, f"{folder}/lib").meta)
+print(corpus.build_corpus(Cache(f"{folder}/cache"), 400, f"{folder}/lib").meta)
 """
 
 

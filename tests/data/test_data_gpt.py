@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitron.data import gpt
+from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 
@@ -68,7 +69,7 @@ def test_samples_equal_the_plain_rule(tmp_path_factory, lengths, ends, num_sampl
     documents = [[next(tokens) for _ in range(length)] for length in lengths]
     sequences = range(*sorted(min(end, len(lengths)) for end in ends))
     indexed = write(folder / "d", documents)
-    arguments = (indexed, sequences, num_samples, s, seed, folder / "cache", 10**6)
+    arguments = (indexed, sequences, num_samples, s, seed, Cache(folder / "cache"), 10**6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt, "BLOCK_DOCUMENTS", block)
         if sum(lengths[i] for i in sequences) < s + 1:
@@ -98,12 +99,12 @@ def test_rows_of_the_example_in_the_docstring():
 
 def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
     indexed = write(tmp_path / "d", [[1, 2, 3, 99, 5]])
-    dataset = GPTDataset(indexed, range(1), 1, 4, 0, tmp_path, 99)
+    dataset = GPTDataset(indexed, range(1), 1, 4, 0, Cache(tmp_path), 99)
     with pytest.raises(
         DataError, match=r"d\.bin: sample 0 holds token id 99, but model\.vocab_size=99 allows 0 to 98; set it to the"
     ):
         dataset[0]
-    assert GPTDataset(indexed, range(1), 1, 4, 0, tmp_path, 100)[0].tokens.max() == 99
+    assert GPTDataset(indexed, range(1), 1, 4, 0, Cache(tmp_path), 100)[0].tokens.max() == 99
     with pytest.raises(DataError, match="here holds token id -3.*; copy or preprocess the data again"):
         gpt.check_ids(np.array([5, -3]), 9, "here")
 
@@ -118,7 +119,7 @@ def test_the_cache_is_reused_and_keyed_by_everything(tmp_path, monkeypatch):
     }
 
     def fingerprint(name="a", sequences=range(5), num_samples=7, s=3, seed=1):
-        return GPTDataset(data[name], sequences, num_samples, s, seed, tmp_path / "cache", 9).fingerprint
+        return GPTDataset(data[name], sequences, num_samples, s, seed, Cache(tmp_path / "cache"), 9).fingerprint
 
     assert fingerprint() == fingerprint() == fingerprint("b") and len(built) == 1
     others = [
@@ -134,12 +135,14 @@ def test_the_cache_is_reused_and_keyed_by_everything(tmp_path, monkeypatch):
 
 def test_a_killed_build_is_built_again(tmp_path):
     indexed = write(tmp_path / "d", [[1, 2, 3, 4]] * 5)
-    first = GPTDataset(indexed, range(5), 7, 3, 1, tmp_path / "cache", 9)
+    first = GPTDataset(indexed, range(5), 7, 3, 1, Cache(tmp_path / "cache"), 9)
     samples = [first[i].tokens.tolist() for i in range(7)]
     folder = tmp_path / "cache" / f"gpt-{first.fingerprint}"
-    folder.rename(f"{folder}.partial")  # as a SIGKILL before the rename leaves it
-    (tmp_path / "cache" / f"gpt-{first.fingerprint}.partial" / "sample.npy").write_bytes(b"half")
-    again = GPTDataset(indexed, range(5), 7, 3, 1, tmp_path / "cache", 9)
+    (left := folder.with_name(f"{folder.name}.0.partial")).mkdir()
+    folder.rename(left / "random")  # as a SIGKILL before the rename leaves it
+    (left / "random" / "sample.npy").write_bytes(b"half")
+    os.utime(left, (0, 0))
+    again = GPTDataset(indexed, range(5), 7, 3, 1, Cache(tmp_path / "cache"), 9)
     assert [again[i].tokens.tolist() for i in range(7)] == samples
 
 
@@ -147,7 +150,7 @@ def test_a_killed_build_is_built_again(tmp_path):
 def test_a_cache_directory_that_cannot_be_made_is_an_error(tmp_path, name):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=rf"data\.cache_dir=.*file/{name}.*choose a directory"):
-        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, tmp_path / "file" / name, 9)
+        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, Cache(tmp_path / "file" / name), 9)
 
 
 def test_a_full_disk_while_building_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
@@ -156,13 +159,14 @@ def test_a_full_disk_while_building_is_an_error_and_leaves_nothing(tmp_path, mon
 
     monkeypatch.setattr(gpt, "_save_index", full)
     with pytest.raises(ValueError, match=r"data\.cache_dir=.*No space left on device; choose .* with room in it"):
-        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, tmp_path / "cache", 9)
+        GPTDataset(write(tmp_path / "d", [[1, 2, 3]]), range(1), 1, 2, 0, Cache(tmp_path / "cache"), 9)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 RACE = """
 import os, sys, time
 from minitron.data import gpt
+from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedDataset
 folder, go = sys.argv[1:]
 save = gpt._save_index
@@ -174,7 +178,7 @@ def slow_save(*arguments):
 gpt._save_index = slow_save
 print("ready", flush=True)
 sys.stdin.readline()
-dataset = gpt.GPTDataset(IndexedDataset(f"{folder}/d"), range(50), 40, 8, 3, f"{folder}/cache", 1000)
+dataset = gpt.GPTDataset(IndexedDataset(f"{folder}/d"), range(50), 40, 8, 3, Cache(f"{folder}/cache"), 1000)
 print([dataset[i].tokens.tolist() for i in range(40)])
 """
 
@@ -204,12 +208,13 @@ def test_processes_at_once_build_once_and_agree(tmp_path):
 MANY = """
 import json, resource, sys, time, types
 import numpy as np
+from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 n, folder = int(sys.argv[1]), sys.argv[2]
 lengths = np.random.default_rng(0).integers(1, 1500, n, dtype=np.int32)
 data = types.SimpleNamespace(lengths=lengths, prefix="synthetic", fingerprint="synthetic")
 begin = time.process_time()
-dataset = GPTDataset(data, range(n), int(lengths.sum(dtype=np.int64)) // 2048 - 1, 2048, 1234, folder, 1)
+dataset = GPTDataset(data, range(n), int(lengths.sum(dtype=np.int64)) // 2048 - 1, 2048, 1234, Cache(folder), 1)
 print(json.dumps({"seconds": time.process_time() - begin, "samples": len(dataset),
                   "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
 """

@@ -15,6 +15,7 @@ from layouts import GPT3, LLAMA, config, first_gradients, mesh_of, part_of
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import DataConfig
 from minitron.data.build import build_datasets
+from minitron.data.cache import Cache
 from minitron.data.corpus import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
@@ -78,7 +79,7 @@ def unpacked(dataset, samples):
 
 def test_prompt_and_completion_are_told_apart_and_end_with_a_document(tmp_path):
     lines = [{"prompt": "Q: é?", "completion": " yes", "id": 7}, {"prompt": "", "completion": "no"}]
-    documents = TokenizedFiles([write(tmp_path, [lines[0], "", lines[1]])], ByteTokenizer(), tmp_path)
+    documents = TokenizedFiles([write(tmp_path, [lines[0], "", lines[1]])], ByteTokenizer(), Cache(tmp_path))
     assert len(documents) == 2
     for i, line in enumerate(lines):
         tokens, answers = documents.get(i, 1000)
@@ -122,7 +123,7 @@ def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
             ids += plain.encode("<|eot_id|>", disallowed_special=()) + plain.encode(piece, allowed_special="all")
         expected += ids
         answers += [which % 2 == 1] * len(ids)
-    documents = TokenizedFiles([write(tmp_path, [{"messages": CHAT}])], tokenizer, tmp_path)
+    documents = TokenizedFiles([write(tmp_path, [{"messages": CHAT}])], tokenizer, Cache(tmp_path))
     tokens, learned = documents.get(0, 1000)
     assert tokens.tolist() == expected and learned.tolist() == answers
     assert tokenizer.decode(tokens[learned].tolist()) == "Hello!\n\n1234<|eot_id|>it's\tthe<|eot_id|>"
@@ -130,17 +131,18 @@ def test_a_chat_is_llama3s_template(tmp_path, llama3_file):  # noqa: F811
 
 def test_llamas_prompts_begin_with_their_token(tmp_path, llama3_file):  # noqa: F811
     tokenizer = load_tokenizer(f"llama3:{llama3_file}")
-    documents = TokenizedFiles([write(tmp_path, [{"prompt": "the", "completion": " end"}])], tokenizer, tmp_path)
+    documents = TokenizedFiles([write(tmp_path, [{"prompt": "the", "completion": " end"}])], tokenizer, Cache(tmp_path))
     assert tokenizer.decode(documents.get(0, 99)[0].tolist()) == "<|begin_of_text|>the end<|end_of_text|>"
 
 
 def test_tokens_are_made_once_and_found_by_content(tmp_path):
     path = write(tmp_path, rows(5))
-    first = TokenizedFiles([path], ByteTokenizer(), tmp_path / "cache")
-    moved = TokenizedFiles([write(tmp_path, rows(5), "moved.jsonl")], ByteTokenizer(), tmp_path / "cache")
+    first = TokenizedFiles([path], ByteTokenizer(), Cache(tmp_path / "cache"))
+    moved = TokenizedFiles([write(tmp_path, rows(5), "moved.jsonl")], ByteTokenizer(), Cache(tmp_path / "cache"))
     assert moved.fingerprint == first.fingerprint
     assert (
-        TokenizedFiles([write(tmp_path, rows(6))], ByteTokenizer(), tmp_path / "cache").fingerprint != first.fingerprint
+        TokenizedFiles([write(tmp_path, rows(6))], ByteTokenizer(), Cache(tmp_path / "cache")).fingerprint
+        != first.fingerprint
     )
     assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 2
 
@@ -394,11 +396,11 @@ def test_docstrings_are_pairs_of_signature_and_sentence(tmp_path):
     assert not list(explained("p.py", b"print 'Python 2'")) and not list(explained("p.py", b"\0"))
     (tmp_path / "lib" / "p").mkdir(parents=True)
     (tmp_path / "lib" / "p" / "q.py").write_text(MODULE)
-    path = build_docstrings(tmp_path / "cache", tmp_path / "lib")
+    path = build_docstrings(Cache(tmp_path / "cache"), tmp_path / "lib")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"prompt": f"Explain {signature}:", "completion": f" {sentence}"} for signature, sentence in expected
     ]
-    assert build_docstrings(tmp_path / "cache", tmp_path / "lib") == path
+    assert build_docstrings(Cache(tmp_path / "cache"), tmp_path / "lib") == path
 
 
 def test_the_standard_library_explains_thousands_of_functions(tmp_path):

@@ -13,7 +13,7 @@ from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
 from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend, end_step
-from minitron.kernels.fp8_scales import HISTORY, DelayedScaling, advance, limit
+from minitron.kernels.fp8_scales import HISTORY, KINDS, DelayedScaling, WeightScales, advance, limit, scale_of
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
@@ -199,6 +199,72 @@ def test_a_tensor_of_zeros_has_scale_one():
     scaling.amax[1] = 2.0
     advance([scaling])
     assert scaling.scale.tolist() == [1.0, 57344 / 2]
+
+
+# The smallest denormal number, the largest one, the smallest normal one, tiny ones, the largest one, and no numbers.
+ODD = [2.0**-149, 2.0**-126 - 2.0**-149, 2.0**-126, 1e-30, 1e-20, 3.4e38, float("inf"), float("nan")]
+
+
+def delayed(top, role):
+    scaling = DelayedScaling((role,), (), CPU)
+    scaling.history[0] = top  # as a checkpoint may have it
+    scaling.follow_history()
+    return scaling.scale, scaling.scale.reciprocal()
+
+
+def current(top, role):
+    return scale_of(torch.tensor([top]), limit(KINDS[role])), current_cast(fp8_torch.TensorScaling(), top, role)
+
+
+def current_cast(backend, top, role):
+    x = torch.full((128, 128), top)
+    return backend.cast(x, role, Axis.single(), None, None, columns=False).rows_scale.flatten()[:1]
+
+
+def kept(top, role):
+    scales = WeightScales(1, None, CPU)
+    scales.top.fill_(top)
+    scales.follow()
+    return scales.scale, scales.inverse
+
+
+def in_blocks(top, role):
+    inverse = current_cast(fp8_torch.BlockScaling(), top, role)
+    return inverse.reciprocal(), inverse
+
+
+@pytest.mark.parametrize("way", [delayed, current, kept, in_blocks])
+@pytest.mark.parametrize("top", [0.0, *ODD])
+def test_scales_reciprocals_and_their_products_are_normal_numbers(way, top):
+    normal = lambda x: x.isfinite().all() and (x >= torch.finfo(torch.float32).tiny).all()
+    pairs = [way(top, role) for role in KINDS]
+    assert all(normal(scale) and normal(inverse) for scale, inverse in pairs)
+    assert all(normal(a * b) for _, a in pairs for _, b in pairs)
+    if not 0 < top < float("inf"):
+        assert all(scale == 1 and inverse == 1 for scale, inverse in pairs)
+
+
+@pytest.mark.parametrize("role", KINDS)
+def test_scales_of_ordinary_magnitudes_bring_them_to_the_limit_bit_by_bit(role):
+    top = torch.logspace(-12, 12, 1000)
+    scaling = DelayedScaling([role] * len(top), (), CPU)
+    scaling.amax.copy_(top)
+    advance([scaling])
+    assert torch.equal(scaling.scale, torch.full_like(top, limit(KINDS[role])) / top)
+    assert torch.equal(scale_of(top, limit(KINDS[role])), limit(KINDS[role]) / top)
+
+
+def test_a_product_of_tiny_tensors_is_what_its_casts_stand_for():
+    """Of both reciprocals, taken alone, the product was zero."""
+    backend, tiny = fp8_torch.TensorScaling(), 2.0**-60
+    x, dy = (
+        backend.cast(randn(role, 16, 16).float() * tiny, role, Axis.single(), None, None, False) for role in ("x", "dy")
+    )
+    out = torch.empty(16, 16)
+    backend.multiply_into(out, Operand(*dy[:2]), Operand(*x[:2]), add=False)
+    exact = values(dy).double() @ values(x).double().t()
+    assert exact.abs().max() > 0
+    assert_close_rel(out.double(), exact, 2e-6)  # 16 additions in float32
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import nn
 from layouts import full_gradients
 from minitron.comm.collectives import Done, all_reduce_
 from minitron.comm.mesh import Mesh
+from minitron.config import sizes
 from minitron.kernels.kernels import PLAIN
 from minitron.kernels.param import ParamSpec, Shard, accumulate
 from minitron.optim.buckets import ALIGNMENT, BucketKey, Gradients, plan_buckets
@@ -245,6 +246,39 @@ def test_every_element_lies_in_exactly_one_slice(params, bucket_bytes, ranks, it
     for kind in set(kind_of.values()):  # reverse forward order within a kind, across its buckets
         of_kind = [i for i in order if kind_of[f"p{i}"] == kind]
         assert of_kind == sorted(of_kind, reverse=True)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("ranks, cp, in_a_bucket", [(1, 1, 4), (2, 2, 4), (4, 1, 4), (6, 1, 6), (8, 4, 8), (32, 1, 24)])
+def test_buckets_grow_with_the_data_ranks_so_that_slices_keep_their_bytes(
+    monkeypatch, itemsize, ranks, cp, in_a_bucket
+):
+    """24 parameters of `SLICE_BYTES` each: a bucket has four of them, or as many as there are data ranks."""
+    monkeypatch.setattr(sizes, "SLICE_BYTES", ALIGNMENT * itemsize)
+    monkeypatch.setattr(sizes, "BUCKET_BYTES", 4 * sizes.SLICE_BYTES)
+    layer, dtype = nn.Module(), {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    for i in range(24):
+        layer.register_parameter(f"p{i}", nn.Parameter(torch.zeros(ALIGNMENT)))
+        layer.get_parameter(f"p{i}").spec = ParamSpec(f"p{i}")
+    layer.units = lambda: [layer]
+    gradients = Gradients([layer], Mesh.offline(ranks, cp=cp), PLAIN, overlap=True, dtype=dtype)
+    assert [len(bucket.params) for bucket in gradients.buckets] == [in_a_bucket] * (24 // in_a_bucket)
+    assert all(len(bucket.grad_slice) >= ALIGNMENT for bucket in gradients.buckets)
+
+
+def test_slices_of_a_bucket_of_many_elements_cover_it():
+    key, sizes_of = BucketKey(torch.float32, True, False, False, False), {"a": 2**31 + 1, "b": 2**32 + 3}
+    (plan,) = plan_buckets([(name, numel, key) for name, numel in sizes_of.items()], 2**40, 2048)
+    parts = [part for rank in range(2048) for part in plan.owned(rank, 2048)]
+    assert plan.size > 2**32 and all(first < last for _, first, last in parts)
+    for name, numel in sizes_of.items():
+        assert sum(last - first for span, first, last in parts if span.name == name) == numel
+
+
+def test_buckets_of_few_data_ranks_have_one_size():
+    most = sizes.BUCKET_BYTES // sizes.SLICE_BYTES
+    assert {sizes.bucket_limit(ranks) for ranks in (1, 2, most)} == {sizes.BUCKET_BYTES}
+    assert sizes.bucket_limit(2 * most) == 2 * sizes.BUCKET_BYTES
 
 
 def test_parameters_move_into_the_buffers_and_keep_their_values():

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 from test_planner import GPT3, IDEAL, SMALL
 
+from minitron.comm.mesh import Mesh
 from minitron.config import cli
-from minitron.config.sizes import BUCKET_BYTES
+from minitron.config.sizes import bucket_limit
 from minitron.planning.machine import SOFTWARE
 from minitron.planning.memory import Memory
 from minitron.planning.plan import Step, plan
 from minitron.planning.work import PACKED_KEYS, SHARES, Work, total
+from minitron.train import build
 
 FP8 = "precision.fp8=delayed"
 LORA = ["finetune.kind=lora", "lora.targets=[q,down]"]
@@ -210,7 +212,7 @@ def test_the_last_bucket_and_the_first_gather_are_waited_for():
     cfg = cli.load([*SMALL, "train.global_batch_size=8"])
     step = Step(cfg, 2, replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, copy_felt=0)))
     count = step.memory.trained(0)
-    reduce, gather, share = 4 * count / 2 / 1e9, 2 * count / 2 / 1e9, BUCKET_BYTES / (4 * count)
+    reduce, gather, share = 4 * count / 2 / 1e9, 2 * count / 2 / 1e9, bucket_limit(2) / (4 * count)
     assert 0 < share < 1
     step.forward = [1e9]
     exposed, hidden = step._data_rank(0, {0: [0.0, 100.0, 200.0]}, 200.0)
@@ -221,6 +223,24 @@ def test_the_last_bucket_and_the_first_gather_are_waited_for():
     # A backward shorter than its reduction: what is left of it.
     exposed, _ = step._data_rank(0, {0: [gather, 100.0, 100.0 + reduce / 4]}, 100.0 + reduce / 4)
     assert exposed == pytest.approx(max(3 / 4, share) * reduce)
+
+
+@pytest.mark.parametrize("world", [2, 64, 128, 256])
+def test_what_is_waited_for_is_a_bucket_of_that_many_data_ranks(world):
+    """The last of the run's own buckets to be reduced, and its first to be gathered, but for one parameter."""
+    cfg = cli.load([*SMALL, f"train.global_batch_size={world}", "precision.dtype=bf16"])
+    step = Step(cfg, world, replace(IDEAL, fabric=replace(IDEAL.fabric, felt=0, copy_felt=0)))
+    step.forward = [1e9]
+    exposed, hidden = step._data_rank(0, {0: [0.0, 1e6, 2e6]}, 2e6)
+    trained = 4 * step.memory.trained(0)
+    waited = trained * exposed / (exposed + hidden)
+    buckets = [
+        bucket for bucket in build(cfg, Mesh.offline(world, device="meta")).gradients.buckets if bucket.key.decay
+    ]
+    tables = [[4 * span.numel for span in bucket.plan.spans] for bucket in buckets]
+    vectors = trained - sum(map(sum, tables))
+    for nbytes in tables[1:] or tables:  # of several, the first has what the others left
+        assert sum(nbytes) - max(map(max, tables)) <= waited <= sum(nbytes) + vectors
 
 
 @pytest.mark.parametrize(
