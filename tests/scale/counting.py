@@ -18,21 +18,22 @@ from minitron.checkpoint import reader
 
 FOLDER_EVENTS = ("listdir", "scandir", "mkdir", "rmdir", "rename", "remove", "link", "symlink", "truncate")
 STATS = ("stat", "lstat", "access", "statvfs")  # without an audit event
+SHOWN = 12
 own_stat = os.stat
 
 
 class Ledger:
     """What one rank does, by phase: counts[phase][what].
 
-    what: "opens" of shared files and their "bytes"; "names": operations on shared folders and on names in them; the
-    same with "own " before it for this rank's log, for shards and for data files; "local": all on the node's disk.
+    what: "opens" of shared files and their "bytes"; "names": looks at shared names, and changes of them; the same with
+    "own " before it for this rank's log, for shards, and for data and what is cached of it; "local": all on the node's
+    disk. own: an expression for the paths, in the shared folder, of the former.
     """
 
-    def __init__(self, rank: int, shared: Path, node: Path):
-        self.shared, self.node = f"{shared}{os.sep}", f"{node}{os.sep}"
-        self.own = re.compile(rf".*(/rank-{rank}\.log|/rank_\d+\.safetensors|\.bin|\.idx|\.npy)")
+    def __init__(self, shared: Path, node: Path, own: str):
+        self.shared, self.node, self.own = f"{shared}{os.sep}", f"{node}{os.sep}", re.compile(own)
         self.phase, self.counts = "start", {"start": Counter[str]()}
-        self.paths = {"start": Counter[str]()}  # shared ones, by name, for the message of a test that fails
+        self.names: dict[str, dict[str, list[str]]] = {"start": {}}  # some of the shared ones, for a test that fails
         self.written: dict[str, int] = {}  # bytes of a file before it was written
 
     def add(self, what: str, count: int = 1) -> None:
@@ -46,7 +47,7 @@ class Ledger:
         self.written = {}
         before, self.phase = self.phase, phase
         self.counts.setdefault(phase, Counter())
-        self.paths.setdefault(phase, Counter())
+        self.names.setdefault(phase, {})
         return before
 
     def event(self, event: str, args: tuple) -> None:
@@ -55,14 +56,14 @@ class Ledger:
         if event == "open" and not isinstance(args[0], int):
             self.opened(args[0], args[2])
         elif module == "os" and name in FOLDER_EVENTS:
-            self.named(args[0])
+            self.named(args[0], may_be_own=False)
 
-    def named(self, path: Any) -> None:
+    def named(self, path: Any, may_be_own: bool = True) -> None:
         """Count an operation on a folder or a name."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         if (kind := self._kind(path)) is not None:
-            self.add("local" if kind == "local" else f"{kind}names")
+            self._note("local" if kind == "local" else f"{kind if may_be_own else ''}names", path)
 
     def opened(self, path: Any, flags: int = os.O_RDONLY) -> None:
         """Count an open; a file that is read counts with all of its bytes, another with those it grows by."""
@@ -70,7 +71,7 @@ class Ledger:
             return
         if kind == "local":
             return self.add("local")
-        self.add(f"{kind}opens")
+        self._note(f"{kind}opens", path)
         try:
             size = own_stat(path).st_size
         except OSError:
@@ -80,11 +81,16 @@ class Ledger:
         else:
             self.add(f"{kind}bytes", size)
 
+    def _note(self, what: str, path: Any) -> None:
+        self.add(what)
+        names = self.names[self.phase].setdefault(what, [])
+        if len(names) < SHOWN:
+            names.append(os.path.basename(os.fsdecode(path)))
+
     def _kind(self, path: Any) -> str | None:
         path = os.path.abspath(os.fsdecode(path))
         if f"{path}{os.sep}".startswith(self.shared):
-            self.paths[self.phase][path.removeprefix(self.shared)] += 1
-            return "own " if self.own.fullmatch(path) else ""
+            return "own " if self.own.fullmatch(path.removeprefix(self.shared)) else ""
         return "local" if f"{path}{os.sep}".startswith(self.node) else None
 
 

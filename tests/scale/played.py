@@ -15,8 +15,8 @@ Problem: a job of 2,048 ranks does not fit on a laptop, but a rank of it does. T
 from __future__ import annotations
 
 import gc
-import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import counting
 import numpy as np
@@ -72,7 +72,13 @@ SMALL = (
     *(f"parallel.{axis}={size}" for axis, size in LAYOUT.items()),
 )
 RUN, RESTART = "run", "restart"
-Counts = dict[str, dict[str, int]]  # phase -> what -> how often
+
+
+class Done(NamedTuple):
+    """What a rank has done. counts: phase -> what -> how often. names: some of the shared names that it has used."""
+
+    counts: dict[str, dict[str, int]]
+    names: dict[str, dict[str, list[str]]]
 
 
 def played_ranks(world: int) -> list[int]:
@@ -84,7 +90,7 @@ def played_ranks(world: int) -> list[int]:
     return sorted({0, 1, NODE - 1, *firsts, min(NODE + 1, world - 1), world - 1})
 
 
-def play(world: int, folder: Path, kind: str, plant: Callable[[], None] | None = None) -> dict[int, Counts]:
+def play(world: int, folder: Path, kind: str, plant: Callable[[], None] | None = None) -> dict[int, Done]:
     """Play a new run, or one that goes on from a checkpoint; return what each played rank did.
 
     plant: called in each rank before it starts. Raises RuntimeError if a rank fails or does not end.
@@ -119,7 +125,7 @@ def play(world: int, folder: Path, kind: str, plant: Callable[[], None] | None =
 # ---- the agreement of the played ranks ------------------------------------------------------------------------------
 
 
-def _conduct(players: dict[int, Connection], world: int) -> dict[int, Counts]:
+def _conduct(players: dict[int, Connection], world: int) -> dict[int, Done]:
     """Carry what the played ranks send to each other, until all have ended."""
     while True:
         sent = {rank: _receive(player) for rank, player in players.items()}
@@ -145,23 +151,11 @@ def _receive(connection: Connection) -> Any:
     return kind, value
 
 
-def _twin(rank: int, values: dict[int, Any]) -> Any:
-    """Make the value of a rank that is not played, from that of one at the same place of its node."""
+def _twin(rank: int, values: dict[int, bytes]) -> bytes:
+    """Make the value of a rank that is not played: that of one of its kind, with other names of file and node."""
     like = NODE if rank % NODE == 0 and NODE in values else 0 if rank % NODE == 0 else 1
-    return _renamed(values[like], like, rank)
-
-
-def _renamed(value: Any, old: int, new: int) -> Any:
-    """Replace a rank and its node in names."""
-    if isinstance(value, str):
-        return value.replace(f"rank_{old:05d}", f"rank_{new:05d}").replace(f"node-{old // NODE}", f"node-{new // NODE}")
-    if isinstance(value, Path):
-        return Path(_renamed(str(value), old, new))
-    if isinstance(value, dict):
-        return {_renamed(key, old, new): _renamed(item, old, new) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_renamed(item, old, new) for item in value)
-    return value
+    names = {f"rank_{like:05d}": f"rank_{rank:05d}", f"node-{like // NODE}": f"node-{rank // NODE}"}
+    return re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], values[like].decode()).encode()
 
 
 # ---- a rank that is played ------------------------------------------------------------------------------------------
@@ -177,7 +171,7 @@ def _player(
     plant: Callable[[], None] | None,
 ) -> None:
     """Be one rank, until the end of its run. Does not return."""
-    ledger = counting.Ledger(rank, *places)
+    ledger = counting.Ledger(*places, own=rf"log/rank-{rank}\.log|.*/rank_\d+\.safetensors|text\..*|cache/.*")
     ledger.begin(RESTART if kind == RESTART else "start")
     try:
         with open(os.devnull, "w") as sys.stdout, open(os.devnull, "w") as sys.stderr:
@@ -187,7 +181,7 @@ def _player(
                 plant()
             pretrain.main(options)
         ledger.begin("after")
-        result = "end", {phase: dict(counts) for phase, counts in ledger.counts.items()}
+        result = "end", Done({phase: dict(counts) for phase, counts in ledger.counts.items()}, ledger.names)
     except BaseException:
         result = "failed", traceback.format_exc()
     connection.send(result)
@@ -208,15 +202,7 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
     stop.connect = store.clone
     counting.count_groups(ledger.add, fake="all")
     local.identity = lambda directory: f"node-{rank // NODE}"
-    agreement = PlayedAgreement(rank, ledger, connection)
-
-    def agreed(rank: int, size: int, _: object) -> PlayedAgreement:
-        for group in agree.tree(rank, size):
-            ledger.add("groups")
-            ledger.add("gloo members", len(group))
-        return agreement
-
-    agree.Agreement.create = agreed
+    _stand_in_for_tree(rank, world, ledger, connection)
     _mark_phases(ledger)
 
 
@@ -229,34 +215,31 @@ class Meeting(counting.CountingStore):
             self.store.add("minitron/arrived-1", 1)
 
 
-class PlayedAgreement(agree.Agreement):
-    """An agreement by way of `_conduct`. "agreed bytes": what this rank has to tell, and the answers."""
+def _stand_in_for_tree(rank: int, world: int, ledger: counting.Ledger, connection: Connection) -> None:
+    """Let ranks agree by way of `_conduct`, as if all were in one group; count the groups that the tree would have.
 
-    def __init__(self, rank: int, ledger: counting.Ledger, connection: Connection):
-        super().__init__()
-        self.rank, self.ledger, self.connection = rank, ledger, connection
+    "agreed bytes": what this rank has to tell, and what it is told.
+    """
 
-    def _gather(self, outcome: agree.Outcome) -> list[agree.Outcome]:
-        data = agree._encoded(outcome)
-        self.ledger.add("agreements")
-        self.ledger.add("agreed bytes", len(data))
-        self.connection.send(("gather", json.loads(data)))
-        return [] if self.rank else self.connection.recv()
+    def create(*_: object) -> agree.Agreement:
+        for group in agree.tree(rank, world):
+            ledger.add("groups")
+            ledger.add("gloo members", len(group))
+        return agree.Agreement([agree.Level(tuple(range(world)), rank, None)])
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        self.connection.send(("broadcast", data))
-        answer = self.connection.recv()
-        self.ledger.add("agreed bytes", len(answer))
+    def to_first(_: agree.Level, data: bytes) -> list[bytes]:
+        ledger.add("agreements")
+        ledger.add("agreed bytes", len(data))
+        connection.send(("gather", data))
+        return [] if rank else connection.recv()
+
+    def from_first(_: agree.Level, data: bytes | None) -> bytes:
+        connection.send(("broadcast", data))
+        answer = connection.recv()
+        ledger.add("agreed bytes", len(answer))
         return answer
 
-    def each(self, own: Callable, rule: Callable, errors: agree.Errors = (ValueError,)) -> Any:
-        values = self._gather(agree._outcome(errors, own))
-        self.connection.send(("broadcast", agree._answer(errors, rule, values) if values else None))
-        answer = dict(self.connection.recv())
-        if "value" in answer:
-            answer["value"] = answer["value"][self.rank]
-        self.ledger.add("agreed bytes", len(agree._encoded(answer)))
-        return agree._value(errors, answer)
+    agree.Agreement.create, agree._to_first, agree._from_first = create, to_first, from_first
 
 
 def _mark_phases(ledger: counting.Ledger) -> None:
@@ -327,8 +310,12 @@ def write_checkpoint(directory: Path, options: Sequence[str], world: int) -> Non
             for index in range(mesh.dp_cp.size):
                 gradients.mesh = replace(mesh, dp_cp=replace(mesh.dp_cp, rank=index))
                 rank, pieces = stage + index * mesh.tp.size + tp, list(save.pieces(gradients, slices))
-                shards[rank] = files.write_shard(temporary / f"rank_{rank:05d}.safetensors", pieces)
+                path = temporary / f"rank_{rank:05d}.safetensors"
+                shards[rank] = files.write_shard(path, pieces), files.describe(path.name, pieces)
     layout = {"world": world, **LAYOUT, "dp": cfg.dp(world), "vp": 1}
     known = {"optimizer_steps": step, "base": None, "data": pretrain.build_data(cfg).info}
     about = {"iteration": step, "consumed_samples": step * cfg.train.global_batch_size, "config": asdict(cfg)}
-    commit(temporary, {**about, "layout": layout, "state": known}, [shards[rank] for rank in range(world)])
+    records, boxes = zip(*(shards[rank] for rank in range(world)))
+    written = {file: record for found in records for file, record in found.items()}
+    changing = files.index_bytes({**about, "layout": layout, "state": known}, written)
+    commit(temporary, changing, files.index_tensors(boxes))

@@ -1,9 +1,9 @@
-"""What a job costs that its ranks share, by their number: limits, measurements, the table of both.
+"""What the ranks of a job do to what they share: limits, measurements, and the table of both.
 
-    python tests/scale/table.py [--all]         prints the table; --all: with jobs of 256 ranks, and on gloo alone
+    python tests/scale/table.py [--all]      prints the table. --all: also jobs of 256 ranks, and jobs on CPUs
 
 By count: some ranks of a job are played (played.py) and stand for the others of their kind. By real processes: jobs of
-up to 256 ranks start on this machine (forked.py). The columns of larger jobs are a least-squares fit.
+up to 256 ranks start on this machine (forked.py). The columns of larger jobs are least-squares fits.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # the repository
+
 COUNTED = (8, 64, 512, 2048)  # ranks
-LARGEST = 16384
+LARGE = (2048, 16384)
 NODE = 8  # ranks
 PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "minitron.pretrain")
 
 
 class Limit(NamedTuple):
-    """The sum over all ranks is at most once + node * nodes + rank * ranks."""
+    """At most once + node * nodes + rank * ranks."""
 
     once: float = 0
     node: float = 0
@@ -35,61 +39,178 @@ class Limit(NamedTuple):
         return self.once + self.node * ranks / NODE + self.rank * ranks
 
 
-# Files that all nodes see. "opens": of files that ranks share; "names": operations on folders and names there. "own":
-# the same of a rank's log, of shards and of data files. "local": on the node's disk.
-LIMITS: dict[str, dict[str, Limit]] = {
-    "start": {
-        "opens": Limit(once=100, node=4),
-        "names": Limit(once=300, node=8),
-        "bytes": Limit(once=1 << 20, node=8 << 10),
-        "own opens": Limit(rank=16),
-        "own names": Limit(rank=16),
-        "own bytes": Limit(rank=1 << 20),
-        "local": Limit(node=100, rank=8),
-        "store": Limit(rank=8),
-        "store bytes": Limit(rank=256),
-        "connections": Limit(rank=1),
-        "groups": Limit(rank=12),
-        "gloo members": Limit(rank=8, node=16),
-        "agreements": Limit(rank=16),
-    },
+# ---- by count: sums over all ranks ----------------------------------------------------------------------------------
+
+# Per rank there is what torch needs (store, groups), an agreement's messages, and "own" files: its log, shards, data
+# and what is cached of it. All else that several nodes see is for one rank, or one rank of each node.
+ALWAYS = {
+    "own opens": Limit(once=40, rank=40),
+    "own names": Limit(once=40, rank=40),
+    "own bytes": Limit(once=1 << 20, rank=1 << 20),
+    "agreements": Limit(rank=16),
 }
-LIMITS["restart"] = LIMITS["start"]
+START = {
+    "opens": Limit(once=40, node=1),
+    "names": Limit(once=120, node=3),
+    "bytes": Limit(once=1 << 20, node=4096),
+    "local": Limit(node=80),
+    "store": Limit(rank=6),
+    "store bytes": Limit(rank=100),
+    "polls": Limit(once=100),
+    "connections": Limit(rank=1),
+    "groups": Limit(node=2, rank=8),
+    "gloo members": Limit(node=16, rank=8),
+    "agreed bytes": Limit(rank=64 << 10),
+}
+LIMITS: dict[str, dict[str, Limit]] = {
+    "start": START,
+    "first step": {"store": Limit(rank=2), "store bytes": Limit(rank=16)},
+    "step": {"store": Limit(rank=3), "store bytes": Limit(rank=24)},
+    "save": {
+        "opens": Limit(once=40),
+        "names": Limit(once=120),
+        "bytes": Limit(once=1 << 20, rank=256),
+        "agreed bytes": Limit(rank=1024),
+    },
+    "local save": {"local": Limit(node=60), "agreed bytes": Limit(rank=64 << 10)},
+    "load": {"opens": Limit(once=40, node=1), "local": Limit(node=16), "agreed bytes": Limit(rank=64 << 10)},
+    "restart": START,
+    "end": {"opens": Limit(once=4), "names": Limit(once=4), "bytes": Limit(once=1 << 20)},
+}
 
 
-def summed(counts: Mapping[int, Mapping[str, Mapping[str, int]]], world: int) -> dict[str, dict[str, int]]:
-    """Add up what all ranks do, by phase: those that are not played do as much as the busiest of their kind.
+class Sum(NamedTuple):
+    """What all ranks do in a phase, and names of shared files that an ordinary rank has used for it."""
 
-    Kinds: the job's first and last rank, other first ranks of nodes, all others.
+    phase: str
+    what: str
+    ranks: int
+    value: float
+    names: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        return ({**ALWAYS, **LIMITS[self.phase]}.get(self.what) or Limit()).of(self.ranks)
+
+    def __str__(self) -> str:
+        names = f": {', '.join(self.names)}" if self.names else ""
+        return f"{self.phase}, {self.what} of {self.ranks:,} ranks: {self.value:,.0f} of {self.limit:,.0f}{names}"
+
+
+def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> list[Sum]:
+    """Return what all ranks do in new runs of these sizes, and in the restarts of such runs."""
+    import played
+
+    sums = []
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            new = summed(played.play(world, Path(folder, "new"), played.RUN, plant), world)
+            again = summed(played.play(world, Path(folder, "again"), played.RESTART, plant), world)
+        sums += [s for s in new if s.phase != "load"] + [s for s in again if s.phase in ("restart", "load")]
+    return [s for s in sums if s.phase in LIMITS]
+
+
+def summed(found: Mapping[int, Any], world: int) -> Iterator[Sum]:
+    """Add up what all ranks do: those that are not played do as much as the busiest of their kind.
+
+    Kinds: the job's first and last rank, the other first ranks of nodes, all others.
     """
     kinds = {
-        "first": ([0], 1),
-        "last": ([world - 1], 1),
-        "firsts": ([rank for rank in counts if rank and rank % NODE == 0], world // NODE - 1),
-        "others": ([rank for rank in counts if rank % NODE and rank != world - 1], world - world // NODE - 1),
+        (0,): 1,
+        (world - 1,): 1,
+        tuple(rank for rank in found if rank and rank % NODE == 0): world // NODE - 1,
+        tuple(rank for rank in found if rank % NODE and rank != world - 1): world - world // NODE - 1,
     }
-    total: dict[str, dict[str, int]] = {}
-    for ranks, number in kinds.values():
-        for phase in {phase for rank in ranks for phase in counts[rank]}:
-            rows = [counts[rank].get(phase, {}) for rank in ranks]
-            for what in {what for row in rows for what in row}:
-                most = max(row.get(what, 0) for row in rows)
-                sums = total.setdefault(phase, {})
-                sums[what] = sums.get(what, 0) + number * most
-    return total
+    for phase in found[0].counts:
+        counts = {rank: found[rank].counts.get(phase, {}) for rank in found}
+        for what in dict.fromkeys(what for row in counts.values() for what in row):
+            most = {ranks: max((counts[rank].get(what, 0) for rank in ranks), default=0) for ranks in kinds}
+            total = sum(number * most[ranks] for ranks, number in kinds.items())
+            names = found[1].names.get(phase, {}).get(what, ())
+            yield Sum(phase, what, world, total, tuple(names))
 
 
-def fit(ranks: Sequence[int], values: Sequence[float], degree: int = 1) -> np.ndarray:
-    """Return the coefficients, the highest power first, of the polynomial with the least squared error."""
-    return np.polyfit(np.array(ranks, float), np.array(values, float), degree)
+def with_fit(sums: Sequence[Sum]) -> list[Sum]:
+    """Append what a job of LARGE[-1] ranks would do."""
+    rows: dict[tuple[str, str], dict[int, float]] = {}
+    for s in sums:
+        rows.setdefault((s.phase, s.what), {})[s.ranks] = s.value
+    larger = {key: {n: row.get(n, 0.0) for n in COUNTED[1:]} for key, row in rows.items()}
+    return [*sums, *(Sum(*key, LARGE[-1], fitted(row, (LARGE[-1],))[0]) for key, row in larger.items())]
 
 
-def exceeded(phase: str, what: str, ranks: int, value: float) -> str | None:
-    """Describe what is above its limit; None if it is not."""
-    limit = LIMITS[phase].get(what, Limit())
-    if value <= limit.of(ranks):
-        return None
-    return f"{phase}: {what} of {ranks:,} ranks: {value:,.0f}, and the limit is {limit.of(ranks):,.0f} ({limit})"
+def counted_table(sums: Sequence[Sum]) -> str:
+    """Write the sums, a column for each number of ranks."""
+    ranks = list(dict.fromkeys(s.ranks for s in sums))
+    values = {(s.phase, s.what, s.ranks): s.value for s in sums}
+    lines = ["| phase | of all ranks | " + " | ".join(f"{n:,}" for n in ranks) + " |", "|---" * (len(ranks) + 2) + "|"]
+    for phase in LIMITS:
+        for what in dict.fromkeys(s.what for s in sums if s.phase == phase):
+            row = (f"{values.get((phase, what, n), 0):,.0f}" for n in ranks)
+            lines.append(f"| {phase} | {what} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+# ---- by real processes ----------------------------------------------------------------------------------------------
+
+# Of forked.Measured, for jobs whose axes are NCCL's. Descriptors and threads are those of one process.
+STARTED = {
+    "store": Limit(once=64, rank=32),
+    "first_store": Limit(once=64, rank=2),
+    "descriptors": Limit(once=64),
+    "threads": Limit(once=24),
+    "agent_descriptors": Limit(once=64, rank=2),
+    "agent_threads": Limit(once=8),
+}
+BY_LEVELS = ("descriptors", "threads")  # of the agreement's tree, so they grow with the logarithm of the ranks
+
+
+def start(jobs: Sequence[tuple[int, str]]) -> list:
+    """Start jobs of (ranks, backend) for real; return what each has measured."""
+    import forked
+
+    with tempfile.TemporaryDirectory() as folder:
+        return [forked.start(*job, Path(folder, str(i))) for i, job in enumerate(jobs)]
+
+
+def beyond(jobs: Sequence[Any]) -> list[str]:
+    """Describe what is above its limit, also of LARGE jobs by the fit."""
+    found = []
+    for name, limit in STARTED.items():
+        row = {job.ranks: float(getattr(job, name)) for job in jobs}
+        row |= dict(zip(LARGE, fitted(row, LARGE, name in BY_LEVELS)))
+        found += [f"{name} of {n:,} ranks: {x:,.0f} of {limit.of(n):,.0f}" for n, x in row.items() if x > limit.of(n)]
+    return found
+
+
+def started_table(jobs: Sequence[Any]) -> str:
+    """Write what jobs have measured, and the fit for LARGE ones."""
+    ranks = [job.ranks for job in jobs]
+    names = [*map("{:,}".format, ranks), *map("{:,} (fit)".format, LARGE), "fit", "c of c W^2"]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for name in jobs[0]._fields[1:]:
+        row = {job.ranks: float(getattr(job, name)) for job in jobs}
+        form = "{:,.2f}" if name.endswith("seconds") else "{:,.0f}"
+        levels = name in BY_LEVELS
+        b, a = _line(row, levels)
+        c = np.polyfit(list(row), list(row.values()), 2)[0] if len(row) > 2 and not levels else 0.0
+        cells = [form.format(x) for x in (*row.values(), *fitted(row, LARGE, levels))]
+        cells += [f"{a:.3g} + {b:.3g} {'log2 W' if levels else 'W'}", f"{c:.1e}"]
+        lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fitted(row: Mapping[int, float], at: Sequence[int], levels: bool = False) -> list[float]:
+    """Return a least-squares line through {ranks: value} at other numbers of ranks. levels: over their logarithm."""
+    return np.polyval(_line(row, levels), np.log2(at) if levels else np.array(at, float)).tolist()
+
+
+def _line(row: Mapping[int, float], levels: bool) -> np.ndarray:
+    ranks = np.array(list(row), float)
+    return np.polyfit(np.log2(ranks) if levels else ranks, list(row.values()), 1)
+
+
+# ---- the process that forks ranks -----------------------------------------------------------------------------------
 
 
 def staged(job: Callable, *args: Any) -> Any:
@@ -111,8 +232,6 @@ def staged(job: Callable, *args: Any) -> Any:
 
 
 def _stage(connection: Any, job: Callable, args: tuple) -> None:
-    import traceback
-
     os.fsync = lambda _: None  # what is written here is thrown away
     try:
         connection.send((True, job(*args)))
@@ -120,66 +239,14 @@ def _stage(connection: Any, job: Callable, args: tuple) -> None:
         connection.send((False, traceback.format_exc()))
 
 
-def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> dict[int, dict[str, dict[str, int]]]:
-    """Return what all ranks do, by world size, phase and operation."""
-    import played
-
-    found = {}
-    for world in worlds:
-        with tempfile.TemporaryDirectory() as folder:
-            new = played.play(world, Path(folder, "new"), played.RUN, plant)
-            again = played.play(world, Path(folder, "again"), played.RESTART, plant)
-        sums, resumed = summed(new, world), summed(again, world)
-        found[world] = sums | {phase: resumed[phase] for phase in (played.RESTART, "load")}
-    return found
-
-
-def start(jobs: Sequence[tuple[int, str]]) -> list:
-    """Start jobs of (ranks, backend) for real; return what each has measured."""
-    import forked
-
-    with tempfile.TemporaryDirectory() as folder:
-        return [forked.start(*job, Path(folder, f"{i}")) for i, job in enumerate(jobs)]
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
-def counted_table(found: Mapping[int, Mapping[str, Mapping[str, int]]]) -> str:
-    """Write what all ranks do, by phase and operation, with the fit at LARGEST."""
-    lines = ["| phase | of all ranks | " + " | ".join(f"{n:,}" for n in (*found, LARGEST)) + " (fit) |"]
-    lines.append("|---" * (len(found) + 3) + "|")
-    for phase, sums in found[max(found)].items():
-        for what in sums:
-            values = [found[ranks][phase].get(what, 0) for ranks in found]
-            last = np.polyval(fit(list(found)[1:], values[1:]), LARGEST)
-            lines.append(f"| {phase} | {what} | " + " | ".join(f"{value:,.0f}" for value in (*values, last)) + " |")
-    return "\n".join(lines)
-
-
-def started_table(jobs: Sequence[Any]) -> str:
-    """Write what jobs have measured, with the fit at 2,048 and LARGEST ranks."""
-    ranks = [job.ranks for job in jobs]
-    larger = (2048, LARGEST)
-    lines = ["| | " + " | ".join([*(f"{n:,}" for n in ranks), *(f"{n:,} (fit)" for n in larger)]) + " | a + b W | c W^2 |"]
-    lines.append("|---" * (len(ranks) + 5) + "|")
-    for name in jobs[0]._fields[1:]:
-        values = [getattr(job, name) for job in jobs]
-        b, a = fit(ranks, values)
-        c = fit(ranks, values, 2)[0] if len(ranks) > 2 else 0.0
-        cells = [*values, *(np.polyval((b, a), n) for n in larger)]
-        form = "{:,.2f}" if name.endswith("seconds") else "{:,.0f}"
-        fitted = f"{a:.3g} + {b:.3g} W | {c:+.1e}"
-        lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(map(form.format, cells)) + f" | {fitted} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     everything = "--all" in sys.argv[1:]
-    print(counted_table(staged(count, COUNTED)))
-    for backend, sizes in ("nccl", (32, 64, 128, 256) if everything else (32, 64, 128)), ("gloo", (16, 32, 64, 128)):
-        if backend == "nccl" or everything:
-            print(f"\n{backend}\n" + started_table(staged(start, [(ranks, backend) for ranks in sizes])))
+    print(counted_table(with_fit(staged(count, COUNTED))))
+    sizes = {"nccl": (32, 64, 128, 256) if everything else (32, 64, 128)} | (
+        {"gloo": (16, 32, 64)} if everything else {}
+    )
+    for backend, ranks in sizes.items():
+        print(f"\n{backend}\n" + started_table(staged(start, [(n, backend) for n in ranks])))
 
 
 if __name__ == "__main__":
