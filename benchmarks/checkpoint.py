@@ -49,6 +49,7 @@ from minitron.data.loader import Loader
 from minitron.kernels import kernels
 from minitron.pretrain import build_data, make_mesh
 from minitron.runtime.log import Log
+from minitron.runtime.signals import Listener
 from minitron.train import build, keep_collector_out
 
 LEGS = ("saving", "fresh", "resumed")
@@ -201,7 +202,7 @@ def leg(cfg: Config, args: argparse.Namespace) -> dict:
         start = find(cfg)
         data = build_data(cfg, start)
     with Log(cfg, rank, world) as log, cli.user_errors(CheckpointError, quiet=rank > 0):
-        run = Run(cfg, args, make_mesh(cfg, world, device), start, data, log)
+        run = Run(cfg, args, make_mesh(cfg, world, device, Listener(os.environ)), start, data, log)
         if args.leg == "saving":
             run.figures |= save_figures(run, args.steps)
         elif args.leg == "resumed":

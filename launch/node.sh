@@ -11,6 +11,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Slurm sends SIGUSR1 to every process here. torchrun would die of it and leave its ranks behind; it inherits that the
 # signal is ignored. So do the ranks, until they listen to it.
 trap '' USR1
+# torchrun on the first node has connections to all nodes before any rank can raise its limit.
+ulimit -Sn "$(ulimit -Hn)"
 
 nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
 
@@ -37,13 +39,6 @@ done
 [[ $folder != "~/"* ]] || folder=${HOME:-}/${folder#"~/"}
 [ "$kind" != nsys ] || profiler=(nsys profile -s none -t "nvtx,cuda" --capture-range=cudaProfilerApi
     --capture-range-end=stop -o "$folder/noderank-$SLURM_PROCID")
-# Kernels are compiled once for a node, and not again after a restart: the home directory may be slow, and shared.
-cache=${TMPDIR:-/tmp}/minitron-$UID
-if mkdir -p -m 700 "$cache" && [ -O "$cache" ]; then
-    export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
-    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
-fi
-
 if [ "${RESTARTS:-0}" != 0 ] && [ "$kind" != nsys ]; then
     address=$(hostname)
     [ "$SLURM_PROCID" != 0 ] || address=$MASTER_ADDR

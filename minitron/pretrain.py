@@ -12,8 +12,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
-from minitron.runtime.environment import set_defaults
+from minitron.runtime.environment import raise_file_limits, set_defaults
 from minitron.runtime.signals import Listener
 
 if __name__ == "__main__":  # before torch is loaded, which takes seconds
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.hf import FolderReader, dropout_note
-from minitron.checkpoint.load import Start, check_data, find, prefer_local, restore
+from minitron.checkpoint.load import Start, agree, check_data, prefer_local, restore
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
@@ -40,7 +41,7 @@ from minitron.planning.fits import check_room
 from minitron.runtime import profiling
 from minitron.runtime.graph import why_eager
 from minitron.runtime.log import Log
-from minitron.runtime.rendezvous import meet
+from minitron.runtime.rendezvous import joined
 from minitron.runtime.room import OutOfMemory
 from minitron.runtime.startup import Startup
 from minitron.runtime.stop import Diverged, Stop
@@ -85,8 +86,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 f"WORLD_SIZE={world} is set, but {', '.join(missing)} are not; start ranks with torchrun, "
                 "or unset WORLD_SIZE"
             )
-        if world > 1 and not re.fullmatch("[0-9]{1,5}", port := os.environ["MASTER_PORT"]):
-            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number of at most five digits, or torchrun")
+        if world > 1 and not (re.fullmatch("[0-9]{1,5}", port := os.environ["MASTER_PORT"]) and int(port) < 1 << 16):
+            raise ValueError(f"MASTER_PORT={port[:40]!r} is no port; use a number up to 65535, or torchrun")
         device, name, capability = choose_device(local_rank, ranks_here)
         rules.check(cfg, world, capability)
         if cfg.train.deterministic:
@@ -95,22 +96,28 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         chosen = kernels.choose(cfg, device)
         check_room(cfg, world, device)
         profiling.check(cfg.profile, device)
-        start = find(cfg)
-        data = build_data(cfg, start)
         log = Log(cfg, rank, world, name)
         listener.alarm = log.alarm
+        if warning := raise_file_limits(os.environ, world):
+            log.warn(warning)
     # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
     alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
     with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
-        mesh = make_mesh(cfg, world, device)
+        mesh = make_mesh(cfg, world, device, listener)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener)
         with watched(mesh, log, cfg.train.hang_seconds):
+            with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
+                mesh.activity.begin("load")
+                start = agree(cfg, mesh, first_on_node=local_rank == 0)
+                mesh.activity.begin("datasets")
+                data = open_data(cfg, start, mesh, first_on_node=local_rank == 0)
+            mesh.activity.begin("start")
             trainer = build(cfg, mesh, chosen)
             trainer.base = start.mark
             startup.mark("build")
             mesh.activity.begin("load")
-            start = prefer_local(cfg, start, data.info, trainer.state, log)
-            restore(start, trainer.state)
+            start = prefer_local(cfg, start, data.info, trainer.state, log, first_on_node=local_rank == 0)
+            restore(start, trainer.state, log)
             startup.mark("load")
             mesh.activity.begin("start")
             log.start(
@@ -136,6 +143,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
                     if isinstance(reader, FolderReader) and reader.dropout:
                         log.info(dropout_note(reader))
+            start, reader = start._replace(reader=None, frozen=None), None  # an index is large, and was needed once
             with stop:
                 try:
                     waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root)
@@ -186,6 +194,22 @@ def choose_device(local_rank: int, ranks_here: int) -> tuple[torch.device, str, 
     return torch.device("cuda", local_rank), torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
+def open_data(cfg: Config, start: Start, mesh: Mesh, first_on_node: bool) -> Datasets:
+    """Open the data on all ranks: first on one rank of each node, which may have to build an index. Collective.
+
+    Raises ValueError, on all ranks alike.
+    """
+    opened: list[Datasets] = []
+
+    def open_in_turn(turn: bool) -> None:
+        if first_on_node == turn:
+            opened.append(build_data(cfg, start, first_on_node))
+
+    for turn in (True, False):
+        mesh.agreement.decide(partial(open_in_turn, turn), lambda _: None, errors=(ValueError,))
+    return opened[0]
+
+
 def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) -> Datasets:
     """Open what the run reads; a run that goes on keeps the order it began with, however many steps it has now.
 
@@ -212,23 +236,26 @@ def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) 
     return data
 
 
-def make_mesh(cfg: Config, world: int, device: torch.device) -> Mesh:
-    """Make the mesh of torchrun's world; of this process alone, without a process group, if there is no other."""
+def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener) -> Mesh:
+    """Make the mesh of torchrun's world; of this process alone, without a process group, if there is no other.
+
+    A rank that cannot join the others ends with exit status LOST and one line, which `listener` writes.
+    """
     p = cfg.parallel
     if world == 1:
         return Mesh.offline(device=device)
     timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.runtime.watch comes first
-    store, rank, world = meet(timeout)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    tied = cfg.model.tie_embeddings
-    return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout)
+    with joined(os.environ, cfg.train.hang_seconds, timeout, listener) as (store, rank, world):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        tied = cfg.model.tie_embeddings
+        return Mesh.create(tp=p.tp, pp=p.pp, cp=p.cp, tied=tied, device=device, timeout=timeout)
 
 
 if __name__ == "__main__":

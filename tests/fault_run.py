@@ -17,6 +17,8 @@ replay        on CPUs steps are recorded and replayed by the graphs' twin, tests
 disk@S        a file of a checkpoint takes S seconds
 speaks@S      to say which collective failed takes S seconds
 impatient     after SIGTERM a rank may stand still for one second
+dies@R@P      rank R is killed when it comes to P: groups (before it makes any), mesh (before those of its axes), start
+patient       torch waits a day for other ranks, so that train.hang_seconds alone ends a rank that waits
 late@P        rank 0 serves the store on port P, as where srun starts ranks, and rank 1 is late at the gate after step 3
 """
 
@@ -29,16 +31,19 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import replay as twin
 from minitron import pretrain
 from minitron.checkpoint import format as files
 from minitron.comm.activity import Activity
+from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
@@ -334,6 +339,16 @@ def impatient():
     stop.PATIENCE_SECONDS = 1.0
 
 
+def dies(rank, place):
+    places = {"groups": (dist, "init_process_group"), "mesh": (Mesh, "create"), "start": (pretrain, "build")}
+    if os.environ["RANK"] == rank:
+        setattr(*places[place], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def patient():
+    pretrain.timedelta = lambda seconds: timedelta(days=1)
+
+
 def late(port):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     now = stop.Stop.now
@@ -346,7 +361,7 @@ def late(port):
     stop.Stop.now = waits
 
 
-if __name__ == "__main__":
+def main(planted, *argv):
     faults = (
         sleep,
         halt,
@@ -364,7 +379,20 @@ if __name__ == "__main__":
         impatient,
         late,
     )
-    for planted in sys.argv[1].split("+"):
-        fault, *arguments = planted.split("@")
-        {"none": lambda: None, **{fault.__name__: fault for fault in faults}}[fault](*arguments)
-    pretrain.main(sys.argv[2:])
+    for one in planted.split("+"):
+        fault, *arguments = one.split("@")
+        {"none": lambda: None, **{fault.__name__: fault for fault in (*faults, dies, patient)}}[fault](*arguments)
+    pretrain.main(list(argv))
+
+
+def forked(output, environ, *arguments):
+    """Run `main` in a fork of a process that has imported torch, with this environment; it prints to a file."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    main(*arguments)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -320,8 +320,8 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
 
     rows = list(goodput.read_rows(job.log / "metrics.jsonl"))
     measured = goodput.measure(rows)
-    saves = [row["seconds"] for row in rows if row["kind"] == "save"]
-    made = sum(row["kind"] == "step" for row in rows)
+    saves = [row["seconds"] for row in rows if row.get("kind") == "save"]
+    made = sum(row.get("kind") == "step" for row in rows)
     step = (measured.seconds["training"] + measured.seconds["lost"]) / made
     recovery, failures = sum(recoveries), max(1, len(recoveries))
     between = (measured.total - recovery) / failures

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.checkpoint import hf
 from minitron.checkpoint.adapter import best_kind, open_weights
+from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.schema import Config, DataConfig, PrecisionConfig
@@ -201,6 +202,7 @@ def load_model(
     # The number of keys varies as documents' lengths do; cuDNN would compile a plan for each.
     cfg = replace(cfg, data=replace(cfg.data, separate_documents=True))
     model = whole_model(cfg, Mesh.offline(device=device)).eval()
+    check_tensors(reader, {param.spec.name: list(param.shape) for param in model.parameters()})
     with torch.no_grad():
         for param in model.parameters():
             name, shape = param.spec.name, tuple(param.shape)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -115,8 +114,7 @@ def read_run(directory: Path) -> Run:
             raise ValueError(f"{path}:{number} is no record of a run: {line[:60]!r}") from None
     if not finite(run.loss):
         raise ValueError(f"{path} holds no step with a finite loss; nothing to draw")
-    with suppress(KeyError, TypeError):  # rows that some other program has written
-        run.goodput = measure(read_rows(path))
+    run.goodput = measure(read_rows(path))
     return run
 
 

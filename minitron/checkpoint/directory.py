@@ -35,7 +35,7 @@ from pathlib import Path
 from minitron.checkpoint import format as files
 from minitron.checkpoint.format import CheckpointError, disk_errors
 from minitron.config.files import errors_as
-from minitron.runtime.lead import TAKEN
+from minitron.runtime.status import TAKEN
 
 STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
 OWNER = re.compile(r"owner\.((\d+)-[0-9a-f]{8})")

@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from socket import gethostname
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -31,7 +34,7 @@ from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
 from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, make_writable, newest
 from minitron.checkpoint.format import BLOCK_BYTES, CheckpointError
 from minitron.checkpoint.reader import Reader
-from minitron.checkpoint.save import State, decide, pieces
+from minitron.checkpoint.save import State, pieces
 from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -41,6 +44,8 @@ from minitron.runtime.log import Log
 STRUCTURE = ("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "tie_embeddings")
 MEANING = ("vocab_size", "positions", "rope_theta", "rope_scaling", "norm_eps")
 READERS = 4  # threads that read ahead
+PROGRESS_SECONDS = 60.0
+SHOWN = 4  # tensors that an error names
 
 
 class Start(NamedTuple):
@@ -62,8 +67,47 @@ class Start(NamedTuple):
     local: bool = False
 
 
+def agree(cfg: Config, mesh: Mesh, first_on_node: bool = True) -> Start:
+    """Let rank 0 `find` the start, and open it on all ranks. Collective over the world.
+
+    The other ranks read no index of a checkpoint; a Hugging Face folder and merged weights are opened by each of them.
+    The first rank of each node looks whether its node sees the same checkpoint.dir. Raises CheckpointError or
+    ValueError, on all ranks alike.
+    """
+    found: list[Start] = []
+
+    def look(_: list) -> Start:
+        found.append(start := find(cfg))
+        reader, frozen = (w.facts() if isinstance(w, Reader) else w is not None for w in (start.reader, start.frozen))
+        return start._replace(reader=reader, frozen=frozen)
+
+    def opened(facts: dict | bool) -> Weights | None:
+        return Reader(facts["path"], facts) if isinstance(facts, dict) else open_base(cfg) if facts else None
+
+    def open_here() -> None:
+        if not found:
+            found.append(told._replace(reader=opened(told.reader), frozen=opened(told.frozen)))
+        if first_on_node:
+            _check_shared(cfg, found[0])
+
+    decide = partial(mesh.agreement.decide, errors=(CheckpointError, ValueError))
+    told = Start(*decide(lambda: None, look))
+    decide(open_here, lambda _: None)
+    return found[0]
+
+
+def _check_shared(cfg: Config, start: Start) -> None:
+    """Raise CheckpointError unless this node sees what rank 0 has found in checkpoint.dir."""
+    c = cfg.checkpoint
+    if c.dir is not None and c.resume:
+        directory = Path(c.dir).expanduser()
+        if not (start.reader.index.exists() if start.resume else newest(directory) is None):
+            why = f"holds other checkpoints on {gethostname()} than where rank 0 would start after step {start.step}"
+            raise CheckpointError(f"checkpoint.dir={c.dir} {why}; it must be one directory that all nodes share")
+
+
 def find(cfg: Config) -> Start:
-    """Find where a run of this configuration starts, and check the index of that checkpoint. Needs no process group.
+    """Find where a run of this configuration starts, and check the index of that checkpoint, on this rank alone.
 
     Raises CheckpointError, also if checkpoint.dir cannot be written.
     """
@@ -81,10 +125,12 @@ def find(cfg: Config) -> Start:
             why = f"checkpoint.dir={c.dir} cannot be written: {error}"
             raise CheckpointError(f"{why}; name another directory, or null for none") from error
         reader = None
-        with _or_another(directory):
+        try:
             if c.resume:
                 folder = newest(directory) if c.resume_step is None else _back(directory, c.resume_step)
                 reader = None if folder is None else Reader(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_another(directory)}") from error
         if stranger := in_the_way(directory, 0 if reader is None else reader.iteration, cfg.train.steps):
             why = "is in the way of a save of this run: it holds what no save wrote"
             raise CheckpointError(f"{stranger} {why}; move it away, or use another checkpoint.dir")
@@ -102,20 +148,22 @@ def find(cfg: Config) -> Start:
     return Start(None if cfg.finetune.kind is None and c.load is None else open_base(cfg))
 
 
-def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log) -> Start:
+def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log, first_on_node: bool = True) -> Start:
     """Return a start from the newest local save after `start` that is whole; `start` if none is. Collective over the
     world.
 
-    info: this run's `Datasets.info`. Whatever local save is newer and cannot be used is named in the log.
+    info: this run's `Datasets.info`. Whatever local save is newer and cannot be used is named in the log. The first
+    rank of each node reads the indices there; the others use that of rank 0.
     """
     if cfg.checkpoint.local_dir is None or start.root is None:
         return start
     mesh, directory = state.optimizer.gradients.mesh, Path(cfg.checkpoint.local_dir).expanduser()
+    decide = partial(mesh.agreement.decide, errors=(CheckpointError,))
     found: dict[int, Reader] = {}
 
-    def look() -> tuple[dict[int, str], list[str]]:
+    def look() -> tuple[list[tuple[int, str]], list[str]] | None:
         problems = []
-        for step, folder in checkpoints(directory).items():
+        for step, folder in checkpoints(directory).items() if first_on_node else ():
             try:
                 if step > start.step and _descends(reader := Reader(folder), start, cfg):
                     _check_run(reader, cfg)
@@ -123,23 +171,27 @@ def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log) 
                     found[step] = reader
             except CheckpointError as error:
                 problems.append(str(error))
-        return {step: reader.mark for step, reader in found.items()}, problems
+        return ([(step, reader.mark) for step, reader in found.items()], problems) if first_on_node else None
 
-    def compare(ranks: list[tuple[dict[int, str], list[str]]]) -> tuple[list[int], list[str]]:
-        everywhere, problems = [], [problem for _, problems in ranks for problem in problems]
-        for step in sorted({step for marks, _ in ranks for step in marks}, reverse=True):
-            lacking = [rank for rank, (marks, _) in enumerate(ranks) if marks.get(step) != ranks[0][0].get(step, "")]
+    def compare(ranks: list) -> tuple[list[int], list[str]]:
+        nodes = {rank: dict(seen[0]) for rank, seen in enumerate(ranks) if seen is not None}
+        everywhere, problems = [], [problem for seen in ranks if seen is not None for problem in seen[1]]
+        for step in sorted({step for marks in nodes.values() for step in marks}, reverse=True):
+            lacking = [rank for rank, marks in nodes.items() if marks.get(step) != nodes[0].get(step, "")]
             if not lacking:
                 everywhere.append(step)
             else:
                 problems.append(f"{directory / STEP_NAME(step)} is not the same on all nodes: see {listed(lacking)}")
         return everywhere, sorted(set(problems))
 
-    steps, problems = decide(look, compare, mesh)
+    steps, problems = decide(look, compare)
     for step in steps:
-        local = _resumed(found[step])._replace(frozen=start.frozen, mark=start.mark, root=start.root, local=True)
+        facts = decide(lambda: None, lambda _: found[step].facts())
+        reader = found[step] if mesh.rank == 0 else Reader(directory / STEP_NAME(step), facts)
+        local = _resumed(reader)._replace(frozen=start.frozen, mark=start.mark, root=start.root, local=True)
         try:
-            decide(lambda: found[step].verify(_files(found[step], list(_wanted(local, state)))), lambda _: None, mesh)
+            _check_tensors(local, state)
+            decide(lambda: reader.verify(_files(reader, list(_wanted(local, state)))), lambda _: None)
             break
         except CheckpointError as error:
             problems.append(str(error))
@@ -172,22 +224,27 @@ def check_data(start: Start, info: dict) -> None:
 
 
 @torch.no_grad()
-def restore(start: Start, state: State) -> None:
-    """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all."""
-    mesh = state.optimizer.gradients.mesh
-    decide(lambda: start.step, _check_same, mesh)
-    if start.reader is start.frozen is None:
-        return
+def restore(start: Start, state: State, log: Log | None = None) -> None:
+    """Fill a fresh trainer. Collective over the world: the CheckpointError of any rank is raised on all.
+
+    log: where a slow disk's progress is written.
+    """
     reader, optimizer = start.reader, state.optimizer
-
-    def fill() -> None:
-        if start.frozen is not None:
-            _fill(start.frozen, list(_frozen(start.frozen, state)), mesh)
-        if reader is not None:
-            with _or_another(reader.path.parent, reader) if start.resume and not start.local else nullcontext():
-                _fill(reader, list(_wanted(start, state)), mesh, verified=start.local)
-
-    decide(fill, lambda _: None, mesh)
+    mesh = optimizer.gradients.mesh
+    if reader is start.frozen is None:
+        return
+    decide = partial(mesh.agreement.decide, errors=(CheckpointError,))
+    _check_tensors(start, state)
+    if start.frozen is not None:
+        decide(lambda: _fill(start.frozen, list(_frozen(start.frozen, state)), mesh, log), lambda _: None)
+    if reader is not None:
+        try:
+            decide(lambda: _fill(reader, list(_wanted(start, state)), mesh, log, start.local), lambda _: None)
+        except CheckpointError as error:
+            if start.local or not start.resume:
+                raise
+            fix = decide(lambda: None, lambda _: _another(reader.path.parent, reader))
+            raise CheckpointError(f"{error}; {fix}") from error
     if start.resume:
         for name, value in state.scalars().items():  # a run in another dtype had no loss scale
             value.fill_(reader.state.get(name, value.item()))
@@ -204,17 +261,35 @@ def _files(reader: Reader, wanted: list[Piece]) -> list[str]:
     return sorted({file for p in wanted for file in reader.files_of(p.name, p.kind, p.box)})
 
 
-def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh, verified: bool = False) -> None:
+class _Progress:
+    """Writes a line to the log each minute: how many of its bytes this rank has read."""
+
+    def __init__(self, log: Log | None, total: int):
+        self.log, self.total, self.done, self.since = log, total, 0, monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        if self.log is not None and monotonic() - self.since >= PROGRESS_SECONDS:
+            self.since = monotonic()
+            self.log.info(f"loading: read {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB of this rank")
+
+
+def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh, log: Log | None = None, verified: bool = False) -> None:
     """Verify the files that hold the pieces, and this rank's share of the others; then read every piece."""
+    progress = _Progress(log, sum(piece.tensor.nbytes for piece in wanted))
     if not isinstance(reader, Reader):
         if not verified:
             reader.verify()
         for piece in wanted:
             piece.tensor.copy_(reader.read(piece.name, piece.kind, *piece.box))
+            progress.add(piece.tensor.nbytes)
         return
     if not verified:
-        share = list(reader.files)[mesh.rank :: mesh.world.size]
-        reader.verify(sorted({*_files(reader, wanted), *share}))
+        files = sorted({*_files(reader, wanted), *list(reader.files)[mesh.rank :: mesh.world.size]})
+        progress.total += sum(reader.files[file]["bytes"] for file in files)
+        for file in files:
+            reader.verify([file])
+            progress.add(reader.files[file]["bytes"])
     with ThreadPoolExecutor(READERS, "reader") as pool:  # they read what comes next while this thread fills
         waiting: deque[tuple[Tensor, Future[Tensor]]] = deque()
         for piece in chain.from_iterable(map(slabs, wanted)):
@@ -222,6 +297,7 @@ def _fill(reader: Weights, wanted: list[Piece], mesh: Mesh, verified: bool = Fal
             if len(waiting) == 2 * READERS:
                 tensor, read = waiting.popleft()
                 tensor.copy_(read.result())
+                progress.add(tensor.nbytes)
         for tensor, read in waiting:
             tensor.copy_(read.result())
 
@@ -235,10 +311,9 @@ def slabs(piece: Piece) -> Iterator[Piece]:
 
 
 def _wanted(start: Start, state: State) -> Iterator[Piece]:
-    """Yield this rank's state as boxes to fill, under the kind that they are stored as. Raises CheckpointError."""
+    """Yield this rank's state as boxes to fill, under the kind that they are stored as."""
     reader, slices = start.reader, state.slices()
     for piece in pieces(state.optimizer.gradients, slices if start.resume else {"master": slices["master"]}):
-        _check_shape(reader, piece.name, piece.whole)
         yield piece if start.resume or piece.kind in reader.kinds(piece.name) else piece._replace(kind="param")
     for chunk in state.chunks if start.resume else ():
         histories = list(state.histories(chunk))
@@ -247,21 +322,43 @@ def _wanted(start: Start, state: State) -> Iterator[Piece]:
 
 
 def _frozen(reader: Weights, state: State) -> Iterator[Piece]:
-    """Yield the frozen parameters of this rank as boxes to fill. Raises CheckpointError."""
+    """Yield the frozen parameters of this rank as boxes to fill."""
     for param in (p for chunk in state.chunks for p in chunk.parameters() if not p.requires_grad):
         spec = param.spec
         name, shape = spec.name, whole_shape(param.shape, spec.shard)
-        _check_shape(reader, name, shape)
         local = Box((0,) * param.dim(), tuple(param.shape))
         for cut, start in to_global(local, spec.shard):
             yield Piece(name, best_kind(reader, name), shape, start, param[cut.within(local)])
 
 
-def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
-    found = reader.shape(name) if reader.kinds(name) else None
-    if found != shape:
-        shapes = f"{name} has shape {found and list(found)} there and {list(shape)} here"
-        raise CheckpointError(f"{reader.index} is of another model: {shapes}")
+def _check_tensors(start: Start, state: State) -> None:
+    """Raise CheckpointError, on all ranks, unless the weights to start from are those of the model. Collective.
+
+    One rank of each stage sends its names and shapes, and rank 0 compares.
+    """
+    mesh = state.optimizer.gradients.mesh
+
+    def shapes() -> list[tuple]:
+        params = (p for chunk in state.chunks for p in chunk.parameters() if mesh.dp_cp.rank == mesh.tp.rank == 0)
+        return [(p.spec.name, whole_shape(p.shape, p.spec.shard), p.requires_grad) for p in params]
+
+    def compare(stages: list[list[tuple]]) -> None:
+        for reader, trained in (start.frozen, False), (start.reader, True):
+            ours = {name: list(shape) for name, shape, trains in chain(*stages) if trains == trained}
+            if reader is not None:
+                check_tensors(reader, ours)
+
+    mesh.agreement.decide(shapes, compare, errors=(CheckpointError,))
+
+
+def check_tensors(reader: Weights, ours: Mapping[str, list[int]]) -> None:
+    """Raise CheckpointError unless the weights there are these tensors, of these whole shapes, and no others."""
+    there = {name: list(reader.shape(name)) for name in reader.names() if best_kind(reader, name)}
+    if differ := sorted(name for name in there | ours if there.get(name) != ours.get(name)):
+        shapes = [f"{name} has shape {there.get(name)} there and {ours.get(name)} here" for name in differ[:SHOWN]]
+        more = f" and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
+        fix = "start it with the class that made it, and its keys of `model`"
+        raise CheckpointError(f"{reader.index} is of another model: {', '.join(shapes)}{more}; {fix}")
 
 
 def open_base(cfg: Config) -> Weights:
@@ -307,18 +404,13 @@ def _sound(directory: Path) -> Iterator[Reader]:
             yield Reader(folder)
 
 
-@contextmanager
-def _or_another(directory: Path, bad: Reader | None = None) -> Iterator[None]:
-    """Add to an error where to go back to: the newest good checkpoint before the bad one, else the newest after it."""
-    try:
-        yield
-    except CheckpointError as error:
-        others = [reader for reader in _sound(directory) if bad is None or reader.path != bad.path]
-        best = max(others, key=lambda o: (bad is None or o.iteration < bad.iteration, o.iteration), default=None)
-        fix = "there is no other checkpoint; checkpoint.resume=false begins anew"
-        if best is not None:
-            fix = f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}"
-        raise CheckpointError(f"{error}; {fix}") from error
+def _another(directory: Path, bad: Reader | None = None) -> str:
+    """Return where to go back to: the newest good checkpoint before the bad one, else the newest after it."""
+    others = [reader for reader in _sound(directory) if bad is None or reader.path != bad.path]
+    best = max(others, key=lambda o: (bad is None or o.iteration < bad.iteration, o.iteration), default=None)
+    if best is None:
+        return "there is no other checkpoint; checkpoint.resume=false begins anew"
+    return f"checkpoint.resume_step={best.iteration} goes back to {best.path.name}"
 
 
 def _check_keys(reader: Weights, what: str, saved: Mapping, ours: Mapping, other: str) -> None:
@@ -348,9 +440,3 @@ def _check_model(reader: Weights, cfg: Config, names: tuple[str, ...]) -> None:
     models = (asdict(c.model) | {"num_kv_heads": c.model.kv_heads} for c in (config_of(reader), cfg))
     saved, ours = ({f"model.{name}": model[name] for name in names} for model in models)
     _check_keys(reader, "model", saved, ours, "checkpoint")
-
-
-def _check_same(steps: list[int]) -> None:
-    if len(set(steps)) > 1:
-        fix = "checkpoint.dir must be one directory that all nodes share"
-        raise CheckpointError(f"ranks would start after steps {sorted(set(steps))}; {fix}")

@@ -6,6 +6,7 @@ each tensor hold every element once. A file is mapped only while it is read.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -37,24 +38,31 @@ class Reader:
 
     Opening reads the index alone, and checks all of it; `verify` checks the files. Attributes: path, iteration,
     consumed_samples, config, layout, state and files as in the index; mark, its checksum. Raises CheckpointError.
+    facts: what `facts` returned where the index was read; the index is then neither opened nor checked again.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, facts: dict | None = None):
         self.path = Path(os.path.expanduser(path))
-        if not STEP.fullmatch(self.path.name):
+        if facts is None and not STEP.fullmatch(self.path.name):
             self.path = newest(self.path) or self.path
         self.index = self.path / INDEX
         try:
-            index = read_index(self.index)
+            index = read_index(self.index) if facts is None else facts
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
             self.config, self.layout, self.state = (_mapping(index, part) for part in ("config", "layout", "state"))
             self.files, self._tensors, self.mark = index["files"], index["tensors"], index["checksum"]
-            self._check_head()
-            self._check_tensors()
+            self._index = index | {"path": str(self.path)}
+            if facts is None:
+                self._check_head()
+                self._check_tensors()
         except CheckpointError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
+
+    def facts(self) -> dict:
+        """Return the index for another rank's Reader: each tensor's part is a text, parsed there when it is needed."""
+        return self._index | {"tensors": {name: json.dumps(self._tensor(name)) for name in self._tensors}}
 
     def _check_head(self) -> None:
         """Check all but the tensors. Raises ValueError, and whatever wrong types raise."""
@@ -109,14 +117,14 @@ class Reader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
-        return tuple(self._tensors[name]["shape"])
+        return tuple(self._tensor(name)["shape"])
 
     def kinds(self, name: str) -> list[str]:
         """List the kinds that are stored of a tensor; none of an unknown one."""
-        return list(self._tensors.get(name, {"kinds": ()})["kinds"])
+        return list(self._tensor(name)["kinds"]) if name in self._tensors else []
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        return DTYPES[self._tensors[name]["kinds"][kind]["dtype"]]
+        return DTYPES[self._tensor(name)["kinds"][kind]["dtype"]]
 
     def files_of(self, name: str, kind: str, box: Box) -> set[str]:
         """Return the files that hold elements of a box."""
@@ -162,8 +170,14 @@ class Reader:
             if checksum != saved["checksum"]:
                 raise CheckpointError(f"{path} is damaged: its checksum is {checksum} instead of {saved['checksum']}")
 
+    def _tensor(self, name: str) -> dict:
+        """Return the index's part of a tensor."""
+        if isinstance(found := self._tensors[name], str):
+            found = self._tensors[name] = json.loads(found)
+        return found
+
     def _boxes(self, name: str, kind: str) -> Iterator[tuple[str, str, Box]]:
-        for box in self._tensors[name]["kinds"][kind]["boxes"]:
+        for box in self._tensor(name)["kinds"][kind]["boxes"]:
             yield box["file"], box["key"], Box(tuple(box["start"]), tuple(box["shape"]))
 
 

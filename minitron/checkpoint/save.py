@@ -30,18 +30,16 @@ import mmap
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_shape
@@ -51,8 +49,6 @@ from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, c
 from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, Description, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.local import LocalSaves
-from minitron.comm.activity import PeerLost
-from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.model.gpt import GPT, Head
@@ -63,8 +59,6 @@ from minitron.optim.zero1 import Zero1Optimizer
 from minitron.parallel.linear import ParallelLinear
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.meter import Mark, Pause, Stall
-
-PATIENCE = timedelta(days=1)  # a save may take long; a rank that dies ends the wait for it at once
 
 
 class State(NamedTuple):
@@ -370,40 +364,6 @@ class Snapshot:
     def seconds(self) -> float:
         assert self.reached is not None and self.reached.event is not None
         return self.reached.event.elapsed_time(self.copied) / 1000
-
-
-def decide(own: Callable, rule: Callable, mesh: Mesh, group: dist.ProcessGroup | None = None) -> Any:
-    """Return rule([own() of every rank]), computed on rank 0, on every rank.
-
-    A CheckpointError of any rank's own(), or of the rule, is raised on every rank, so that none waits for another in a
-    collective. What travels between these ranks is pickled in memory; no file is ever unpickled. Raises PeerLost where
-    another rank has died.
-    """
-
-    def outcome(call: Callable, *arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        except CheckpointError as error:
-            return error
-
-    def communicate(collective: Callable, *arguments: Any) -> None:
-        try:
-            collective(*arguments, group=group)
-        except RuntimeError as error:
-            raise PeerLost(str(error)) from error
-
-    first, together = mesh.rank == 0, mesh.world.size > 1
-    values, answer = [outcome(own)] * mesh.world.size, [None]
-    if together:
-        communicate(dist.gather_object, values[0], values if first else None)
-    if first:
-        failed = [value for value in values if isinstance(value, CheckpointError)]
-        answer = failed[:1] or [outcome(rule, values)]
-    if together:
-        communicate(dist.broadcast_object_list, answer)
-    if isinstance(answer[0], CheckpointError):
-        raise answer[0]
-    return answer[0]
 
 
 def _to_host(x: Tensor) -> Tensor:

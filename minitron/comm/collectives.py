@@ -19,6 +19,7 @@ alone. Both note it in the rank's `Activity`, so that `minitron.runtime.watch` c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -103,6 +104,19 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, wait: bool = True
             out.copy_(x)
         return Done()
     return _start("reduce-scatter", _reduce_scatter_op, axis, out, x, wait=wait)
+
+
+def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """Return the values of all ranks of an axis, in order. They travel as JSON: no rank runs what it receives."""
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = torch.empty(axis.size, dtype=torch.int64, device=device)
+    all_gather_into(sizes, torch.tensor([len(data)], device=device), axis)
+    padded = data.new_zeros(int(sizes.max()))
+    padded[: len(data)] = data
+    rows = padded.new_empty(axis.size * len(padded))
+    all_gather_into(rows, padded, axis)
+    texts = rows.view(axis.size, -1).tolist()
+    return [json.loads(bytes(text[:size])) for text, size in zip(texts, sizes.tolist())]
 
 
 def exchange(axis: Axis, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Pending:

@@ -15,13 +15,13 @@ nodes, which share no memory, and NVLink's multicast.
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from minitron.comm.collectives import gather_json
 from minitron.comm.mesh import Axis
 
 
@@ -71,8 +71,7 @@ def see_each_other(axis: Axis, device: torch.device) -> bool:
     """Tell whether the ranks are GPUs of one node that can read each other's memory. Collective over `axis`."""
     if axis.size == 1 or axis.group is None or device.type != "cuda":
         return False
-    places: list[Any] = [None] * axis.size
-    dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
+    places = [tuple(place) for place in gather_json((socket.gethostname(), device.index), axis, device)]
     here = places[axis.rank]
     near = len(set(places)) == axis.size and all(
         host == here[0] and (gpu == here[1] or torch.cuda.can_device_access_peer(here[1], gpu)) for host, gpu in places

@@ -26,14 +26,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.activity import listed
-from minitron.comm.collectives import all_reduce_
+from minitron.comm.collectives import all_reduce_, gather_json
 from minitron.config.schema import TrainConfig
 from minitron.kernels.param import params_of
 from minitron.optim.buckets import Gradients
@@ -119,11 +118,10 @@ class Replicas:
             if differs
         ]
         # The same key on all ranks that hold a copy: the tensor-parallel rank tells shards apart.
-        mine = {(p.spec.name, p.spec.shard and mesh.tp.rank): tuple(self.sums[p.spec.name].tolist()) for p in different}
-        everyone: list[Any] = [None] * world.size
-        mesh.activity.enter("agreement", world, 0)
-        dist.all_gather_object(everyone, mine, group=world.group)
-        mesh.activity.leave()
+        mine = [(p.spec.name, p.spec.shard and mesh.tp.rank, self.sums[p.spec.name].tolist()) for p in different]
+        everyone = [
+            {(name, part): tuple(sums) for name, part, sums in rows} for rows in gather_json(mine, world, mesh.device)
+        ]
         keys = list(dict.fromkeys(key for theirs in everyone for key in theirs))
         name, part = keys[0]
         values = {rank: theirs[name, part] for rank, theirs in enumerate(everyone) if (name, part) in theirs}

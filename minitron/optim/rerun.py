@@ -41,8 +41,8 @@ from torch import Tensor
 from minitron.comm.activity import listed
 from minitron.comm.collectives import all_gather_into, all_reduce_
 from minitron.optim.buckets import Gradients
-from minitron.runtime.lead import BROKEN, LOST
 from minitron.runtime.log import Log
+from minitron.runtime.status import BROKEN, LOST
 from minitron.runtime.stragglers import gather_places
 
 WINDOW, AT_LEAST = 100, 20  # steps that a spike is measured by

@@ -14,6 +14,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from minitron.runtime.sinks import append_to
+
 
 class ErrorLog:
     """The part of one rank in errors.log. Listens to Python's warnings until it is closed."""
@@ -24,7 +26,7 @@ class ErrorLog:
 
     def write(self, text: str) -> None:
         record = f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {self.rank}: {text.rstrip()}\n".encode(errors="replace")
-        with suppress(OSError), open(self.path, "ab", buffering=0) as file:
+        with suppress(OSError), append_to(self.path) as file:
             file.write(record)
 
     def ended(self, error: BaseException) -> None:

@@ -22,28 +22,35 @@ each costs the recovery and what was not yet on the disk. `best_interval` balanc
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from minitron.config.files import size_of
+from minitron.config.files import parse_json, size_of
 
 PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
 FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (graph.py)
 FIRST_TIMES = 2.0  # how many times the median one of them takes before what is beyond it counts as start
+NEEDED = {"run": ("first_step",), "step": ("step", "step_seconds")}  # numbers in rows of these kinds
+OPTIONAL = "time", "started", "load_seconds", "stall_seconds", "seconds"  # numbers, where a row has them
+LARGEST = 1e15  # of these numbers
 IDLE_BETWEEN = 2.0  # saves begin this many times their own duration apart, so that disks are idle for half of the time
 
 
 class Goodput(NamedTuple):
-    """Where the time of a run went: seconds of each of PARTS; how often it was started, how many steps were lost."""
+    """Where the time of a run went: seconds of each of PARTS; how often it was started, how many steps were lost.
+
+    skipped_rows: how many rows are torn, or not of a run.
+    """
 
     seconds: dict[str, float]
     starts: int
     lost_steps: int
+    skipped_rows: int = 0
 
     @property
     def total(self) -> float:
@@ -60,6 +67,7 @@ class Goodput(NamedTuple):
         shares, starts = self.shares, f"{self.starts} start{'s' * (self.starts > 1)}"
         rest = ", ".join(f"{part} {100 * shares[part]:.1f} %" for part in PARTS[1:] if shares[part] >= 5e-4)
         steps = f", {self.lost_steps} steps made again" if self.lost_steps else ""
+        steps += f", {self.skipped_rows} rows skipped" if self.skipped_rows else ""
         head = f"goodput {100 * shares['training']:.1f} % of {duration(self.total)} since the first start"
         return f"{head} ({starts}{steps}); {rest or 'nothing else'}"
 
@@ -94,9 +102,12 @@ def measure(rows: Iterable[dict]) -> Goodput | None:
     None if no row tells when a start began, as in files of minitron's versions before these rows had times.
     """
     attempts: list[Attempt] = []
+    skipped = 0
     for row in rows:
         kind, now = row.get("kind"), row.get("time")
-        if kind == "run" and now is not None:
+        if not is_ours(row):
+            skipped += 1
+        elif kind == "run" and now is not None:
             before = attempts[-1].end if attempts else -math.inf
             started = max(before, row.get("started", now))
             attempts.append(Attempt(row["first_step"], started, row.get("load_seconds", 0.0), max(started, now)))
@@ -110,10 +121,19 @@ def measure(rows: Iterable[dict]) -> Goodput | None:
                     attempt.first_begun = now - row["step_seconds"]
             elif kind == "eval":
                 attempt.evaluation += row.get("seconds", 0.0)
-    return _account(attempts) if attempts else None
+    return _account(attempts, skipped) if attempts else None
 
 
-def _account(attempts: list[Attempt]) -> Goodput:
+def is_ours(row: dict) -> bool:
+    """Tell whether a run may have written this row: `measure` finds the numbers in it that it reads."""
+    kind = row.get("kind")
+    if not isinstance(kind, str):
+        return False
+    values = [row.get(name) for name in NEEDED.get(kind, ())] + [row[name] for name in OPTIONAL if name in row]
+    return all(isinstance(value, int | float) and abs(value) < LARGEST for value in values)
+
+
+def _account(attempts: list[Attempt], skipped: int) -> Goodput:
     seconds, lost_steps, redone_from = dict.fromkeys(PARTS, 0.0), 0, math.inf
     typical = median([s for attempt in attempts for _, s in attempt.steps] or [0.0])
     for attempt, later in zip(reversed(attempts), [None, *reversed(attempts)]):
@@ -139,20 +159,18 @@ def _account(attempts: list[Attempt]) -> Goodput:
         for part, more in parts.items():
             seconds[part] += more
         redone_from = min(redone_from, attempt.first_step)
-    return Goodput(seconds, len(attempts), lost_steps)
+    return Goodput(seconds, len(attempts), lost_steps, skipped)
 
 
 def read_rows(path: Path) -> Iterator[dict]:
-    """Read the rows of a metrics.jsonl; one that is torn, as by a kill, is left out. Raises OSError."""
+    """Read the rows of a metrics.jsonl; {} for one that is torn, as by a kill, or no object. Raises OSError."""
     size_of(path)  # a device or a pipe might never end
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+            row: object = None
+            with suppress(ValueError):
+                row = parse_json(line)
+            yield row if isinstance(row, dict) else {}
 
 
 # ---- predicted -------------------------------------------------------------------------------------------------------

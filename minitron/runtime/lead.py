@@ -10,6 +10,9 @@ The files of `supervisor` are all that the leading node knows, so another can ta
 
 A round ends the run when it is the third in a row after the same step, or the first and failed by itself: its user's
 mistake. A node whose ranks were the cause twice in a row is left out if there is a spare.
+
+Each node looks at itself after a stop (health.py). One whose GPUs are unfit is left out for good. One whose log.dir or
+clock is poor is left out of a round only if there are enough others, since a full disk may be the same for all.
 """
 
 from __future__ import annotations
@@ -22,23 +25,30 @@ import socket
 import sys
 import time
 import uuid
+from collections import Counter
 from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
+from minitron.config.files import parse_json, read_json
 from minitron.runtime.sinks import File
-
-# Exit statuses of ranks, by which the cause of a failure is told from its consequences.
-HUNG = 124  # as of timeout(1)
-LOST = 125  # a collective failed: another rank has died
-BROKEN = 17  # the rank's own device computes wrongly, see optim/rerun.py: a restart does without the node
-TAKEN = 18  # another run saves in checkpoint.dir now, see checkpoint/directory.py: a restart would take it back
-REQUEUE = 75  # of a supervisor (EX_TEMPFAIL): what is saved is good, but there are not enough nodes to go on here
+from minitron.runtime.status import BROKEN, HUNG, LOST, REQUEUE, TAKEN
 
 STUCK = "has ranks that SIGKILL does not end"  # why a node leaves that is of no use any more
 SETTLE_SECONDS = 6.0  # ranks notice a hang up to five seconds apart; one that never does is the one that hangs
+SIGNALS = {number.value: number.name for number in signal.Signals}
 SAME_STEP = 3  # failures after the same step that end a run
+CLOCK_SECONDS = 60.0  # by which clocks of nodes may differ
+
+# The forms of the files, see `matches`. A file of another form is skipped.
+NODE = {"node": int, "life": str, "host": str, "address": str, "port": int}
+BEAT = NODE | {"round": str, "state": str, "ended": {str: int}, "said": {str: str}, "leaving": str, "stopping": bool}
+BEAT |= {"time": float, "looked": str, "unfit": str, "poor": str}
+ROUND = {"number": int, "key": str, "state": {"none", "run", "stop", "end"}, "nodes": [NODE], "parts": {str: float}}
+ROUND |= {"failures": [(int | None, str | None)], "excluded": [str], "left": str, "stopped": float, "status": int}
+START = {"number": 0, "key": "", "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": [], "left": ""}
+START |= {"stopped": 0.0, "status": 0}
 
 
 class Leader:
@@ -46,32 +56,52 @@ class Leader:
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
-        self.seen: dict[int, tuple[str, float]] = {}  # the last text of each beat, and when it was new
+        self.seen: dict[int, tuple[dict, float]] = {}  # the last beat of each node, and when it was new
+        self.known = START  # the last round that was read
+        self.skipped: Counter[str] = Counter()  # by file, how often something in it was not ours
         self.looked = monotonic()
         self.since: tuple[str, float] = "", self.looked  # what the leader waits for, and since when
         self.reported: tuple | None = None  # the last round that was reported, and its status
 
     # ---- the files --------------------------------------------------------------------------------------------------
 
-    def round(self) -> dict:
+    def read(self, name: str, form: dict) -> dict | None:
+        """Read what `replace` wrote; None if there is no file, {} if it is not ours, or torn: its machine died then."""
         try:
-            return json.loads((self.folder / "round.json").read_text())
+            if matches(value := read_json(self.folder / name), form):
+                return value
         except FileNotFoundError:
-            return {"number": 0, "state": "none", "nodes": [], "parts": {}, "failures": [], "excluded": [], "left": ""}
+            return None
+        except ValueError:
+            pass
+        self.skip(name)
+        return {}
+
+    def skip(self, name: str) -> None:
+        """Count what is not ours in a file, and say so the first time."""
+        self.skipped[name] += 1
+        if self.skipped[name] == 1:
+            self.say(f"{name} has something in it that is not minitron's: skipped")
+
+    def round(self) -> dict:
+        """Read the round; the last one that was read if the file is not ours now."""
+        round_ = self.read("round.json", ROUND)
+        self.known = START if round_ is None else round_ or self.known
+        return self.known
 
     def alive(self, node: int) -> dict | None:
         """Read the beat of a node; None if it is dead or never was."""
-        text = words(self.folder / f"node-{node}.json")
-        if text is None:
+        beat = self.read(f"node-{node}.json", BEAT)
+        if beat is None:
             return None
         now = monotonic()
         if now - self.looked > self.args.dead_seconds / 2:  # this node stood still, or the disk did
-            self.seen = {node: (text, now) for node, (text, _) in self.seen.items()}
+            self.seen = {node: (beat, now) for node, (beat, _) in self.seen.items()}
         self.looked = now
-        known, since = self.seen.get(node, ("", 0.0))
-        if text not in ("", known):
-            known, since = self.seen[node] = text, now
-        return json.loads(known) if known and now - since < self.args.dead_seconds else None
+        known, since = self.seen.get(node, ({}, 0.0))
+        if beat not in ({}, known):
+            known, since = self.seen[node] = beat, now
+        return known if known and now - since < self.args.dead_seconds else None
 
     def leads(self, node: int) -> bool:
         return all(self.alive(lower) is None for lower in range(node))
@@ -85,7 +115,9 @@ class Leader:
                 for row in reversed(file.read().splitlines()):
                     with suppress(ValueError):  # torn, as on a full disk
                         if row.startswith(b'{"kind": "step"'):
-                            return json.loads(row)["step"]
+                            if matches(found := parse_json(row), {"step": int}):
+                                return found["step"]
+                            self.skip("metrics.jsonl")
                 if end >= size:
                     break
                 end *= 4
@@ -143,7 +175,8 @@ class Leader:
 
     def restart(self, round_: dict, alive: dict, usable: list) -> dict | None:
         members = [self.member(round_, node, alive) for node in round_["nodes"]]
-        if any(beat is not None and beat["state"] in ("running", "failed") for beat in members):
+        busy = any(beat is not None and beat["state"] in ("running", "failed") for beat in members)
+        if busy or any(beat["looked"] != round_["key"] for beat in usable):
             return None
         status, node, cause = (0, None, round_["left"]) if round_["left"] else self.cause(round_, members)
         failures = [*round_["failures"], [self.step(), node]] if status != 0 else round_["failures"]
@@ -152,13 +185,17 @@ class Leader:
             others = [beat for beat in usable if beat["host"] != node]
             if status == BROKEN or len(others) >= self.args.nodes:
                 usable, known = others, known | {"excluded": [*round_["excluded"], node]}
+        if unfit := [beat for beat in usable if beat["unfit"]]:
+            usable = [beat for beat in usable if not beat["unfit"]]
+            known["excluded"] = [*known["excluded"], *(beat["host"] for beat in unfit)]
+            cause += "".join(f"; {beat['host']} is left out: {beat['unfit']}" for beat in unfit)
         if any(beat["stopping"] for beat in alive.values()):
             return self.end(known, REQUEUE, cause)
         if status != 0 and (over := self.verdict(status, failures)):
             return self.end(known, 1, f"{cause}; {over}")
         if len(usable) < self.args.nodes:
             if self.waited(round_, "nodes") < self.args.rejoin_seconds:
-                leaves = status in (0, BROKEN) and not round_["left"]
+                leaves = any(beat["leaving"] or beat["unfit"] for beat in alive.values()) and not round_["left"]
                 return known | {"left": cause} if leaves else None  # a node that leaves may go
             pairs = zip(round_["nodes"], members)
             lost = [node["host"] for node, beat in pairs if beat is None or beat["leaving"].startswith(STUCK)]
@@ -204,14 +241,14 @@ class Leader:
             if beat["leaving"] and BROKEN not in beat["ended"].values():
                 found.append((0, 0, host, f"{host} {beat['leaving']}"))
             for local, status in beat["ended"].items():
-                name = f"rank {i * self.args.ranks + int(local)}" if local != "agent" else "the agent"
-                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                name = f"rank {i * self.args.ranks + int(local)}" if local.isdecimal() else f"the {local}"
+                how = f"was killed by {SIGNALS.get(-status, -status)}" if status < 0 else f"ended with status {status}"
                 how = {HUNG: "hung", LOST: "lost its partners", BROKEN: "has a broken device"}.get(status, how)
                 order = 2 if status < 0 else {BROKEN: 3, HUNG: 6, LOST: 7}.get(status, 4)
                 said = f": {beat['said'][local]}" if local in beat["said"] else ""
                 if status:
                     found.append((order, status, host, f"{name} on {host} {how}{said}"))
-            gone = {int(local) for local in beat["ended"] if local != "agent"}
+            gone = {int(local) for local in beat["ended"] if local.isdecimal()}
             standing += [(i * self.args.ranks + k, host) for k in range(self.args.ranks) if k not in gone]
         first = min(found, key=lambda f: f[0], default=(8, None, None, "a node was late with its beats"))
         if first[0] >= 6 and standing and any(status == HUNG for _, status, _, _ in found):  # the others said: "hung"
@@ -220,14 +257,23 @@ class Leader:
         return first[1:]
 
     def next(self, round_: dict, usable: list) -> dict:
-        number = round_["number"] + 1
-        nodes = [
-            {key: b[key] for key in ("node", "life", "host", "address", "port")} for b in usable[: self.args.nodes]
-        ]
+        """Return the next round, on the first of the usable nodes; on a poor one only if there are no others."""
+        poor = {beat["host"]: why for beat in usable if (why := self.poor(beat))}
+        chosen = sorted(usable, key=lambda beat: beat["host"] in poor)[: self.args.nodes]
+        nodes = [{key: beat[key] for key in NODE} for beat in usable if beat in chosen]
+        for host, why in poor.items():
+            taken = host in [node["host"] for node in nodes]
+            self.say(f"{host} {'takes part, as no other node is left' if taken else 'is left out'}: {why}")
         passed = max(0.0, time.time() - round_["stopped"]) if round_["state"] == "stop" else None
         ended = {} if passed is None else {"end_seconds": round(passed, 2)}
-        start = {"number": number, "key": uuid.uuid4().hex, "parts": round_["parts"] | ended}
+        start = {"number": round_["number"] + 1, "key": uuid.uuid4().hex, "parts": round_["parts"] | ended}
         return round_ | start | {"state": "run", "nodes": nodes, "left": ""}
+
+    def poor(self, beat: dict) -> str:
+        """Describe why another node is better than this one; empty if it is not."""
+        ahead = beat["time"] - time.time()
+        clock = f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the leader's"
+        return clock if abs(ahead) > CLOCK_SECONDS + self.args.dead_seconds else beat["poor"]  # beats are not older
 
     def end(self, round_: dict, status: int, why: str) -> dict:
         if why:
@@ -240,7 +286,7 @@ class Leader:
         if self.reported == before:
             return
         record = {"time": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "round": round_["number"], "step": self.step()}
-        over = {} if status is None else {"status": status}
+        over = ({} if status is None else {"status": status}) | ({"skipped": self.skipped} if self.skipped else {})
         with suppress(OSError), closing(File(self.args.dir / "restarts.jsonl")) as file:
             file.write(json.dumps(record | {"cause": cause} | over) + "\n")
         when = "before its first step" if record["step"] is None else f"after step {record['step']}"
@@ -255,15 +301,18 @@ def repeated(failures: list) -> int:
     return [*(step == failures[-1][0] for step, _ in reversed(failures)), False].index(False)
 
 
-def words(path: Path) -> str | None:
-    """Read JSON that `replace` wrote; None if there is no file, "" if it is not whole: its machine died meanwhile."""
-    try:
-        json.loads(text := path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return ""
-    return text
+def matches(value: object, form: object) -> bool:
+    """Tell whether a value of JSON has a form.
+
+    A form is a type, a set of values, {name: form}, {str: form of all}, [form of all], or (form, form), a list of two.
+    """
+    if isinstance(form, dict):
+        fields = dict.fromkeys(value, form[str]) if str in form and isinstance(value, dict) else form
+        return isinstance(value, dict) and all(k in value and matches(value[k], kind) for k, kind in fields.items())
+    if isinstance(form, list | tuple):
+        forms = form * len(value) if isinstance(form, list) and isinstance(value, list) else form
+        return isinstance(value, list) and len(forms) == len(value) and all(map(matches, value, forms))
+    return any(value == item for item in form) if isinstance(form, set) else isinstance(value, form)
 
 
 def replace(path: Path, value: dict, durable: bool = False) -> None:

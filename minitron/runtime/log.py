@@ -1,4 +1,4 @@
-"""What a run writes: an iteration line for people and parsers, files for tools, one log per rank.
+"""What a run writes: an iteration line for people and parsers, files for tools, logs of ranks.
 
     stdout           the iteration line in the form of log.format, from the last rank; after an evaluation Megatron's
                      validation line, or NeMo's bar with val_loss; messages, from rank 0
@@ -10,7 +10,8 @@
                      "places" and "ranks" say how long each rank computes (stragglers.py)
       dllogger.json  the steps as NVIDIA's DLLogger writes them, for tools/training_metrics.py and others
       tensorboard/   the numbers of metrics.jsonl, as step/loss and eval/loss, if log.tensorboard says so (sinks.py)
-      rank-3.log     all of that as rank 3 saw it, with the time: where a rank was when a run hung
+      rank-3.log     what rank 3 alone has to report, with the time: its alarms, where it was when a run hung. A line of
+                     stdout is in the log of the rank that printed it. A rank without records has no log
       errors.log     warnings and errors of all ranks, if there were any (errors.py)
 
 A disk that fills up or fails during a run costs records and one warning, not the run. Each file takes whole records
@@ -46,7 +47,7 @@ from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
 from minitron.runtime.goodput import measure, read_rows
 from minitron.runtime.log_formats import Iteration, Line
-from minitron.runtime.sinks import SINKS, File, Sink
+from minitron.runtime.sinks import FULL, SINKS, File, Sink
 from minitron.runtime.startup import Startup
 
 RECENT = 20  # how many steps the summary covers
@@ -56,7 +57,8 @@ class Log(AbstractContextManager):
     """The log of one rank of `world`. `close` it at the end, or use it as a context manager.
 
     device_name: of the GPU; the MFU is a share of its peak. Unknown GPUs, CPUs and fp32 runs have no MFU.
-    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed.
+    Raises ValueError if log.dir or a sink cannot be written, or its package is not installed. A disk that is full or
+    fails is one warning: a run that starts again after a fault goes on without these records.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, device_name: str = "cpu"):
@@ -75,14 +77,15 @@ class Log(AbstractContextManager):
         self._warned = False
         if cfg.log.dir is not None:
             self._open(Path(cfg.log.dir).expanduser())
-        if rank == 0:
+        for name, make in SINKS.items() if rank == 0 else ():
             try:
-                for name, make in SINKS.items():
-                    if getattr(cfg.log, name):
-                        self._sinks.append(make(cfg))
-            except ValueError:
-                self.close()
-                raise
+                if getattr(cfg.log, name):
+                    self._sinks.append(make(cfg))
+            except ValueError as error:
+                if not (isinstance(full := error.__context__, OSError) and full.errno in FULL):
+                    self.close()
+                    raise
+                self._warn(f"log.{name}", full)
 
     def start(self, startup: Startup | None = None, **facts: float | str | None) -> None:
         """Write the `run` record of metrics.jsonl: facts known before the first step, as the unigram entropy.
@@ -119,7 +122,7 @@ class Log(AbstractContextManager):
             self.info(self._startup.describe())
             self._startup = None
         if it.step % self.cfg.log.every == 0 or it.step == self.cfg.train.steps:
-            self._print_from(self.world - 1, self._format(self._line()))
+            self.info(self._format(self._line()), self.world - 1)
             self._since_line = []
 
     def evaluation(self, step: int, loss: float, seconds: float = 0.0) -> None:
@@ -128,7 +131,7 @@ class Log(AbstractContextManager):
         self._record("eval", step=step, loss=loss, seconds=seconds)
         perplexity = math.exp(min(20.0, loss))  # as Megatron bounds it
         line = f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-        self._print_from(self.world - 1, self._format(self._line()) if self.cfg.log.format == "nemo" else line)
+        self.info(self._format(self._line()) if self.cfg.log.format == "nemo" else line, self.world - 1)
 
     def saved(self, step: int, seconds: float, local: bool) -> None:
         """Record that a save of `step` is whole, so long after it began. From any thread."""
@@ -144,7 +147,7 @@ class Log(AbstractContextManager):
         last = {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds}
         try:
             goodput = measure(chain(read_rows(self._metrics.path), [last]))
-        except (OSError, KeyError, TypeError):  # the disk has failed, or a row in the file is not ours
+        except OSError:  # the disk has failed
             goodput = None
         shares = {} if goodput is None else goodput.shares
         self._record("end", step=self._recent[-1].step, stall_seconds=stall_seconds, shares=shares)
@@ -161,9 +164,18 @@ class Log(AbstractContextManager):
             mean = f"mean of the last {len(iterations)} steps: train_step_timing in s: {seconds:.4f}"
             self.info(f"{mean}, tokens per second: {tokens}{mfu}")
 
-    def info(self, text: str) -> None:
-        """Write to every rank's log, and from rank 0 to stdout."""
-        self._print_from(0, text)
+    def info(self, text: str, rank: int = 0) -> None:
+        """Write from one rank to stdout and to its log. The other ranks, which have the same text, write nothing."""
+        if self.rank != rank:
+            return
+        self._note(text)
+        encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
+        try:
+            print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
+        except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
+            raise
+        except OSError as error:
+            self._warn("stdout", error)
 
     def warn(self, text: str) -> None:
         """Write as `info` does, and from rank 0 to errors.log, since all ranks give the same warning."""
@@ -172,12 +184,12 @@ class Log(AbstractContextManager):
             self._errors.write(f"warning: {text}")
 
     def alarm(self, text: str, traceback: str = "") -> None:
-        """Write to this rank's log, to errors.log and to stderr; to stderr without the traceback if there is a log."""
+        """Write to this rank's log, to errors.log and to stderr; to stderr without the traceback if the log has it."""
         logged = "\n".join(filter(None, (text, traceback)))
         self._note(logged)
         if self._errors is not None:
             self._errors.write(logged)
-        self._say(text if self._rank_log else logged)
+        self._say(text if self._rank_log and not self._rank_log.lost else logged)
 
     def close(self) -> None:
         for file in filter(None, (self._rank_log, self._metrics, self._dllogger, *self._sinks, self._errors)):
@@ -220,29 +232,20 @@ class Log(AbstractContextManager):
 
     def _open(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._rank_log = File(folder / f"rank-{self.rank}.log")
+            self._rank_log = File(folder / f"rank-{self.rank}.log", now=self.rank == 0)
+            self._errors = ErrorLog(folder, self.rank)
             if self.rank == 0:
-                (folder / "config.yaml").write_text(to_yaml(self.cfg), encoding="utf-8")
                 self._metrics = File(folder / "metrics.jsonl")
                 self._dllogger = File(folder / "dllogger.json")
-                self._dllogger.write(self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
-            self._errors = ErrorLog(folder, self.rank)
+                self._append(self._dllogger, self._dllog("PARAMETER", log_formats.flattened(asdict(self.cfg), "cfg")))
+                (folder / "config.yaml.new").write_text(to_yaml(self.cfg), encoding="utf-8")
+                (folder / "config.yaml.new").replace(folder / "config.yaml")
         except OSError as error:
+            if error.errno in FULL:
+                return self._warn(folder, error)
             self.close()
             why = f"cannot be written: {error.strerror}; name another directory, or null for none"
             raise ValueError(f"log.dir={self.cfg.log.dir} {why}") from None
-
-    def _print_from(self, rank: int, text: str) -> None:
-        self._note(text)
-        if self.rank == rank:
-            encoding = sys.stdout.encoding or "utf-8"  # some cannot encode the blocks of a progress bar
-            try:
-                print(text.encode(encoding, "replace").decode(encoding), file=sys.stdout, flush=True)
-            except BrokenPipeError:  # nobody reads it any more: as in other programs, this is the end
-                raise
-            except OSError as error:
-                self._warn("stdout", error)
 
     def _say(self, text: str) -> None:
         """Write to stderr at once, since other ranks write there, too. It may be closed, if torchrun has died."""

@@ -67,7 +67,7 @@ def profiled(steps: range, cfg: Config, mesh: Mesh, log: Log) -> Iterator[int]:
             where = stop()
         except OSError as error:
             where = f"{stem}.* cannot be written: {(error.strerror or str(error)).lower()}; training goes on"
-        log.info(f"profiled iterations {inside.start} to {step}: {where}")
+        log.info(f"profiled iterations {inside.start} to {step}: {where}", mesh.rank)
     yield from range(inside.stop, steps.stop)
 
 

@@ -10,27 +10,70 @@ starts, and answers whoever asks with the number of the new one.
     rank 0   this is start 3, answers 1 to 7                                      until all are counted
 
 A reply to a rank that has died is harmless: every question has its own number.
+
+A rank that cannot join the others ends with one line: a name does not resolve, an address is not served, a rank is
+missing, or process groups cannot be made. The thread of `signals.Listener` measures the time, since the main thread may
+wait in C code.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from datetime import timedelta
 from time import monotonic, sleep
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+
+from minitron.comm.activity import Activity, listed
+from minitron.runtime.signals import Listener
+from minitron.runtime.status import LOST
+
+NAME_SECONDS = 60.0  # a name service may take so long to learn the name of a node that has just started
+AGAIN = "the first error in the logs of all nodes says why; start all ranks again"
 
 
-def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return (store of this start, rank, world), from torchrun's environment. All ranks call it, once each.
+@contextmanager
+def joined(
+    environ: Mapping[str, str], seconds: float, timeout: timedelta, listener: Listener
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """Join the other ranks of torchrun's environment, which make process groups inside. All ranks call it, once each.
 
-    Raises TimeoutError on rank 0, and torch's DistStoreError on the others, unless all ranks come in time.
+    Yields (store of this start, rank, world). timeout: of the store's operations. The rank ends with one line and exit
+    status LOST if a part of this fails or takes longer than `seconds`.
     """
-    whole, rank, world = next(rendezvous("env://", timeout=timeout))
-    whole.set_timeout(timeout)
-    store = dist.PrefixStore("minitron", whole)
-    start = _answer(store, world, timeout) if rank == 0 else _ask(store)
-    return dist.PrefixStore(f"start-{start}", whole), rank, world
+    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    failed = f"error: rank {rank} on {socket.gethostname()} cannot join the other ranks at {f'{host}:{port}'!r}:"
+    activity = Activity()
+
+    def look() -> None:
+        if activity.idle() > seconds:
+            listener.end(f"{failed} {activity.action} ({seconds:.0f} s)", LOST)
+
+    before, listener.look = listener.look, look
+    try:
+        activity.begin("the name does not resolve; set MASTER_ADDR to a name or address that every node can look up")
+        _resolve(host, min(seconds / 2, NAME_SECONDS))
+        activity.begin(
+            "no store can be reached there, since nothing listens or another program does; look at rank 0, and check "
+            "MASTER_ADDR, MASTER_PORT and the firewall between the nodes"
+        )
+        serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+        with _no_stderr_of_c():
+            whole = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, multi_tenant=True)
+            activity.begin(f"{'not all ranks have' if rank == 0 else 'rank 0 has not'} come; {AGAIN}")
+            store = dist.PrefixStore("minitron", whole)
+            start = _answer(store, world, 0.9 * seconds) if rank == 0 else _ask(store, rank)
+        activity.begin(f"the process groups were not made, most likely because another rank has died; {AGAIN}")
+        yield dist.PrefixStore(f"start-{start}", whole), rank, world
+    except (OSError, RuntimeError, UnicodeError) as error:
+        listener.alarm(f"{failed} {activity.action} ({first_line(error)})")
+        raise SystemExit(LOST) from None
+    finally:
+        listener.look = before
 
 
 def connect() -> dist.Store:
@@ -38,17 +81,44 @@ def connect() -> dist.Store:
     return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
 
 
-def _ask(store: dist.Store) -> int:
+def first_line(error: BaseException) -> str:
+    """Return the start of an error's message; torch appends advice and the stack of its C++ code."""
+    return str(error).partition("\n")[0][:200]
+
+
+def _resolve(host: str, seconds: float) -> None:
+    """Look up a name until it resolves. Raises gaierror if it does not within `seconds`."""
+    deadline = monotonic() + seconds
+    while True:
+        with suppress(socket.gaierror) if monotonic() < deadline else nullcontext():
+            socket.getaddrinfo(host, None)
+            return
+        sleep(seconds / 60)
+
+
+@contextmanager
+def _no_stderr_of_c() -> Iterator[None]:
+    """Drop what C code writes to stderr: torch writes a page for each failed attempt. What Python writes stays."""
+    with open(os.dup(2), "w", buffering=1) as stream, open(os.devnull, "w") as nothing, redirect_stderr(stream):
+        os.dup2(nothing.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stream.fileno(), 2)
+
+
+def _ask(store: dist.Store, rank: int) -> int:
     start = int(store.get(f"answer-{store.add('questions', 1)}"))
-    store.add(f"arrived-{start}", 1)
+    store.append(f"arrived-{start}", f"{rank} ")
     return start
 
 
-def _answer(store: dist.Store, world: int, timeout: timedelta) -> int:
-    start, answered, deadline = store.add("starts", 1), 0, monotonic() + timeout.total_seconds()
-    while (arrived := 1 + store.add(f"arrived-{start}", 0)) < world:
+def _answer(store: dist.Store, world: int, seconds: float) -> int:
+    start, answered, deadline = store.add("starts", 1), 0, monotonic() + seconds
+    store.append(f"arrived-{start}", "0 ")
+    while len(arrived := store.get(f"arrived-{start}").split()) < world:
         if monotonic() > deadline:
-            raise TimeoutError(f"{arrived} of {world} ranks have come within {timeout.total_seconds():.0f} s")
+            raise TimeoutError(f"{listed(sorted({*range(world)} - {*map(int, arrived)}))} of {world} missing")
         asked = store.add("questions", 0)
         for question in range(answered + 1, asked + 1):
             store.set(f"answer-{question}", str(start))

@@ -23,10 +23,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+
+from minitron.runtime.status import LOST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOOK_SECONDS = 1.0
@@ -100,7 +103,7 @@ class Listener:
             if not number:
                 return heard.close()
             if self.torchrun and os.getppid() != self.parent:
-                self.end("torchrun, which started this rank, has died: the rank ends without saving", 1)
+                self.end("torchrun, which started this rank, has died: the rank ends without saving", LOST)
             if number[0] in SIGNALS:
                 self.hear(signal.Signals(number[0]))
             else:
@@ -126,4 +129,4 @@ class Listener:
 def _to_stderr(text: str) -> None:
     """Write at once, without Python's buffer, whose lock the main thread may hold."""
     with suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+        os.write(sys.stderr.fileno(), f"{text}\n".encode())

@@ -15,6 +15,7 @@ Left out: histograms and pictures; alerts, which Prometheus has; MLflow, which r
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -30,24 +31,39 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE  # a disk that is full or fails: no mistake of the user
+
+
+def append_to(path: Path) -> io.FileIO:
+    """Open a file to append to it, and make its folder if there is none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab", buffering=0)
+
 
 class File:
     """A file to which any thread appends whole records. lost: how many have failed since the last that was written.
 
+    now: whether to open it, and so to create it, before the first record.
     After a failure each record opens the file anew, since a mount that comes back has forgotten what was open.
+    Raises OSError if the file cannot be opened, but not for a disk that is full or fails: records then do that.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, now: bool = True):
         self.path, self.lost, self._lock = path, 0, threading.Lock()
         self._torn: int | None = None  # where a half-written record begins that could not be cut off yet
-        self._file: io.FileIO | None = open(path, "ab", buffering=0)
+        self._file: io.FileIO | None = None
+        try:
+            self._file = append_to(path) if now else None
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def write(self, record: str | bytes) -> None:
         """Append a record, wholly or not at all. Raises OSError."""
         record, written = record.encode() if isinstance(record, str) else record, 0
         with self._lock:
             try:
-                self._file = self._file or open(self.path, "ab", buffering=0)
+                self._file = self._file or append_to(self.path)
                 self._cut(self._file)
                 while written < len(record):
                     written += self._file.write(record[written:])
@@ -99,7 +115,6 @@ class Board(File):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._frame = event_pb2.Event, summary_pb2.Summary, RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
         now = datetime.now().timestamp()
         File.__init__(self, folder / f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}")
         self.write(self._framed(self._event(wall_time=now, file_version="brain.Event:2")))

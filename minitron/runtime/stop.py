@@ -5,14 +5,17 @@ or so before it ends the run; a user presses Ctrl+C (SIGINT). Saving is a collec
 same step. The idea:
 
 1. The number of the signal goes to a thread (`signals.Listener`).
-2. After each step a rank passes a gate. The store in which the ranks met holds the number of gates passed so far, and
-   the thread closes the first gate that no rank has passed. No rank waits for another, and the GPU, where the result of
-   a collective would be known only after the step, takes no part.
+2. After each step a rank passes a gate. The store in which the ranks met holds the number of the last gate that is
+   passed, and the thread closes the next one. No rank waits for another, and the GPU, where the result of a collective
+   would be known only after the step, takes no part.
 3. At the closed gate all ranks save and exit 0, after Ctrl+C 130 (under torchrun 0).
 
-    the store     "6"      "7"                          "8 15"
-    rank 0           passes 7                                          at 8: stop, because of 15
-    rank 1                     passes 7    SIGTERM closes 8    at 8: stop
+    the store     "6"      "8"                                       "9 15"
+    rank 0           passes 7 and 8      at 8                                    at 9: stop, because of 15
+    rank 1                          at 7: reads 8   SIGTERM closes 9      at 8             at 9: stop
+
+Short steps pass several gates at once, so that ten thousand ranks do not all use the store in each of them. A stop
+comes up to ADVANCE_SECONDS later for that. The store alone decides, so the ranks' step times may differ.
 
 The host runs ahead of its GPU. It comes to the gate only when the GPU has done the step's last forward
 (`Trainer.near_end`): with a signal before that, the step on the GPU is the last one; with a later signal, the next
@@ -49,6 +52,8 @@ from minitron.runtime.watch import OWN_PACE
 REPEAT_SECONDS = 5.0
 # After SIGTERM a rank may stand still for this long, or for two steps if these take longer.
 PATIENCE_SECONDS = 10.0
+# Gates that are passed at once: those of the steps of this time. The bound is for a run whose steps get longer.
+ADVANCE_SECONDS, MOST_GATES = 1.0, 100
 
 
 class Diverged(ValueError):
@@ -56,10 +61,11 @@ class Diverged(ValueError):
 
 
 class Gate:
-    """One gate after another, on all ranks. A key of `store`, which all share, says how far the foremost rank has come.
+    """One gate after another, on all ranks. A key of `store`, which all share, holds the last gate that is passed.
 
-    "7": gates up to 7 are passed, 8 is open. "8 15": gate 8 is closed because of signal 15. One atomic operation turns
-    "7" into either "8" or "8 15", so that all ranks see the same.
+    "7": all ranks pass the gates up to 7, though some may not have come to them; 8 is open. "8 15": gate 8 is closed
+    because of signal 15. One atomic operation turns "7" into either a higher number or "8 15", so that all ranks see
+    the same.
     """
 
     KEY = "gate"
@@ -68,16 +74,20 @@ class Gate:
         self.store, self.number = store, 0
         self.seen = self._swap("", "0")
 
-    def next(self) -> int:
-        """Come to the next gate; return 0 if it is open, else the number of the signal for which it is closed."""
+    def next(self, gates: int = 1) -> int:
+        """Come to the next gate; return 0 if it is open, else the number of the signal for which it is closed.
+
+        gates: how many to pass at once where this rank is the first. It uses the store only at a gate that, as far as
+        it knows, no rank has passed.
+        """
         self.number += 1
         if " " not in self.seen and int(self.seen) < self.number:
-            self.seen = self._swap(self.seen, str(self.number))
+            self.seen = self._swap(self.seen, str(self.number - 1 + gates))
         gate, _, closed = self.seen.partition(" ")
         return int(closed) if closed and int(gate) <= self.number else 0
 
     def close(self, why: int) -> None:
-        """Close the first gate that nobody has passed, unless one is closed. From any thread."""
+        """Close the first gate that no rank has passed, unless one is closed. From any thread."""
         seen = self.store.get(self.KEY).decode()
         while " " not in seen:
             seen = self._swap(seen, f"{int(seen) + 1} {why}")
@@ -104,7 +114,8 @@ class Stop:
         """Tell whether the run stops here. All ranks ask in the same places, and get the same answer."""
         self.listener.take()
         self.mesh.activity.enter("agreement", self.mesh.world, 0)
-        self.agreed = self.gate.next()
+        steps = int(ADVANCE_SECONDS / (self.step_seconds or ADVANCE_SECONDS))
+        self.agreed = self.gate.next(min(max(steps, 1), MOST_GATES))
         self.mesh.activity.leave()
         return self.agreed > 0
 

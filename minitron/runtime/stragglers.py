@@ -207,7 +207,7 @@ def gather_places(mesh: Mesh) -> list[str]:
     own = torch.tensor(list(text.ljust(PLACE_BYTES)), dtype=torch.uint8, device=mesh.device)
     everyone = own.new_empty(mesh.world.size * PLACE_BYTES)
     all_gather_into(everyone, own, mesh.world)
-    return [bytes(place).decode(errors="replace").strip() for place in everyone.view(-1, PLACE_BYTES).tolist()]
+    return [bytes(place).decode(errors="replace").strip() for place in everyone.view(-1, PLACE_BYTES).cpu().numpy()]
 
 
 def driver_facts(device: torch.device) -> str:

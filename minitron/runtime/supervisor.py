@@ -11,7 +11,8 @@ of them see, so that any node may die.
 2. The lowest node that lives leads. It writes round.json: who takes part in this start of the ranks, in which order,
    where they meet. All it knows is in these files, so the next node can take over at any time.
 3. When ranks fail or a node dies, the leader writes "stop"; all nodes kill their ranks and say how these had ended.
-   From that the leader tells the cause from its consequences, and writes the next round.
+   From that the leader tells the cause from its consequences. Each node also looks at its GPUs and log.dir
+   (health.py); the leader writes the next round without a node that is unfit.
 
     round.json     run 1: nodes 0 1 2       stop 1                                     run 2: nodes 0 1 3
     node 1         running ..... (dies)
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import socket
@@ -38,15 +40,19 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from minitron.config.cli import user_errors
+from minitron.config.files import errors_as
 from minitron.runtime.agent import Agent
-from minitron.runtime.lead import BROKEN, STUCK, Leader, replace, words
+from minitron.runtime.health import Health
+from minitron.runtime.lead import BEAT, STUCK, Leader, replace
 from minitron.runtime.signals import SIGNALS
+from minitron.runtime.status import BROKEN
 
 POLL_SECONDS = 0.1
 PORTS = 100
 LEFT = 128 + signal.SIGTERM
 # What SIGKILL does not end in this time hangs in a driver: the node is of no use any more. A rank with 30 GB of locked
-# memory takes three seconds to end.
+# memory takes three seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
 KILL_SECONDS = 120.0
 
 
@@ -55,8 +61,9 @@ class Supervisor:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, (args.rounds or args.dir / "rounds") / args.id
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.agent = Agent(args.command, args.preload)
+        with errors_as(ValueError, lambda error: f"--dir={args.dir} cannot be used: {error}; name another", OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.agent, self.health = Agent(args.command, args.preload), Health(args.dir, args.dead_seconds / 2)
         self.beat: dict = {
             "node": args.node,
             "life": uuid.uuid4().hex,  # another after a restart of this supervisor: its ranks are gone
@@ -70,10 +77,15 @@ class Supervisor:
             "said": {},  # local rank: why
             "leaving": "",  # why this node will not take part in another round
             "stopping": False,  # the run is to end: SIGUSR1, Ctrl+C
+            "time": 0.0,  # of this node's clock, when the beat was written
+            "looked": "",  # the key of the last round after which health.py looked at this node
+            "unfit": "",  # what it found wrong with the GPUs
+            "poor": "",  # what it found wrong with log.dir
         }
         self.path, self.leader = self.folder / f"node-{args.node}.json", Leader(args, self.folder)
-        self.ending = self.beaten = 0.0
+        self.ending = self.beaten = self.passed = 0.0
         self.shown, self.starts, self.interrupted = False, 0, False
+        self.writing = threading.Lock()
 
     def run(self) -> int:
         """Return the status of the run, the same on every node; LEFT if it goes on without this one."""
@@ -81,18 +93,21 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a thread waits for them
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch/node.sh had it ignored until here
         threading.Thread(target=self.listen, args=[numbers], name="signals", daemon=True).start()
+        threading.Thread(target=self.keep, name="beats", daemon=True).start()
         self.agent.open()
         with suppress(OSError):
             if (over := self.leader.round())["state"] == "end":
                 self.leader.say(f"{self.folder} ended before, with {over['status']}: start again with another --id")
         try:
             while True:
+                self.passed = monotonic()
                 self.watch()
                 if monotonic() - self.beaten > self.args.beat_seconds:
                     if self.replaced():
                         self.leader.say(f"another supervisor has come as node {self.args.node}: this one leaves")
                         return LEFT
-                    self.show()
+                    with self.writing:
+                        self.show()
                     with suppress(OSError):  # a full disk: once more, a beat later
                         round_ = self.leader.lead() if self.leader.leads(self.args.node) else self.leader.round()
                         if (status := self.follow(round_)) is not None:
@@ -100,8 +115,10 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
         finally:
             self.agent.close()
-            if not self.replaced():
-                self.path.unlink(missing_ok=True)
+            with self.writing:
+                self.passed = -math.inf
+                if not self.replaced():
+                    self.path.unlink(missing_ok=True)
 
     def listen(self, numbers: Sequence[signal.Signals]) -> None:
         """Take signals at once, in a thread of its own, for the disk of the beats may stand still for a while.
@@ -132,9 +149,9 @@ class Supervisor:
         self.agent.listen()
         state = self.beat["state"]
         if self.ending and (not self.agent.running or monotonic() - self.ending > KILL_SECONDS):
-            self.ending, self.beat["state"] = 0.0, "ended"
             if self.agent.running:
                 self.beat["leaving"] = f"{STUCK} in {KILL_SECONDS:.0f} s"
+            self.ending, self.beat["state"] = 0.0, "ended"  # the state last: another thread may write the beat
         elif not self.ending and state != "ended":  # how they ended by themselves
             self.beat |= {"ended": dict(self.agent.ended), "said": dict(self.agent.said)}
             if BROKEN in self.agent.ended.values():
@@ -149,13 +166,23 @@ class Supervisor:
     def replaced(self) -> bool:
         """Tell whether a younger supervisor writes this node's beats, as of a pod that was given up for lost."""
         with suppress(OSError):
-            text = words(self.path) if self.shown else None
-            return bool(text) and json.loads(text)["life"] != self.beat["life"]
+            return self.shown and (self.leader.read(self.path.name, BEAT) or self.beat)["life"] != self.beat["life"]
         return False
+
+    def keep(self) -> None:
+        """Write beats while the main thread waits for a slow disk or device, for KILL_SECONDS at most.
+
+        The leader reads the beats of all nodes in one pass. Its own must not be late because of that.
+        """
+        while True:
+            time.sleep(self.args.beat_seconds)
+            with self.writing:
+                if self.args.beat_seconds < monotonic() - self.passed < KILL_SECONDS and not self.replaced():
+                    self.show()
 
     def show(self) -> None:
         """Write the beat."""
-        self.beat["count"] += 1
+        self.beat |= {"count": self.beat["count"] + 1, "time": time.time()}
         self.beaten = monotonic()
         if self.beat["state"] not in ("running", "failed"):
             self.beat["port"] = free_port([self.args.port + (self.starts + i) % PORTS for i in range(PORTS)])
@@ -163,7 +190,7 @@ class Supervisor:
             replace(self.path, self.beat)
             self.shown = True
         except OSError:  # the disk is full or away: beats that do not change say nothing of their nodes now
-            self.leader.seen.clear()
+            self.leader.seen = {}
 
     def follow(self, round_: dict) -> int | None:
         """Do what the round asks of this node; return its status if there is no more to do for it."""
@@ -180,7 +207,11 @@ class Supervisor:
             return None
         if round_["state"] == "end":
             return round_["status"]
-        return LEFT if beat["leaving"] and (mine not in members or round_["left"]) else None
+        if round_["state"] == "stop" and round_["key"] != beat["looked"] and not beat["leaving"]:
+            beat |= {"unfit": self.health.unfit(), "poor": self.health.poor(), "looked": round_["key"]}
+            self.beaten = 0.0
+        unfit = beat["unfit"] and self.args.host in round_["excluded"]  # the leader has read why
+        return LEFT if unfit or beat["leaving"] and (mine not in members or round_["left"]) else None
 
     def start(self, round_: dict, node_rank: int) -> None:
         local, world = self.args.ranks, self.args.ranks * len(round_["nodes"])
@@ -213,9 +244,9 @@ def free_port(ports: Sequence[int]) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="supervisor", description=__doc__.split("\n")[0])
     flag = parser.add_argument
-    flag("--node", type=int, required=True, help="number of this node, spares included")
     flag("--nodes", type=int, required=True, help="nodes that a round needs")
     flag("--spares", type=int, default=0, help="more nodes, which wait")
+    flag("--node", type=int, required=True, help="number of this node, spares included")
     flag("--ranks", type=int, required=True, help="ranks of a node")
     flag("--dir", type=Path, required=True, help="the run's folder (log.dir), which all nodes see")
     flag("--rounds", type=Path, help="where the nodes agree (default: rounds/ in the run's folder)")
@@ -231,12 +262,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--rejoin-seconds", type=float, default=0.0, help="wait for a lost node to come back, or its successor")
     flag("--preload", default="minitron.train", help="what agents import; '': nothing, each rank is a new Python")
     flag("command", nargs="+", help="after --: -m MODULE ARGUMENTS..., or FILE ARGUMENTS...")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    least = {"nodes": 1, "ranks": 1, "port": 1, "beat_seconds": 0.001, "dead_seconds": args.beat_seconds}
+    most = {"node": args.nodes + args.spares - 1, "port": 65535, "gather_seconds": math.inf, "rejoin_seconds": math.inf}
+    for name, value in vars(args).items():
+        low, high = least.get(name, 0), most.get(name, 1_000_000_000)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')}={value} must be from {low} to {high}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    sys.exit(Supervisor(parse(argv)).run())
+    with user_errors():
+        supervisor = Supervisor(parse(argv))
+    sys.exit(supervisor.run())
 
 
 if __name__ == "__main__":

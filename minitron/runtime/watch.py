@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -32,17 +33,19 @@ from contextlib import contextmanager
 from time import sleep
 
 import torch
+import torch.distributed as dist
 
 from minitron.comm.activity import PeerLost, listed
 from minitron.comm.mesh import Mesh
-from minitron.runtime.lead import HUNG, LOST
 from minitron.runtime.log import Log
-from minitron.runtime.rendezvous import connect
+from minitron.runtime.rendezvous import connect, first_line
+from minitron.runtime.status import HUNG, LOST
 
 # Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
-OWN_PACE = frozenset({"data", "checkpoint", "load", "profile", "recording"})
-# To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too.
-DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load"})
+OWN_PACE = frozenset({"data", "datasets", "checkpoint", "load", "profile", "recording"})
+# To write terabytes takes hours, and that is no hang; but a disk that is stuck must be noticed, too. At the start the
+# other ranks wait for the slowest one as long: "load" is a checkpoint, "datasets" are indices to build or to read.
+DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 
 
 @contextmanager
@@ -53,13 +56,14 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if mesh.activity.collective is None and not isinstance(error, PeerLost):
+        if mesh.activity.collective is None and not isinstance(error, PeerLost | dist.DistError):
             raise
         if watch.hangs:
             sleep(watch.grace)  # the others have ended before this one: the report has said it all
         log.alarm(
             f"error: {mesh.coordinates()} failed in {mesh.activity}; most likely another rank has died, and the first "
-            "error says why. The traceback is in this rank's log",
+            f"error says why; start all ranks again. On {socket.gethostname()} it was: {first_line(error)}. "
+            "The traceback is in this rank's log",
             traceback.format_exc(),
         )
         raise SystemExit(LOST) from None
@@ -97,7 +101,7 @@ class _Watch:
             progress = self.mesh.activity.progress
             return [f"  device: {progress.unfinished()}"] * (progress is not None) + unfinished_nccl()
         except RuntimeError as error:  # a device that has failed answers every call with that error
-            return [f"  device: {str(error).splitlines()[0]}"]
+            return [f"  device: {first_line(error)}"]
 
     def _tell_others(self) -> None:
         world = self.mesh.world.ranks

@@ -17,7 +17,7 @@ from layouts import LLAMA, config
 from minitron.checkpoint import local
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.load import find, prefer_local, restore
+from minitron.checkpoint.load import agree, prefer_local, restore
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
 from minitron.runtime.log import Log
@@ -32,13 +32,13 @@ FIRST = 7  # steps before the fault: shared saves of 1 and 4, local ones of 6 an
 def leg(cfg, folder: Path, nodes: int, until: int, **keys) -> dict:
     """Go on from what is there, save a step in four in `shared` and every other on the node, end as if killed."""
     mesh = mesh_of(cfg)
-    node = mesh.rank * nodes // mesh.world.size
+    node, rank_there = divmod(mesh.rank, mesh.world.size // nodes)
     keys = {"every": 4, "local_every": 1, "local_dir": str(folder / f"node{node}"), "async_save": False} | keys
     cfg, lines = saving(cfg, folder / "shared", **keys), []
     with Log(cfg, mesh.rank, mesh.world.size) as log:
         log.info = lines.append
-        trainer, start = build(cfg, mesh), find(cfg)
-        start = prefer_local(cfg, start, {}, trainer.state, log)
+        trainer, start = build(cfg, mesh), agree(cfg, mesh, rank_there == 0)
+        start = prefer_local(cfg, start, {}, trainer.state, log, rank_there == 0)
         restore(start, trainer.state)
         saves = Checkpointer(cfg, trainer.state, {}, log, start.step, start.root)
         figures = []
@@ -149,7 +149,7 @@ def test_a_node_whose_part_is_missing(ranks, begun, lost):
     shutil.rmtree(begun / "node1" if lost == "all" else begun / "node1" / "step_00000007")
     results = goes_on(ranks, begun)
     assert results[0]["from"] == ("shared/step_00000004" if lost == "all" else "node0/step_00000006")
-    assert "step_00000007 is not the same on all nodes: see ranks 2, 3: this local save is not used" in "".join(
+    assert "step_00000007 is not the same on all nodes: see rank 2: this local save is not used" in "".join(
         warnings(results)
     )
 

@@ -1,7 +1,9 @@
 """Runs that are stopped, starved, poisoned and killed, for real: through torchrun, on gloo ranks."""
 
+import ctypes
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fault_run
 from fault_run import PATIENCE, PYTHONPATH, ROOT, TINY, Run
 from minitron import pretrain
 from minitron.checkpoint.directory import checkpoints
@@ -31,6 +35,7 @@ from minitron.runtime import signals, watch
 from minitron.runtime import stop as stop_module
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.signals import Listener
+from minitron.runtime.status import LOST
 from minitron.runtime.stop import Diverged, Stop
 
 # ---- hangs --------------------------------------------------------------------------------------------------------
@@ -168,21 +173,35 @@ def test_ctrl_c_in_the_terminal_of_torchrun_saves(tmp_path):
     assert list(checkpoints(saved)) == [step] and "ends without saving" not in output and "forcefully" not in output
 
 
-def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
-    """Threads as ranks, at most two gates apart as a pipeline's may be; one of them closes at a random moment."""
-    for seed in range(50):
-        store, rng, passed, closed = dist.HashStore(), random.Random(seed), [0] * 4, []
+def counted(store):
+    """A store, with a list of the operations that change it."""
+    count = []
+    compare_set = store.compare_set
+    return SimpleNamespace(
+        get=store.get, compare_set=lambda *words: count.append(words) or compare_set(*words), swaps=count
+    )
+
+
+@pytest.mark.parametrize("most", [1, 7])  # steps that a rank takes in a second: at most
+def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
+    """Threads as ranks, at most two gates apart as a pipeline's may be; one of them closes at a random moment.
+
+    The ranks measure different step times, which change.
+    """
+    whole = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for seed in range(8):
+        store, rng, passed, closed = dist.PrefixStore(str(seed), whole), random.Random(seed), [0] * 4, []
 
         def rank(index, at):
-            gate, pace = stop_module.Gate(store), random.Random(index)
+            gate, pace = stop_module.Gate(store.clone()), random.Random(index)
             while passed[index] < 1000:
                 while passed[index] > min(passed) + 1:
-                    time.sleep(0)
+                    time.sleep(1e-4)
                 if index == 3 and passed[index] == at:
                     before = max(passed)
                     gate.close(signal.SIGTERM)
                     closed.append((before, max(passed)))
-                if number := gate.next():
+                if number := gate.next(pace.randint(1, most)):
                     return number
                 passed[index] += 1
                 time.sleep(pace.random() * 1e-4)
@@ -191,7 +210,33 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed():
             numbers = list(pool.map(rank, range(4), [rng.randrange(20)] * 4))
         ((before, after),) = closed
         assert numbers == [signal.SIGTERM] * 4 and len(set(passed)) == 1
-        assert before <= passed[0] <= after + 1  # a thread may stand between the gate and its note of it
+        assert before <= passed[0] <= after + most  # a thread may stand between the gate and its note of it
+
+
+@pytest.mark.parametrize("steps", range(1, 8))  # of the whole run
+@pytest.mark.parametrize("closes_after", range(4))  # so many steps of the rank that gets the signal
+def test_a_gate_closed_behind_the_last_step_ends_all_ranks_alike(steps, closes_after):
+    """The first rank passes three gates at once, here beyond the last step: then no rank stops before it."""
+    store, stopped = dist.HashStore(), []
+    first, second = stop_module.Gate(store), stop_module.Gate(store)
+    assert first.next(3) == 0 and [second.next(5) for _ in range(closes_after)] == [0] * closes_after
+    second.close(signal.SIGUSR1)
+    for gate in first, second:
+        at = next((gate.number for _ in range(gate.number, steps) if gate.next()), None)
+        stopped.append(at)
+    assert stopped == [4 if steps >= 4 else None] * 2
+
+
+@pytest.mark.parametrize("seconds, gates", [(0.0, 1), (3.0, 1), (0.6, 1), (0.25, 4), (1e-9, stop_module.MOST_GATES)])
+def test_a_rank_uses_the_store_once_for_the_steps_of_a_second(stop, seconds, gates):
+    store = counted(dist.HashStore())
+    stop.gate, stop.step_seconds = stop_module.Gate(store), seconds
+    store.swaps.clear()
+    for _ in range(3 * gates):
+        assert not stop.now()
+    assert len(store.swaps) == 3
+    stop._hear(signal.SIGUSR1)
+    assert stop.now() and stop.agreed == signal.SIGUSR1
 
 
 def test_a_rank_that_serves_the_store_waits_for_those_who_ask_there(tmp_path):
@@ -365,10 +410,15 @@ def test_a_signal_while_torch_is_loaded_is_one_line(module, number):
 
 @pytest.mark.parametrize("rank, number", [(0, signal.SIGTERM), (1, signal.SIGINT)])
 def test_a_signal_while_ranks_meet_is_one_line(tmp_path, rank, number):
-    """Rank 0 waits for the other one, rank 1 stands in C for as long as the store is not there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Rank 0 serves the store and waits for the other one; rank 1 stands in C while that does not answer."""
+    mute = socket.socket()
+    mute.bind(("127.0.0.1", 0))
+    port = mute.getsockname()[1]
+    if rank == 0:
+        mute.close()
+    else:
+        mute.listen()
+        mute.settimeout(PATIENCE)
     process = start(
         "-m",
         "minitron.pretrain",
@@ -379,9 +429,13 @@ def test_a_signal_while_ranks_meet_is_one_line(tmp_path, rank, number):
         WORLD_SIZE="2",
         RANK=str(rank),
     )
-    eventually((tmp_path / f"rank-{rank}.log").exists)
+    if rank == 0:
+        eventually((tmp_path / "rank-0.log").exists)
+    else:
+        mute.accept()
     time.sleep(0.5)
     ended(process, number)
+    mute.close()
     assert "during the start" in (tmp_path / f"rank-{rank}.log").read_text()
 
 
@@ -422,7 +476,7 @@ def test_only_torchrun_s_orphans_end(monkeypatch, capfd, environ, ends):
         listener.look, listener.parent = lambda: looks.append(0), -1
         eventually(lambda: len(looks) > 2)
     eventually(lambda: all(thread.name != "signals" for thread in threading.enumerate()))  # while _exit is patched
-    assert (statuses[:1] == [1]) == ends
+    assert (statuses[:1] == [LOST]) == ends
     assert ("torchrun, which started this rank, has died" in capfd.readouterr().err) == ends
 
 
@@ -446,24 +500,134 @@ def lives(pid):
     return bool(status) and not status.startswith("Z")
 
 
-@pytest.mark.parametrize("fault, argv, ranks", [("none", [], 1), ("sleep@1", ["parallel.tp=2"], 2)])
-def test_ranks_do_not_outlive_a_killed_torchrun(tmp_path, fault, argv, ranks):
+@pytest.fixture
+def adopts():
+    """Make this process the parent of its orphaned descendants, whose exit statuses it can then read."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_child_subreaper, 1)
+    yield
+    prctl(set_child_subreaper, 0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl")
+@pytest.mark.parametrize(
+    "fault, argv, ranks, number", [("none", [], 1, signal.SIGUSR1), ("sleep@1", ["parallel.tp=2"], 2, signal.SIGKILL)]
+)
+def test_ranks_do_not_outlive_a_killed_torchrun(tmp_path, adopts, fault, argv, ranks, number):
     """One that trains by itself; one that sleeps and one that waits for it, in gloo, for eleven minutes."""
     with Run(tmp_path, fault, *argv, ranks=ranks) as run:
         run.wait_for('"step": 2', run.folder / "metrics.jsonl")
         time.sleep(1.0)
         workers = run.workers()
-        run.process.kill()
-        run.process.wait()
+        run.process.send_signal(number)
+        assert run.process.wait(PATIENCE) == -number
         try:
             eventually(lambda: not any(map(lives, workers)))
         finally:
             for pid in filter(lives, workers):
                 os.kill(pid, signal.SIGKILL)
+            statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in workers]
+    assert statuses == [LOST] * ranks
     texts = [(run.folder / f"rank-{rank}.log").read_text() for rank in range(ranks)]
     said = [text.count("torchrun, which started this rank, has died: the rank ends without saving\n") for text in texts]
     assert max(said) == 1
     assert all("has died" in text for text in texts)  # the second to look may hear first that the other rank is gone
+
+
+# ---- ranks that cannot join each other ------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(answer):
+    """Serve a port of this machine; what connects there gets this answer, None: nothing, as from a firewall."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        kept = []
+
+        def serve():
+            with suppress(OSError):  # closed
+                while True:
+                    kept.append(server.accept()[0])
+                    if answer is not None:
+                        kept[-1].sendall(answer)
+                        kept.pop().close()
+
+        pool.submit(serve)
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def unused_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def join(tmp_path, fault="none", ranks=(0, 1), address="127.0.0.1", port=None, agent=False):
+    """Start these ranks of two without torchrun; return {rank: (exit status, what it printed)}.
+
+    torch's own time limits are a day, so ranks that wait for others end by hang_seconds or not at all.
+    """
+    context = multiprocessing.get_context("forkserver")  # whose processes die with a test that fails
+    context.set_forkserver_preload(["minitron.pretrain"])
+    environ = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port or unused_port()),
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    keys = f"data.cache_dir={tmp_path / 'cache'}", f"log.dir={tmp_path / 'log'}", "train.hang_seconds=2"
+    started = {}
+    for rank in ranks:
+        arguments = tmp_path / f"output-{rank}", environ | {"RANK": str(rank)}, f"patient+{fault}", *TINY, *keys
+        started[rank] = context.Process(target=fault_run.forked, args=arguments, daemon=True)
+        started[rank].start()
+    ends = {}
+    for rank, process in started.items():
+        process.join(PATIENCE)
+        ends[rank] = process.exitcode, (tmp_path / f"output-{rank}").read_text()
+        process.kill()
+    return ends
+
+
+def is_lost(end, rank, address="127.0.0.1", pages=False):
+    """Assert that a rank ended as one that lost the others, with one line. pages: torch may print its own before it."""
+    status, output = end
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == LOST and len(lines) == 1 and "Traceback" not in output, (status, output)
+    assert f"rank {rank} " in lines[0] and socket.gethostname() in lines[0] and address in lines[0], output
+    assert pages or output.splitlines() == lines, output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_does_not_resolve_is_one_line(tmp_path, rank):
+    is_lost(join(tmp_path, ranks=[rank], address="nosuch.invalid")[rank], rank, "nosuch.invalid")
+
+
+@pytest.mark.parametrize("rank, agent", [(1, False), (0, True)])
+def test_an_address_that_nobody_serves_is_one_line(tmp_path, rank, agent):
+    port = unused_port()
+    is_lost(join(tmp_path, ranks=[rank], port=port, agent=agent)[rank], rank, f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_program_at_the_address_is_one_line(tmp_path, answer):
+    with served(answer) as port:
+        is_lost(join(tmp_path, ranks=[1], port=port)[1], 1, f"127.0.0.1:{port}")
+        is_lost(join(tmp_path, ranks=[0], port=port)[0], 0, f"127.0.0.1:{port}")  # which cannot serve there
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    end = join(tmp_path, ranks=[0])[0]
+    is_lost(end, 0)
+    assert re.search(r"\brank 1\b", end[1])
+
+
+@pytest.mark.parametrize("dead, place", [(1, "groups"), (0, "groups"), (1, "mesh"), (1, "start"), (0, "start")])
+def test_a_rank_killed_before_the_first_collective_ends_the_other_with_one_line(tmp_path, dead, place):
+    """Rank 0 has the store. A rank that is much later than the other meets none, which it says as well."""
+    ends = join(tmp_path, f"dies@{dead}@{place}")
+    is_lost(ends[1 - dead], 1 - dead, pages=dead == 0)
 
 
 # ---- skipped updates ----------------------------------------------------------------------------------------------

@@ -82,7 +82,39 @@ def test_rows_of_before_have_no_account(tmp_path):
     assert found.total == 3.0 and found.starts == 1
     torn = tmp_path / "metrics.jsonl"
     torn.write_text('{"kind": "run"}\n{"kind": "st\n7\n{"kind": "step", "step": 1}\n{"kin')
-    assert [row["kind"] for row in read_rows(torn)] == ["run", "step"]
+    assert [row.get("kind") for row in read_rows(torn)] == ["run", None, None, "step", None]
+
+
+FOREIGN = [
+    '{"kind": "step"}',
+    '{"kind": "run", "time": 1.0}',
+    '{"kind": ["step"], "time": 1.0}',
+    '{"kind": {}, "time": 1.0}',
+    '{"time": 1.0}',
+    '{"kind": "step", "time": "now", "step": 3, "step_seconds": 1.0}',
+    '{"kind": "step", "time": Infinity, "step": 3, "step_seconds": 1.0}',
+    '{"kind": "step", "time": 1e400, "step": 3, "step_seconds": 1.0}',
+    f'{{"kind": "step", "time": {"9" * 400}, "step": 3, "step_seconds": 1.0}}',
+    f'{{"kind": "step", "time": 1010.0, "step": 3, "step_seconds": {"9" * 400}}}',
+    '{"kind": "step", "time": 1010.0, "step": 3, "step_seconds": [1.0]}',
+    '{"kind": "eval", "time": 1010.0, "seconds": "long"}',
+    '{"kind": "end", "time": 1010.0, "stall_seconds": null}',
+    '{"kind": "run", "time": 1010.0, "first_step": 1, "load_seconds": {}}',
+    "[" * 100000,
+    "7",
+    "not JSON",
+    "9" * 5000,
+]
+
+
+def test_rows_of_others_are_skipped_and_counted(tmp_path):
+    """They change nothing else."""
+    ours = [run_row(1, 1000.0, 2.0, 1006.0), *steps(range(1, len(FOREIGN)), 1007.0)]
+    path, foreign = tmp_path / "metrics.jsonl", len(FOREIGN)
+    path.write_text("".join(f"{json.dumps(row)}\n{text}\n" for row, text in zip(ours, FOREIGN, strict=True)))
+    found = measure(read_rows(path))
+    assert found == measure(ours)._replace(skipped_rows=foreign)
+    assert f"{foreign} rows skipped" in str(found)
 
 
 def test_a_clock_that_goes_back_takes_no_time():

@@ -1,5 +1,6 @@
 """The bytes that a run writes: Megatron's lines, metrics.jsonl, config.yaml, the log of each rank."""
 
+import errno
 import io
 import json
 import math
@@ -12,11 +13,13 @@ import warnings
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from minitron.config import cli, flops
 from minitron.runtime import log_formats as forms
+from minitron.runtime import sinks
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
@@ -305,10 +308,29 @@ def test_files(tmp_path, capsys):
     packed = 16 * 2 * flops.full(shape, 32) / 7.2310 / 2 / 1e12  # every sample holds two documents of 32
     assert second["tflops"]["full"] == pytest.approx(packed) and second["memory_gib"] == 3.5
 
-    for rank in (0, 1):
-        text = (folder / f"rank-{rank}.log").read_text()
-        assert re.search(rf"^\d{{4}}-\d\d-\d\d \S+ rank {rank}: 100 % done$", text, re.M) and "validation loss" in text
+    messages, figures = (folder / "rank-0.log").read_text(), (folder / "rank-1.log").read_text()
+    assert re.search(r"^\d{4}-\d\d-\d\d \S+ rank 0: 100 % done$", messages, re.M) and "validation loss" not in messages
+    assert "100 % done" not in figures and "rank 1:  validation loss" in figures
     assert capsys.readouterr().out.count("100 % done") == 1
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_prints_nothing_has_a_log_only_of_its_own_alarms(tmp_path, capsys, rank):
+    """Not even the folder is made by every rank: there are thousands, and all start at once."""
+    folder = tmp_path / "run"
+    with Log(cli.load([f"log.dir={folder}"]), rank, 4) as log:
+        log.iteration(STEP)
+        log.evaluation(10, 1.0)
+        log.info("of all ranks")
+        log.warn("of all ranks")
+        assert not folder.exists() and not any(capsys.readouterr())
+        log.alarm("of this rank", "its traceback")
+        log.info("as well", rank)
+    text = (folder / f"rank-{rank}.log").read_text()
+    stamp = r"\d{4}-\d\d-\d\d \S+"
+    assert re.fullmatch(rf"{stamp} rank {rank}: of this rank\nits traceback\n{stamp} rank {rank}: as well\n", text)
+    assert "of this rank\nits traceback" in (folder / "errors.log").read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["errors.log", f"rank-{rank}.log"]
 
 
 def dllogger_records(path) -> list[dict]:
@@ -490,21 +512,53 @@ def test_a_full_disk_costs_records_and_one_warning(tmp_path, capsys, monkeypatch
     assert all(f"after step {step}\n" in output.out for step in range(1, 10))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
+def test_a_run_that_starts_again_on_a_full_disk_trains_without_its_logs(tmp_path, capsys, monkeypatch, number):
+    """Three restarts failed at their start, and the run ended. What only the user can mend is an error at the start."""
+    pytest.importorskip("tensorboard")
+    cfg = cli.load([f"log.dir={tmp_path}", "log.tensorboard=true"])
+    with Log(cfg, 0, 1) as log:
+        log.iteration(STEP)
+    files = {name: (tmp_path / name).read_text() for name in ("config.yaml", "metrics.jsonl", "dllogger.json")}
+    capsys.readouterr()
+
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as full:
+        full.setattr(sinks, "open", fails, raising=False)
+        full.setattr(Path, "write_text", fails)
+        if number == errno.EACCES:
+            with pytest.raises(ValueError, match="log.dir"):
+                Log(cfg, 0, 1)
+            return
+        log = Log(cfg, 0, 1)
+        log.iteration(replace(STEP, step=2))
+        assert {name: (tmp_path / name).read_text() for name in files} == files
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("warning: ") and os.strerror(number).lower() in line
+    log.iteration(replace(STEP, step=3))  # there is room again
+    log.close()
+    added = (tmp_path / "metrics.jsonl").read_text().removeprefix(files["metrics.jsonl"])
+    assert [json.loads(row)["step"] for row in added.splitlines()] == [3]
+
+
 def test_messages_that_a_rank_s_log_has_lost_are_counted_there(tmp_path, capsys):
     """Rank 0 alone warns: the others mostly write to the same disk."""
     with Log(cli.load([f"log.dir={tmp_path}"]), 1, 2) as log:
-        log.info("first")
+        log.alarm("first")
         with files_of_at_most((tmp_path / "rank-1.log").stat().st_size + 5):
-            log.info("second")
-            log.info("third")
-        log.info("fourth")
+            log.alarm("second", "its traceback")
+            log.alarm("third")
+        log.alarm("fourth", "another traceback")
     lines = (tmp_path / "rank-1.log").read_text().splitlines()
-    assert [line.split("rank 1: ")[1] for line in lines] == [
+    assert [line.split("rank 1: ")[-1] for line in lines] == [
         "first",
         "2 messages before this one are lost: the disk was full or failed",
         "fourth",
+        "another traceback",
     ]
-    assert not any(capsys.readouterr())
+    assert capsys.readouterr().err.splitlines() == ["first", "second", "its traceback", "third", "fourth"]
 
 
 def test_a_file_that_became_shorter_meanwhile_is_not_filled_up(tmp_path):

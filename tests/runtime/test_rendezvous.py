@@ -1,5 +1,7 @@
 """Starts of the same ranks that share one store: each has a number of its own, whoever died before."""
 
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -7,14 +9,15 @@ import pytest
 import torch.distributed as dist
 
 from minitron.runtime import rendezvous
+from minitron.runtime.signals import Listener
 
-PATIENCE = timedelta(seconds=20)
+PATIENCE = 20.0
 
 
 def starts_of(store, world):
     """The number that each rank of one start learns."""
     with ThreadPoolExecutor(world) as threads:
-        others = [threads.submit(rendezvous._ask, store) for _ in range(world - 1)]
+        others = [threads.submit(rendezvous._ask, store, rank) for rank in range(1, world)]
         first = threads.submit(rendezvous._answer, store, world, PATIENCE)
         return [future.result() for future in (first, *others)]
 
@@ -32,23 +35,33 @@ def test_the_dead_of_earlier_starts_do_not_count():
 def test_a_rank_that_does_not_come():
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(rendezvous._ask, store)
-        with pytest.raises(TimeoutError, match="2 of 3 ranks have come within 1 s"):
-            rendezvous._answer(store, 3, timedelta(seconds=1))
+        threads.submit(rendezvous._ask, store, 2)
+        with pytest.raises(TimeoutError, match="rank 1 of 3"):
+            rendezvous._answer(store, 3, 1.0)
 
 
-def test_the_store_of_a_start(monkeypatch):
+def test_the_store_of_a_start():
     """A world of one, in torchrun's environment: keys of the start before are not seen."""
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": served.port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    rendezvous.meet(PATIENCE)[0].set("key", "of the dead")
-    store, rank, world = rendezvous.meet(PATIENCE)
-    assert (rank, world, store.check(["key"])) == (0, 1, False)
+        "MASTER_PORT": str(served.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    arguments = environ, PATIENCE, timedelta(seconds=PATIENCE), Listener({})
+    with rendezvous.joined(*arguments) as (store, _, _):
+        store.set("key", "of the dead")
+    with rendezvous.joined(*arguments) as (store, rank, world):
+        assert (rank, world, store.check(["key"])) == (0, 1, False)
+
+
+def test_what_python_writes_is_seen_while_c_code_is_silent(capfd):
+    """The line of a rank that is told to end must get out, whatever torch does at that moment."""
+    with rendezvous._no_stderr_of_c():
+        os.write(2, b"a page of torch's\n")
+        Listener({}).alarm("a line without a log")
+        print("a line", file=sys.stderr)
+    os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "a line without a log\na line\nafterwards\n"

@@ -18,7 +18,7 @@ import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
 from minitron.runtime import agent, lead, supervisor
-from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, STUCK, TAKEN, Leader, repeated, replace
+from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, START, STUCK, TAKEN, Leader, repeated, replace
 from minitron.runtime.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
@@ -52,9 +52,17 @@ class Nodes:
     """Supervisors as processes; their hosts are called host0, host1, ..."""
 
     def __init__(
-        self, folder: Path, nodes: int, *options: str, spares: int = 0, ranks: int = 2, command=None, supervisor=None
+        self,
+        folder: Path,
+        nodes: int,
+        *options: str,
+        spares: int = 0,
+        ranks: int = 2,
+        command=None,
+        supervisor=None,
+        environment=None,
     ):
-        self.folder, self.stack, self.processes = folder, ExitStack(), {}
+        self.folder, self.stack, self.processes, self.environment = folder, ExitStack(), {}, environment or {}
         self.supervisor = supervisor or ["-m", "minitron.runtime.supervisor"]
         (folder / "rank.py").write_text(RANK)
         command = command or ["rank.py", ".", "20"]
@@ -69,7 +77,9 @@ class Nodes:
         self.processes[node] = subprocess.Popen(
             [sys.executable, *self.supervisor, *map(str, [*own, *self.options])],
             cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ
+            | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "NODE": str(node)}
+            | self.environment,
             stderr=open(self.folder / f"stderr-{node}", "a"),
         )
 
@@ -175,6 +185,60 @@ def test_the_rank_that_stands_still_is_named_not_those_that_waited_for_it(tmp_pa
     assert nodes.causes() == ["rank 3 on host1 stood still"]
 
 
+# nvidia-smi of a node: what the file gpus-NODE holds.
+SMI = """#!/bin/sh
+cat "$FOLDER/gpus-$NODE"
+"""
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_node_whose_gpu_is_lost_is_left_out_of_the_next_round(tmp_path, broken):
+    """The node that leads; and the spare, which must not take part later."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvidia-smi").write_text(SMI)
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    for node in range(3):
+        (tmp_path / f"gpus-{node}").write_text("00000000:3B:00.0, 0, None\n00000000:AF:00.0, 0, None\n")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FOLDER": str(tmp_path)}
+    with Nodes(tmp_path, 2, spares=1, environment=environment) as nodes:
+        nodes.steps(3)
+        (tmp_path / f"gpus-{broken}").write_text("00000000:3B:00.0, 0, None\n")
+        nodes.do(3, killed(9))
+        assert nodes.end() == [143 if node == broken else 0 for node in range(3)], nodes.said()
+    (cause,) = nodes.causes()
+    assert cause.startswith("rank 3 on host1 was killed by SIGKILL") and "GPU 0000:af:00" in cause
+    assert cause.count("is left out") == nodes.said().count("is left out") == 1
+    hosts = [node["host"] for node in json.loads((tmp_path / "rounds/job/round.json").read_text())["nodes"]]
+    assert hosts == [f"host{node}" for node in range(3) if node != broken]
+    assert (tmp_path / "excluded_nodes").read_text() == f"host{broken}\n"
+    assert len(list(tmp_path.glob("step-*"))) == 20
+
+
+# A supervisor of which node 0 takes longer for the beats of all nodes than dead_seconds.
+SLOW_READS = """
+import time
+from minitron.runtime import lead, supervisor
+alive = lead.Leader.alive
+def slow(self, node):
+    if self.args.node == 0: time.sleep(0.4 * self.args.dead_seconds)
+    return alive(self, node)
+lead.Leader.alive = slow
+supervisor.main()
+"""
+
+
+def test_a_leader_that_reads_slowly_is_not_taken_for_dead(tmp_path):
+    """It reads the beats of all nodes between two of its own."""
+    (tmp_path / "slow.py").write_text(SLOW_READS)
+    with Nodes(tmp_path, 2, spares=1, ranks=1, command=["rank.py", ".", "40"], supervisor=["slow.py"]) as nodes:
+        assert nodes.end() == [0, 0, 0] and not nodes.report(), nodes.said()
+    hosts = [node["host"] for node in json.loads((tmp_path / "rounds/job/round.json").read_text())["nodes"]]
+    assert hosts == ["host0", "host1"]
+
+
+GARBAGE = ["", "[]", "7", "null", '"a"', "{}", "[" * 100000, '{"number": Infinity}', '{"number": %s}' % ("9" * 400)]
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_spare_takes_the_place_of_a_node_that_died(tmp_path, lost):
     """Node 0 leads, and its death hands the lead on."""
@@ -253,7 +317,7 @@ def test_a_node_whose_ranks_cannot_be_killed_leaves(tmp_path, monkeypatch):
     node.agent.ended, node.agent.said = {}, {}
     node.beat |= {"state": "running", "round": "key"}
     for now[0] in range(1, 130):
-        assert node.follow({"state": "stop", "nodes": [], "left": ""}) == (143 if node.beat["leaving"] else None)
+        assert node.follow(START | {"state": "stop"}) == (143 if node.beat["leaving"] else None)
         node.watch()
     assert node.beat["state"] == "ended" and node.beat["leaving"] == "has ranks that SIGKILL does not end in 120 s"
     assert set(signals) == {signal.SIGKILL}
@@ -264,14 +328,27 @@ def leader(tmp_path):
     return Leader(arguments(tmp_path), tmp_path)
 
 
+def beat_of(node: int, **values) -> dict:
+    """The beat of a node whose ranks have ended in round b, and which has looked at itself."""
+    here = {"node": node, "life": "a", "host": f"host{node}", "address": "localhost", "port": 1, "count": 1}
+    state = {"round": "b", "looked": "b", "state": "ended", "ended": {}, "said": {}, "time": time.time()}
+    return here | state | {"leaving": "", "stopping": False, "unfit": "", "poor": ""} | values
+
+
+def stopped(*beats: dict) -> dict:
+    """Round b of these nodes, which has stopped."""
+    return START | {"number": 1, "key": "b", "state": "stop", "stopped": time.time(), "nodes": list(beats)}
+
+
 def test_a_beat_that_is_not_whole_is_none(leader, tmp_path):
     """A machine that loses its power may leave an empty file, which must not end the others."""
     (tmp_path / "node-0.json").write_text("")
     assert leader.alive(0) is None
-    replace(tmp_path / "node-1.json", {"count": 1})
-    assert leader.alive(1) == {"count": 1}
+    beat = beat_of(1)
+    replace(tmp_path / "node-1.json", beat)
+    assert leader.alive(1) == beat
     (tmp_path / "node-1.json").write_text('{"count": ')
-    assert leader.alive(1) == {"count": 1}  # until it is too old
+    assert leader.alive(1) == beat  # until it is too old
     time.sleep(0.9)
     leader.alive(1)  # this node did not stand still
     time.sleep(0.9)
@@ -282,12 +359,51 @@ def test_a_beat_that_is_not_whole_is_none(leader, tmp_path):
 
 @pytest.mark.parametrize("leaving, excluded", [("got SIGTERM", []), (f"{STUCK} in 120 s", ["host1"])])
 def test_a_node_that_is_of_no_use_is_excluded_and_one_that_was_told_to_end_is_not(leader, leaving, excluded):
-    beats = [{"node": n, "host": f"host{n}", "life": "a", "round": "b", "state": "ended"} for n in (0, 1)]
-    beats = [beat | {"ended": {}, "said": {}, "leaving": "", "stopping": False} for beat in beats]
-    beats[1]["leaving"] = leaving
-    round_ = {"number": 1, "key": "b", "nodes": beats, "failures": [], "excluded": [], "left": ""}
-    ended = leader.restart(round_, dict(enumerate(beats)), beats[:1])
+    beats = [beat_of(0), beat_of(1, leaving=leaving)]
+    ended = leader.restart(stopped(*beats), dict(enumerate(beats)), beats[:1])
     assert (ended["status"], ended["excluded"]) == (REQUEUE, excluded)
+
+
+def test_a_round_waits_for_each_node_s_look_at_itself(leader):
+    beats = [beat_of(0), beat_of(1, looked="the round before")]
+    assert leader.restart(stopped(*beats), dict(enumerate(beats)), beats) is None
+    beats[1]["looked"] = "b"
+    assert leader.restart(stopped(*beats), dict(enumerate(beats)), beats)["state"] == "run"
+
+
+def test_without_a_spare_the_job_goes_back_to_the_queue_without_the_unfit_node(leader):
+    beats = [beat_of(0, ended={"0": -9}), beat_of(1, unfit="GPU 0000:3b:00 is no longer visible")]
+    ended = leader.restart(stopped(*beats), dict(enumerate(beats)), beats)
+    assert (ended["state"], ended["status"], ended["excluded"]) == ("end", REQUEUE, ["host1"])
+
+
+def test_an_unfit_node_goes_while_the_others_wait_for_one_in_its_place(leader):
+    leader.args.rejoin_seconds = 60.0
+    beats = [beat_of(0, ended={"0": -9}), beat_of(1, unfit="GPU 0000:3b:00 is no longer visible")]
+    waits = leader.restart(stopped(*beats), dict(enumerate(beats)), beats)
+    assert (waits["state"], waits["excluded"]) == ("stop", ["host1"]) and "GPU 0000:3b:00" in waits["left"]
+    assert leader.restart(waits, dict(enumerate(beats)), beats[:1]) is None
+    other = beat_of(2)
+    assert leader.restart(waits, {0: beats[0], 2: other}, [beats[0], other])["state"] == "run"
+
+
+@pytest.mark.parametrize("off", [-3600.0, 3600.0])
+@pytest.mark.parametrize("nodes", [(1, 2), (0, 2)])
+def test_a_node_with_another_clock_or_a_poor_disk_is_left_out_if_there_are_enough_others(leader, capsys, off, nodes):
+    other = ({0, 1, 2} - set(nodes)).pop()
+    for poor in {"time": time.time() + off}, {"poor": "log.dir has 5 MiB of free space"}:
+        beats = [beat_of(n, **poor if n == other else {}) for n in range(3)]
+        assert [node["node"] for node in leader.next(stopped(), beats)["nodes"]] == list(nodes)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"host{other}" in line and ("3600" in line or "5 MiB" in line)
+        assert len(leader.next(stopped(), [beats[other], beats[nodes[0]]])["nodes"]) == 2  # no other is there
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"host{other}" in line
+
+
+def test_clocks_that_differ_by_as_much_as_a_late_beat_are_fine(leader, capsys):
+    beats = [beat_of(n, time=time.time() - 30.0 * n) for n in range(3)]
+    assert [node["node"] for node in leader.next(stopped(), beats)["nodes"]] == [0, 1] and not capsys.readouterr().err
 
 
 def test_what_ended_a_round_is_said_once_where_the_disk_is_full(leader, tmp_path, monkeypatch, capsys):
@@ -318,6 +434,107 @@ def test_the_last_step_is_found_behind_the_rows_of_many_ranks(leader, tmp_path):
     assert leader.step() == 10
     (tmp_path / "metrics.jsonl").write_text(json.dumps(ranks))
     assert leader.step() is None
+
+
+def wrong_forms(value: dict) -> list[str]:
+    """Texts of an object in which one field is missing, or has another type."""
+    kinds = 7, "a", [7], [[]], {"a": [7]}, None
+    texts = [json.dumps({k: v for k, v in value.items() if k != name}) for name in value]
+    return texts + [
+        json.dumps(value | {name: kind}) for name in value for kind in kinds if type(kind) is not type(value[name])
+    ]
+
+
+def test_garbage_in_beats_is_skipped_and_counted(leader, tmp_path, capsys):
+    """The beat before counts, until it is too old."""
+    beat = beat_of(1, ended={"0": 1})
+    wrong = [text for text in wrong_forms({k: v for k, v in beat.items() if k != "count"})]
+    texts = [*GARBAGE, *wrong, json.dumps(beat | {"ended": {"0": "a"}}), json.dumps(beat | {"said": {"0": []}})]
+    replace(tmp_path / "node-1.json", beat)
+    assert leader.alive(1) == beat
+    for text in texts:
+        (tmp_path / "node-1.json").write_text(text)
+        assert leader.alive(1) == beat, text
+    assert leader.skipped["node-1.json"] == len(texts)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "node-1.json" in line
+
+
+def test_garbage_in_the_round_is_skipped_and_counted(leader, tmp_path, capsys):
+    """The round before counts."""
+    node = {key: beat_of(0)[key] for key in ("node", "life", "host", "address", "port")}
+    round_ = stopped(node) | {"failures": [[None, None], [3, "host1"]], "excluded": ["host1"], "parts": {"a": 1.0}}
+    texts = [
+        *GARBAGE,
+        *wrong_forms(round_),
+        *(json.dumps(round_ | {"nodes": [text]}) for text in (1, {}, node | {"port": "a"})),
+    ]
+    texts += [json.dumps(round_ | {"failures": [[]]}), json.dumps(round_ | {"state": "another"})]
+    (tmp_path / "round.json").write_text(texts[0])
+    assert leader.round() == START
+    replace(tmp_path / "round.json", round_)
+    assert leader.round() == round_
+    for text in texts[1:]:
+        (tmp_path / "round.json").write_text(text)
+        assert leader.round() == round_, text
+    assert leader.skipped["round.json"] == len(texts) and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "row", ['{"kind": "step"}', '{"kind": "step", "step": "a"}', '{"kind": "step", "step": Infinity}']
+)
+@pytest.mark.parametrize(
+    "more", ["", '{"kind": "step", "step": 1e400}\n', '{"kind": "step", "a": ' + "[" * 100000 + "\n"]
+)
+def test_rows_of_others_are_no_steps(leader, tmp_path, row, more):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "step", "step": 9}}\n{row}\n{more}{row}\n')
+    assert leader.step() == 9
+
+
+def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
+    with Nodes(tmp_path, 2, ranks=1) as nodes:
+        nodes.steps(3)
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"kind": "step"}\n')
+        for text in GARBAGE:
+            (tmp_path / "rounds/job/round.json").write_text(text)
+            (tmp_path / "rounds/job/node-1.json").write_text(text)
+            time.sleep(0.1)
+        nodes.do(1, killed(9))
+        nodes.until(lambda: nodes.report())
+        assert nodes.end() == [0, 0], nodes.said()
+    assert nodes.causes() == ["rank 1 on host1 was killed by SIGKILL"] and nodes.report()[0]["skipped"]["round.json"]
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        *((f"--{name}", value) for name in ("ranks", "nodes") for value in ("0", "-1")),
+        *((f"--{name}", "-1") for name in ("node", "spares", "port", "max-restarts", "backoff-seconds")),
+        ("--node", "3"),  # of two and a spare
+        ("--port", "0"),
+        ("--port", "65536"),
+        *((f"--{name}-seconds", "nan") for name in ("beat", "dead", "backoff", "gather", "rejoin")),
+        *((f"--{name}-seconds", "inf") for name in ("beat", "dead", "backoff")),
+        ("--beat-seconds", "0"),
+        ("--dead-seconds", "0.5"),  # less than a beat
+        ("--dir", "FILE"),
+        ("--rounds", "FILE"),
+    ],
+)
+def test_a_value_with_which_no_run_starts_is_one_line(tmp_path, capsys, flag, value):
+    (tmp_path / "FILE").touch()
+    words = {"--node": "0", "--nodes": "2", "--spares": "1", "--ranks": "1", "--dir": str(tmp_path), "--id": "a"}
+    words[flag] = str(tmp_path / value) if value == "FILE" else value
+    with pytest.raises(SystemExit) as ended:
+        supervisor.main([*(f"{name}={word}" for name, word in words.items()), "x"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith("error: --") and value in line
+
+
+def test_to_wait_without_limit_is_allowed():
+    args = ["--node", "0", "--nodes", "1", "--ranks", "1", "--dir", "a", "--id", "a"]
+    assert parse([*args, "--gather-seconds", "inf", "--rejoin-seconds", "inf", "x"]).gather_seconds == float("inf")
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -11,6 +11,9 @@ set -euo pipefail
 NODE_RANK=$JOB_COMPLETION_INDEX
 echo "Node $NODE_RANK of $NNODES on $(hostname), rank 0 at $MASTER_ADDR:$MASTER_PORT, artifacts in $ARTIFACTS"
 
+# torchrun in the first pod has connections to all pods before any rank can raise its limit.
+ulimit -Sn "$(ulimit -Hn)"
+
 # The driver's and the NCCL plugin's libraries come from the node, not from the image.
 for folder in /usr/local/nvidia/lib64 /usr/local/nccl-plugin/lib64; do
     [ ! -d "$folder" ] || export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -1,0 +1,117 @@
+"""What entry points set before torch is loaded: limits on open files, a folder of the node for compiled kernels."""
+
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from minitron.runtime import environment
+
+ROOT = Path(__file__).parents[2]
+FILES = resource.RLIMIT_NOFILE
+LOW = 64
+# In the place of torch: it shows what it finds, and ends the process.
+TORCH = """import json, os, resource
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print(json.dumps({"soft": soft, "hard": hard, "cache": os.environ.get("TRITON_CACHE_DIR")}))
+raise SystemExit(0)
+"""
+# In the place of torchrun or the supervisor: it starts a process under a low limit, and shows its own one afterwards.
+PARENT = f"""import resource, socket, subprocess, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LOW}, hard))
+ours, theirs = socket.socketpair()
+words = [str(theirs.fileno()) if word == "FD" else word for word in sys.argv[1:]]
+subprocess.run([sys.executable, "-m", *words], pass_fds=[theirs.fileno()], check=True)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def started(tmp_path, *words, **variables) -> tuple[dict, int]:
+    """What a process finds when it loads torch, and the soft limit of its parent afterwards."""
+    (tmp_path / "stubs").mkdir(exist_ok=True)
+    (tmp_path / "stubs" / "torch.py").write_text(TORCH)
+    unset = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "RANK")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env |= {"PYTHONPATH": f"{tmp_path / 'stubs'}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path), **variables}
+    output = subprocess.run([sys.executable, "-c", PARENT, *words], env=env, capture_output=True, text=True, check=True)
+    found, parent = map(json.loads, output.stdout.splitlines())
+    return found, parent
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are raised on Linux")
+@pytest.mark.parametrize(
+    "words", [("minitron.pretrain",), ("minitron.finetune",), ("minitron.runtime.agent", "FD", "minitron.train")]
+)
+def test_entry_points_raise_the_limit_and_cache_on_the_node_before_torch_loads(tmp_path, words):
+    found, parent = started(tmp_path, *words)
+    assert found["soft"] == found["hard"] > LOW == parent
+    assert Path(found["cache"]).parent == tmp_path / f"minitron-{os.getuid()}"
+    assert started(tmp_path, *words, TRITON_CACHE_DIR="mine")[0]["cache"] == "mine"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are raised on Linux")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_raises_the_limit_of_the_torchrun_that_serves_the_store(tmp_path, rank):
+    found, parent = started(tmp_path, "minitron.pretrain", TORCHELASTIC_RUN_ID="1", RANK=rank)
+    assert parent == (found["hard"] if rank == "0" else LOW)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are raised on Linux")
+def test_a_hard_limit_that_is_too_low_for_the_world_is_a_warning():
+    _, hard = resource.getrlimit(FILES)
+    enough = (hard - environment.OWN_FILES) // environment.STORE_FILES
+    if enough < 1:
+        pytest.skip(f"a hard limit of {hard} open files is too low for one rank")
+    assert environment.raise_file_limits({}, enough) is None
+    warning = environment.raise_file_limits({}, enough + 1)
+    assert str(hard) in warning and f"{enough + 1} ranks" in warning and "\n" not in warning
+    assert resource.getrlimit(FILES) == (hard, hard)
+
+
+def private(folder: str) -> bool:
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def test_the_node_s_folder_is_one_for_all_processes_of_a_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = environment.node_folder()
+    assert private(folder) and environment.node_folder() == folder and os.listdir(tmp_path) == [Path(folder).name]
+
+
+@pytest.mark.parametrize("planted", ["link", "open to all", "file", "another user's"])
+def test_a_folder_that_another_user_could_have_made_is_not_used(tmp_path, monkeypatch, planted):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / f"minitron-{os.getuid()}"
+    if planted == "link":
+        (tmp_path / "theirs").mkdir(0o700)
+        path.symlink_to(tmp_path / "theirs")
+    elif planted == "file":
+        path.touch(0o700)
+    else:
+        path.mkdir(0o700)
+        if planted == "open to all":
+            path.chmod(0o777)
+        elif os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        else:
+            os.chown(path, 12345, -1)
+    folder = environment.node_folder()
+    assert private(folder) and Path(folder).parent == tmp_path and folder != str(path)
+
+
+def test_without_a_folder_for_caches_libraries_keep_their_own(monkeypatch):
+    def nowhere():
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    environ = {}
+    environment.set_defaults(environ)
+    assert environ == environment.DEFAULTS
