@@ -114,7 +114,10 @@ def _noted(call: Callable, note: Callable[[Any], None]) -> Callable:
 
 
 class CountingStore(dist.Store):
-    """Forwards to another store, and counts: "store" operations, "store bytes" of keys and values, "polls"."""
+    """Forwards to another store, and counts: "store" operations and "store bytes" of keys and values.
+
+    "polls": looks at what grows as other ranks come, of which there are as many as there is time for.
+    """
 
     def __init__(self, store: dist.Store, add: Callable[[str, int], None]):
         super().__init__()
@@ -130,15 +133,22 @@ class CountingStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         value = self.store.get(key)
-        self._count(key, value)
+        if "arrived" in key:
+            self.add_count("polls", 1)
+        else:
+            self._count(key, value)
         return value
 
     def add(self, key: str, amount: int) -> int:
-        if amount == 0:  # a look at a counter, as often as there is time for it
+        if amount == 0:
             self.add_count("polls", 1)
         else:
             self._count(key)
         return self.store.add(key, amount)
+
+    def append(self, key: str, value: str) -> None:
+        self._count(key, value)
+        self.store.append(key, value)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         self._count(key, expected, desired)

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import counting
 import torch
@@ -26,7 +26,7 @@ from played import LAYOUT, NODE
 from minitron import pretrain
 from minitron.comm.collectives import all_reduce_
 from minitron.config import cli
-from minitron.runtime import rendezvous, stop
+from minitron.runtime import signals, stop
 
 OPTIONS = tuple(f"parallel.{axis}={size}" for axis, size in LAYOUT.items())
 PATIENCE_SECONDS = 300.0
@@ -142,19 +142,20 @@ def _join_and_end(rank: int, world: int, backend: str, port: int, agent: int) ->
     def add(what: str, count: int = 1) -> None:
         counts[what] += count
 
-    meet, stores = rendezvous.rendezvous, []
+    make_store, stores = dist.TCPStore, []
     counted = rank % NODE < 2 or rank == world - 1  # a store in Python is slower
 
-    def joined(*args, **options):
-        store, *place = next(meet(*args, **options))
+    def store_of_rank(*args: Any, **options: Any) -> dist.Store:
+        store = make_store(*args, **options)
         stores.append(counting.CountingStore(store, add) if counted else store)
-        yield stores[0], *place
+        return stores[0]
 
-    rendezvous.rendezvous, stop.connect = joined, lambda: stores[0].clone()
+    dist.TCPStore, stop.connect = store_of_rank, lambda: stores[0].clone()
     if backend == "nccl":
         counting.count_groups(add, fake="default")
         dist.get_backend = lambda *_: "nccl"
-    mesh = pretrain.make_mesh(cli.load(OPTIONS), world, torch.device("cpu"))
+    listener = signals.Listener(os.environ)
+    mesh = pretrain.make_mesh(cli.load(OPTIONS), world, torch.device("cpu"), listener)
     gate = stop.Gate(stop.connect())
     serving = mesh.agreement.decide(lambda: None, lambda _: used(agent))  # when all ranks are there
     mine, started = {what: count - before[what] for what, count in used().items()}, time.monotonic()

@@ -15,6 +15,7 @@ Problem: a job of 2,048 ranks does not fit on a laptop, but a rank of it does. T
 from __future__ import annotations
 
 import gc
+import io
 import os
 import re
 import signal
@@ -45,7 +46,7 @@ from minitron.config import cli
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.planning.dryrun import fake_world
-from minitron.runtime import rendezvous, stop
+from minitron.runtime import stop
 from minitron.runtime.log import Log
 from minitron.train import build
 
@@ -174,16 +175,16 @@ def _player(
     ledger = counting.Ledger(*places, own=rf"log/rank-{rank}\.log|.*/rank_\d+\.safetensors|text\..*|cache/.*")
     ledger.begin(RESTART if kind == RESTART else "start")
     try:
-        with open(os.devnull, "w") as sys.stdout, open(os.devnull, "w") as sys.stderr:
-            _stand_in(rank, world, ledger, connection)
-            counting.count_files(ledger)
-            if plant is not None:
-                plant()
-            pretrain.main(options)
+        sys.stdout = sys.stderr = written = io.StringIO()
+        _stand_in(rank, world, ledger, connection)
+        counting.count_files(ledger)
+        if plant is not None:
+            plant()
+        pretrain.main(options)
         ledger.begin("after")
         result = "end", Done({phase: dict(counts) for phase, counts in ledger.counts.items()}, ledger.names)
     except BaseException:
-        result = "failed", traceback.format_exc()
+        result = "failed", f"rank {rank}: {written.getvalue()}\n{traceback.format_exc()}"
     connection.send(result)
     signal.pause()  # until all have ended
 
@@ -191,14 +192,14 @@ def _player(
 def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connection) -> None:
     """Give this process the environment of a rank, and stand-ins for what joins it to the others."""
     here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % NODE, "LOCAL_WORLD_SIZE": NODE}
-    os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     torch.set_num_threads(1)
     store = Meeting(dist.HashStore(), ledger.add)
     if rank == 0:
         store.store.add("minitron/questions", world - 1)
     else:
         store.store.set("minitron/answer-1", "1")
-    rendezvous.rendezvous = lambda *_, **__: iter([(store, rank, world)])
+    dist.TCPStore = lambda *_, **__: store
     stop.connect = store.clone
     counting.count_groups(ledger.add, fake="all")
     local.identity = lambda directory: f"node-{rank // NODE}"
@@ -212,7 +213,7 @@ class Meeting(counting.CountingStore):
     def set(self, key: str, value: Any) -> None:
         super().set(key, value)
         if key.startswith("minitron/answer-"):
-            self.store.add("minitron/arrived-1", 1)
+            self.store.append("minitron/arrived-1", f"{key.rpartition('-')[2]} ")
 
 
 def _stand_in_for_tree(rank: int, world: int, ledger: counting.Ledger, connection: Connection) -> None:
@@ -276,7 +277,7 @@ def _mark_phases(ledger: counting.Ledger) -> None:
         return "first step" if len(steps) == 1 else "step"
 
     for name in "prefer_local", "restore":
-        during(pretrain, name, lambda *_: "load")
+        during(pretrain, name, lambda *_, **__: "load")
     during(save.Checkpointer, "save", lambda *_, local=False: "local save" if local else "save")
     from_here(Log, "ready", lambda _: "first step")
     from_here(Activity, "begin_step", step)
