@@ -231,10 +231,10 @@ def restore(start: Start, state: State, log: Log | None = None) -> None:
     """
     reader, optimizer = start.reader, state.optimizer
     mesh = optimizer.gradients.mesh
+    _check_tensors(start, state)  # of a fresh start, too: where another rank has died, this one ends here
     if reader is start.frozen is None:
         return
     decide = partial(mesh.agreement.decide, errors=(CheckpointError,))
-    _check_tensors(start, state)
     if start.frozen is not None:
         decide(lambda: _fill(start.frozen, list(_frozen(start.frozen, state)), mesh, log), lambda _: None)
     if reader is not None:

@@ -52,7 +52,8 @@ DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
     """End this rank if it stands still for `seconds` inside, or if a collective fails: one line, exit status LOST."""
     watch = _Watch(mesh, log, seconds)
-    threading.Thread(target=watch.run, name="watch", daemon=True).start()
+    thread = threading.Thread(target=watch.run, name="watch", daemon=True)
+    thread.start()
     try:
         yield
     except RuntimeError as error:
@@ -69,6 +70,7 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
         raise SystemExit(LOST) from None
     finally:
         watch.over.set()
+        thread.join(watch.grace)  # or it might destroy the mesh's groups when Python ends, which aborts the process
 
 
 class _Watch:

@@ -114,7 +114,7 @@ def test_many_ranks_are_cut_short():
     assert watch.listed(range(100), at_most=2) == "ranks 0, 1, ... (100 in all)"
 
 
-@pytest.mark.parametrize("action, hangs", [("checkpoint", False), ("load", False), ("data", True)])
+@pytest.mark.parametrize("action, hangs", [("checkpoint", False), ("load", False), ("datasets", False), ("data", True)])
 def test_a_slow_disk_is_no_hang(action, hangs, monkeypatch, capsys):
     ends = []
     monkeypatch.setattr(watch.os, "_exit", ends.append)

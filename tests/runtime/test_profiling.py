@@ -16,7 +16,8 @@ WINDOW = ["profile.start_step=3", "profile.end_step=5"]
 
 
 class Messages(list):
-    info = list.append
+    def info(self, text: str, rank: int = 0) -> None:
+        self.append(text)
 
 
 def steps_of(cfg, mesh, log, steps, until=None):
