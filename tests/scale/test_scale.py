@@ -1,0 +1,76 @@
+"""A job's cost to what its ranks share grows with the nodes, see table.py for the limits. `-s` prints the table."""
+
+import os
+from pathlib import Path
+
+import pytest
+import table
+
+from minitron import pretrain
+from minitron.checkpoint.save import Checkpointer
+from minitron.runtime.log import Log
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return table.staged(table.count, table.COUNTED)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def test_what_ranks_do_to_what_they_share(counted):
+    sums = table.with_fit(counted)
+    print("\n" + table.counted_table(sums))
+    assert not (over := [str(s) for s in sums if s.value > s.limit]), "\n".join(over)
+
+
+def use_shared_files_on_each_rank():
+    """Plant, in each rank: an open at the start, a look at a folder at each save, the whole index read at the load."""
+    opened, save, restore = Log.__init__, Checkpointer.save, pretrain.restore
+
+    def open_first(self, cfg, *args, **options):
+        opened(self, cfg, *args, **options)
+        Path(cfg.log.dir, "config.yaml").open("a").close()
+
+    def look_first(self, *args, **options):
+        os.listdir(self.directory)
+        return save(self, *args, **options)
+
+    def read_first(start, *args, **options):
+        if start.root is not None:
+            start.reader.index.read_bytes()
+        return restore(start, *args, **options)
+
+    Log.__init__, Checkpointer.save, pretrain.restore = open_first, look_first, read_first
+
+
+def test_an_open_by_all_ranks_exceeds_the_limit():
+    sums = table.staged(table.count, [512], use_shared_files_on_each_rank)
+    over = {(s.phase, s.what) for s in sums if s.value > s.limit}
+    assert over >= {("start", "opens"), ("restart", "opens"), ("save", "names"), ("load", "opens")}
+    assert over <= {("start", "opens"), ("restart", "opens"), ("save", "names"), ("load", "opens"), ("load", "bytes")}
+
+
+def test_jobs_of_real_ranks():
+    jobs = table.staged(table.start, [(ranks, "nccl") for ranks in (32, 64, 128)])
+    print("\n" + table.started_table(jobs))
+    assert not (over := table.beyond(jobs)), "\n".join(over)
+
+
+@pytest.mark.slow
+def test_a_job_of_256_real_ranks():
+    jobs = table.staged(table.start, [(ranks, "nccl") for ranks in (32, 64, 128, 256)])
+    print("\n" + table.started_table(jobs))
+    assert not (over := table.beyond(jobs)), "\n".join(over)
+
+
+@pytest.mark.slow
+def test_jobs_on_cpus_connect_all_ranks_to_all():
+    """Gloo's groups of a whole axis are a full mesh, so what is measured here limits jobs on CPUs, not on GPUs."""
+    jobs = table.staged(table.start, [(ranks, "gloo") for ranks in (16, 32, 64)])
+    print("\n" + table.started_table(jobs))
+    first, *_, last = jobs
+    assert last.descriptors - first.descriptors >= last.ranks - first.ranks
