@@ -28,6 +28,7 @@ from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels.kernels import choose
 from minitron.pretrain import build_data, make_mesh
+from minitron.runtime.graph import WARM_UP
 from minitron.runtime.signals import Listener
 from minitron.train import build, keep_collector_out
 
@@ -78,10 +79,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     def step(i: int) -> None:
         trainer.step(loader.step(i % cfg.train.steps * batch, i), cfg.optimizer.lr)
 
-    first = 0
-    while trainer.graph is not None and not trainer.graph.settled:  # eager and replayed steps have been compared
-        step(first)
-        first += 1
+    for i in range(WARM_UP + 1 if trainer.graph is not None else 0):  # the last of these is recorded
+        step(i)
     seconds = measure.median_seconds(step, args.steps, mesh.device)
     result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, measure.squared_lengths(cfg, data.train))
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's

@@ -235,15 +235,13 @@ def build(cfg: Config, mesh: Mesh, chosen: Kernels | None = None) -> Trainer:
         trainer.rerun = Rerun(gradients)
     packs = chosen.attention.packs
     if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, packs) is None:
-        always, layers = cfg.train.cuda_graph == "on", sum(len(stages[i]) for i in mine)
         trainer.graph = StepGraph(
             executor,
             trainer.backward_scale,
             trainer.finish,
             trainer.reset,
             mesh,
-            layers,
-            always=always,
+            sum(len(stages[i]) for i in mine),
             evaluates=cfg.train.eval_every > 0,
         )
     return trainer
@@ -269,7 +267,7 @@ def train(
     cfg, t, activity = trainer.cfg, trainer.cfg.train, trainer.mesh.activity
     keep_collector_out()
     if trainer.graph is not None:
-        trainer.graph.log, trainer.graph.steps = log, t.steps - done
+        trainer.graph.log = log
     if trainer.rerun is not None:
         trainer.rerun.log = log
     loader = Loader(data.train, cfg, trainer.mesh)

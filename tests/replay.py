@@ -116,7 +116,7 @@ class Recorded:
         self.recording.replay()
 
 
-def replayed(trainer: Trainer, always: bool = True, recorder: Callable | None = None) -> None:
+def replayed(trainer: Trainer, recorder: Callable | None = None) -> None:
     """Let `trainer` run its first steps eagerly and replay the others, as on a GPU."""
     trainer.graph = StepGraph(
         trainer.executor,
@@ -125,7 +125,6 @@ def replayed(trainer: Trainer, always: bool = True, recorder: Callable | None = 
         trainer.reset,
         trainer.mesh,
         trainer.cfg.model.num_layers,
-        always,
         True,  # evaluations come
         recorder or partial(CpuRecorder, trainer),
     )

@@ -129,7 +129,7 @@ class TrainConfig:
         "auto", "of weight gradients and AdamW: torch's and minitron's own, or NVIDIA's apex (CUDA)"
     )
     cuda_graph: Literal["auto", "on", "off"] = key(
-        "auto", "replay steps as CUDA graphs: unless eager steps measure faster, always, or never"
+        "auto", "replay steps as CUDA graphs: auto and on where they can be recorded, off never"
     )
     deterministic: bool = key(False, "only kernels whose result does not vary from run to run")
     hang_seconds: int = key(600, "a rank that stands still for longer reports where, and ends the run", "[1, 31536000]")

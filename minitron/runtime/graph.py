@@ -4,8 +4,8 @@ Problem: the forward and backward passes of a step are ten thousand launches and
 some microseconds. Where layers are small, or split over many ranks, a GPU is done before Python asks for the next. The
 idea: run some steps as they are, then record one (nothing runs meanwhile), and from then on launch the record:
 
-    step   1 2 3     4 5 6           7                      8 9 10               11 ...
-           warm up   eager, timed    recorded, replayed     replayed, timed      the faster, or if equal the replayed
+    step   1 2 3     4                      5 6 7 ...
+           eager     recorded, replayed     replayed
 
 A graph runs the same kernels on the same memory. So all that differs from step to step lies in tensors that stay where
 they are: batches, which are copied to where the recorded ones were; parameters and scales, which are changed in place.
@@ -16,22 +16,19 @@ What is launched outside, the gathers of parameters, is waited for by events tha
     pp > 1     microbatches overlap: one graph, or several of at most about MOST_NODES kernels
 
 All graphs of a run share their memory, since one runs after the other. Evaluations are recorded, too, or they would
-need memory of their own. Left out: the update, which is few launches. Whether NCCL's graphs are as fast between nodes
-has not been measured: hence the comparison, in every run that is long enough.
+need memory of their own. Left out: the update, which is few launches.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -45,11 +42,8 @@ from minitron.config.sizes import NODES_PER_LAYER
 from minitron.pipeline.executor import Executor, Run
 from minitron.pipeline.schedule import Action, Backward, Exchange
 from minitron.runtime.log import Log
-from minitron.runtime.meter import Mark
 
 WARM_UP = 3  # steps in which kernels are compiled, communicators set up and FP8's scales found
-TIMED = 3  # steps of each kind whose times are compared
-TIE = 1.01  # so many times as long a replayed step may take: an eager one is held up by whatever else the host does
 MOST_NODES = 300_000  # of one graph; a node takes the driver some KiB
 
 
@@ -210,14 +204,13 @@ def _launched(planned: Sequence[Segment]) -> Iterator[object]:
 
 
 class StepGraph:
-    """Replays forward and backward of steps, after some eager ones, if that is faster. Collective over the world.
+    """Replays forward and backward of steps, after WARM_UP eager ones. Collective over the world.
 
     scale(microbatches): what a loss is multiplied with. finish(): completes the sums of gradients. reset(): drops what
     the host holds of an unfinished pass, before a recording and after one that failed. layers: blocks on this rank.
-    always: without a comparison with eager steps. evaluates: whether evaluations will come, which are then recorded
-    with the step. steps: how many will come; None: nobody knows.
+    evaluates: whether evaluations will come, which are then recorded with the step.
 
-    settled: whether all recording and comparing is over. nodes, capture_seconds: of the recorded step.
+    nodes, capture_seconds: of the recorded step.
     """
 
     def __init__(
@@ -228,17 +221,13 @@ class StepGraph:
         reset: Callable[[], None],
         mesh: Mesh,
         layers: int,
-        always: bool,
         evaluates: bool,
         recorder: Callable[[], CudaRecorder] = CudaRecorder,
     ):
         self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
-        self.mesh, self.layers, self.timed = mesh, layers, 0 if always else TIMED
+        self.mesh, self.layers, self.evaluates, self.recorder = mesh, layers, evaluates, recorder
         self.log: Log | None = None
-        self.steps: int | None = None
-        self.settled, self.nodes, self.capture_seconds = False, 0, 0.0
-        self.evaluates, self.recorder, self._calls = evaluates, recorder, 0
-        self._marks: list[Mark] = []  # when each of the first steps began
+        self.nodes, self.capture_seconds, self._calls = 0, 0.0, 0
         self._training: Recording | None = None
         self._evaluation: Recording | None = None
 
@@ -259,8 +248,9 @@ class StepGraph:
 
     def replay(self, batches: Sequence[StaticBatch]) -> Tensor | None:
         """Run a recorded step up to the sums of gradients; return the loss sum, 0-d. None: it is to be run eagerly."""
-        if not self.settled:
-            self._advance(batches)
+        self._calls += 1
+        if self._calls == WARM_UP + 1:
+            self._record_all(batches)
         if self._training is None:
             return None
         self.mesh.activity.replay(self._training.actions)
@@ -279,32 +269,16 @@ class StepGraph:
         """Give the graphs up. To be called before the process groups end whose operations they hold."""
         if self._training is not None and self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        self.settled, self._training, self._evaluation = True, None, None
+        self._training = self._evaluation = None
 
-    def _advance(self, batches: Sequence[StaticBatch]) -> None:
-        """Do what is due in one of the first steps: record, or compare."""
-        self._calls += 1
-        recorded = WARM_UP + self.timed + 1
-        compared = recorded + self.timed + 1
-        if self.timed and self.steps is not None and self.steps < compared:
-            self.settled = True
-            why = f"{self.steps} are too few to record one and compare, which takes {compared}"
-            self._say(f"train.cuda_graph=auto: all steps are eager: {why}")
-            return
-        if self.timed:
-            self._marks.append(Mark(self.mesh.device))
-        if self._calls == recorded:
-            if self.evaluates:
-                self.executor.evaluate(batches)  # compiles what steps have not needed
-            recorder = self.recorder()
-            self._training = self._on_all("steps", partial(self._record, recorder, batches, True))
-            if self.evaluates and self.replaying:
-                self._evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
-            self.settled = not self.replaying
-        elif self._calls == compared:
-            self.settled = True
-            if self.timed:
-                self._compare(recorded)
+    def _record_all(self, batches: Sequence[StaticBatch]) -> None:
+        """Record a step, and an evaluation if any will come."""
+        if self.evaluates:
+            self.executor.evaluate(batches)  # compiles what steps have not needed
+        recorder = self.recorder()
+        self._training = self._on_all("steps", partial(self._record, recorder, batches, True))
+        if self.evaluates and self.replaying:
+            self._evaluation = self._on_all("evaluations", partial(self._record, recorder, batches, False))
 
     def _on_all(self, what: str, record: Callable[[], Recording]) -> Recording | None:
         """Return what record() returns; None on all ranks if it fails on one."""
@@ -350,20 +324,6 @@ class StepGraph:
             f"{more:.2f} GiB more"
         )
         return recording
-
-    def _compare(self, recorded: int) -> None:
-        """Return to eager steps if they were faster; all ranks agree."""
-        each = [end.seconds_since(begin) for begin, end in pairwise(self._marks)]
-        medians = [statistics.median(each[first : first + TIMED]) for first in (WARM_UP, recorded)]
-        slowest = torch.tensor(medians, dtype=torch.float64, device=self.mesh.device)
-        all_reduce_(slowest, self.mesh.world, op=dist.ReduceOp.MAX)
-        eager, replayed = slowest.tolist()
-        self._marks.clear()
-        kept = "replayed" if replayed < TIE * eager else "eager"
-        self._say(f"train.cuda_graph=auto: {eager:.4f} s a step eager, {replayed:.4f} s replayed; goes on {kept}")
-        if kept == "eager":
-            self.close()
-            self.reset()
 
     def _say(self, text: str) -> None:
         if self.log is not None:
