@@ -65,6 +65,8 @@ APART = 60.0  # steps from a recovery to the next fault, on average
 GOODPUT_OFF = 0.05  # how far the predicted share may be from the measured one
 STEPS_BESIDE = 12  # that a run may make at a fault, until it is noticed and counted
 HANG_SECONDS = 12
+DEAD_SECONDS = 8  # without a beat, until a node is lost; on a machine with other work, too
+OWN_PARTS = "import", "build", "load", "prepare", "first_step"  # of a start: what the ranks do themselves
 PATIENCE = 240.0  # seconds for a recovery, on a machine with other work, too
 EXPECTED = {
     "rank": "rank {rank} on {host} was killed by SIGKILL",
@@ -144,7 +146,7 @@ class Job:
             "address": "localhost",
             "port": self.port + 100 * (self.starts % 20),
             "beat-seconds": 0.2,
-            "dead-seconds": 8,  # on a machine with other work, too
+            "dead-seconds": DEAD_SECONDS,
             "rejoin-seconds": PATIENCE,
         }
         command = [sys.executable, "-m", "minitron.runtime.supervisor"]
@@ -266,7 +268,8 @@ def soak(
             time.sleep(0.05)
     finally:
         calm.end()
-    job, seconds, named, done = Job(folder / "hurt", nodes, ranks, steps, port + 2000), [], 0, 0
+    job = Job(folder / "hurt", nodes, ranks, steps, port + 2000)
+    seconds, own_seconds, named, done = [], [], 0, 0
     try:
         job.until(lambda: job.rows("start"), "first step")
         for number, (kind, distance) in enumerate(zip(faults, distances), start=1):
@@ -286,6 +289,8 @@ def soak(
             else:
                 job.until(lambda: len(job.rows("start")) > starts, f"recovery from {kind}")
                 seconds.append((kind, time.time() - hit))
+                row = job.rows("start")[starts]
+                own_seconds.append(sum(row.get(f"{part}_seconds", 0.0) for part in OWN_PARTS))
                 found = [record["cause"] for record in job.report()[records:]]
                 right = len(found) == 1 and bool(re.fullmatch(expected, found[0]))
             done, named = done + 1, named + right
@@ -304,6 +309,7 @@ def soak(
         "named": named,
         "restarts": len(job.rows("start")) - 1,
         "seconds": seconds,
+        "own_seconds": own_seconds,
         "parts": {name: s / max(1, len(seconds)) for name, s in parts.items()},
         "losses": losses,
         **goodput_of(job, [s for _, s in seconds]),
@@ -313,8 +319,8 @@ def soak(
 def goodput_of(job: Job, recoveries: list[float]) -> dict:
     """Measure the share of time that became training, and predict it.
 
-    Faults come only while the run trains. So the formula, by which they come at any time, is asked for that time alone,
-    and recoveries are added to it.
+    Faults come only while the run trains. So the formula, by which they come at any time, predicts which share of that
+    time counts. Both shares of the whole have the same starts, loads and waits, which depend on the machine's load.
     """
     from minitron.runtime import goodput
 
@@ -324,7 +330,8 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
     made = sum(row.get("kind") == "step" for row in rows)
     step = (measured.seconds["training"] + measured.seconds["lost"]) / made
     recovery, failures = sum(recoveries), max(1, len(recoveries))
-    between = (measured.total - recovery) / failures
+    trained = sum(measured.seconds[part] for part in ("training", "lost", "saves"))
+    between = trained / failures
     inputs = {
         "interval": SAVE_EVERY * step,
         "stall": measured.seconds["saves"] / max(1, len(saves)),
@@ -334,7 +341,7 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
     return {
         "goodput": measured.shares["training"],
         "shares": measured.shares,
-        "predicted": counts * (measured.total - recovery) / measured.total,
+        "predicted": counts * trained / measured.total,
         "inputs": {**inputs, "between": between, "recovery": recovery / failures},
     }
 

@@ -22,6 +22,7 @@ from minitron.config.schema import Config, ModelConfig
 from minitron.config.text import shown
 from minitron.pipeline.schedule import stage_layers
 
+MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
 MAX_LAYERS = 10_000
 LARGEST = {int: 10**12, float: 1e38}  # for keys without a bound of their own; float32 ends at 3.4e38
 
@@ -179,7 +180,14 @@ def _check_sequence(cfg: Config) -> None:
 
 
 def _check_attention(cfg: Config) -> None:
-    m, cp = cfg.model, cfg.parallel.cp
+    m, cp, batch = cfg.model, cfg.parallel.cp, cfg.train.micro_batch_size
+    # Kernels of all backends have 32-bit offsets, ours within a block of 128 positions.
+    width = (m.num_heads + 2 * m.kv_heads) // cfg.parallel.tp * (m.hidden_size // m.num_heads)
+    most = MAX_OFFSET // (width * max(cfg.train.seq_len // cp, 128))
+    if batch > most:
+        why = f"gives attention more than {MAX_OFFSET} elements of queries, keys and values a rank"
+        fix = f"use at most {most}" if most else "shorten train.seq_len, or raise parallel.cp or parallel.tp"
+        raise ValueError(f"train.micro_batch_size={batch} {why}; {fix}")
     if m.attention_dropout == 0:
         return
     if cp > 1:

@@ -54,7 +54,6 @@ from minitron.kernels.rng import AttentionDropout
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # below any score, and finite: a query may see no key of a block
 # Their values must not make variants of a kernel, each of which would be compiled at its first call.
-MOST_OF_A_TOKEN = 1 << 24  # elements from one position to the next: offsets within a block of 128 are int32
 _NUMBERS = ["samples", "n", "sq", "sk", "query_layer", "key_layer", "first_head"]
 
 
@@ -363,9 +362,7 @@ def _launch(
     width = max(16, triton.next_power_of_2(d))
     m_rows, n_rows, warps, stages = tiles(kernel, q.dtype, width, apart=spans is not None)
     by_keys = kernel is _attention_backward_kv
-    if (elements := max(x.stride(2) for x in strided)) > MOST_OF_A_TOKEN:
-        rule = f"takes {MOST_OF_A_TOKEN} elements of a position over all samples, not {elements}"
-        raise ValueError(f"model.attention=fused {rule}; use a smaller train.micro_batch_size")
+    assert all(128 * x.stride(2) < 1 << 31 for x in strided), "offsets within a block are int32: see config/rules.py"
     blocks, heads = (triton.cdiv(sk, n_rows), g) if by_keys else (triton.cdiv(sq, m_rows), n)
     names: tuple[int, ...] = (0, 0, 0)
     counters, threshold, factor = (tensors[-1], tensors[-1]), -1, 1.0

@@ -517,6 +517,11 @@ FP8 = ["precision.fp8=current"]
         ([], 8, ["train.global_batch_size=16 is no multiple of train.micro_batch_size*dp=4*8=32; use 32"]),
         (["train.seq_len=8192"], 1, ["train.seq_len=8192 exceeds model.max_positions=4096"]),
         (
+            ["train.micro_batch_size=32769", "train.global_batch_size=32769"],  # 256 positions, 16 heads of 16
+            1,
+            ["train.micro_batch_size=32769 gives attention more than 2147483647 elements", "use at most 32767"],
+        ),
+        (
             ["train.seq_len=250", "parallel.cp=2"],
             2,
             ["train.seq_len=250 is no multiple of 2*parallel.cp (zigzag)=4; use 248 or 252"],

@@ -3,7 +3,8 @@
 An index in 32 bits wraps there, and reads or writes a wrong element. So each case compares rows at both ends, around
 2**31 and 2**32 elements, and some between with formulas in float64. Tolerances allow the rounding of the result and
 float32 arithmetic before it; a wrong element is off by as much as the values themselves. Cases that run in libraries
-are the last ones, because an illegal access of theirs ends the process's CUDA context.
+are the last ones, because an illegal access of theirs ends the process's CUDA context. cuDNN's and flash-attn's
+gradients are wrong beyond 2**31 elements, so config/rules.py refuses such sizes.
 
 Needs 70 GiB of free memory. Each case prints a row: its largest error as a share of the tolerance, memory, seconds.
 """
@@ -437,58 +438,6 @@ def test_our_attention_within_documents_of_one_long_sample(close, p):
     parts = [(0, slice(i, min(i + length, s))) for i in (0, s // 2 // length * length, (s - 1) // length * length)]
     backend = attention.choose("fused", GPU, torch.bfloat16, 128, p, documents=True)
     compare_attention(close, backend, s, 1, parts, p=p, spans=spans)
-
-
-@pytest.mark.parametrize("b, fits", [(2**12, True), (2**15, False)])
-def test_our_attention_refuses_positions_whose_offsets_would_wrap(monkeypatch, b, fits):
-    """Of tensors without memory, and so without a launch."""
-    from minitron.kernels import fused_attention
-
-    q, launched = torch.empty(2, b, 8, 128, device="meta").permute(1, 2, 0, 3), []
-    monkeypatch.setattr(fused_attention, "_attention_forward", FakeKernel(launched))
-    monkeypatch.setattr(fused_attention, "tiles", lambda *args, **keys: (128, 64, 4, 3))
-    if fits:
-        fused_attention.forward(q, q, q, causal=True, scale=1.0)
-    else:
-        with pytest.raises(ValueError, match=r"fused.*micro_batch_size"):
-            fused_attention.forward(q, q, q, causal=True, scale=1.0)
-    assert bool(launched) == fits
-
-
-class FakeKernel:
-    def __init__(self, launched):
-        self.launched = launched
-
-    def __getitem__(self, grid):
-        return lambda *args, **keys: self.launched.append(grid)
-
-
-@pytest.mark.parametrize("name", ["cudnn", "flash"])
-def test_attention_of_libraries_of_many_samples(close, name):
-    compare_attention(close, attention.choose(name, GPU, torch.bfloat16, 128), *many_samples())
-
-
-@pytest.mark.parametrize("name", ["cudnn", "flash"])
-def test_attention_of_libraries_of_one_long_sample(close, name):
-    """131,075 tokens with 128 heads: sampled queries, and the last key, which the last query alone sees."""
-    n, g = 128, 8
-    s, backend = rows_of(n * 128), attention.choose(name, GPU, torch.bfloat16, 128)
-    q, k, v, dout = operands(s, 1, n, g)
-    options = dict(scale=128**-0.5)
-    out, lse, saved = backend.forward(q, k, v, causal=True, **options)
-    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, saved, causal=True, **options)
-    for group in (0, g - 1):
-        mine, its = slice(group * n // g, (group + 1) * n // g), slice(group, group + 1)
-        for i in (s // 2, s - 2, s - 1):
-            q1, dout1 = (x[:, mine, i : i + 1].double() for x in (q, dout))
-            k1, v1 = (x[:, its, : i + 1].double() for x in (k, v))
-            out1, lse1, _ = attention.REFERENCE.forward(q1, k1, v1, causal=False, **options)
-            dq1, dk1, dv1 = attention.REFERENCE.backward(dout1, q1, k1, v1, out1, lse1, None, causal=False, **options)
-            close(out[:, mine, i : i + 1], out1, BF16, 2e-2)  # a mean of many values is small beside each of them
-            close(lse[:, mine, i : i + 1].double(), lse1, FP32, 1e-4)
-            close(dq[:, mine, i : i + 1], dq1, BF16, 2e-2)
-        close(dk[:, its, -1:], dk1[:, :, -1:], BF16, 2e-2)
-        close(dv[:, its, -1:], dv1[:, :, -1:], BF16, 2e-2)
 
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------
