@@ -152,8 +152,8 @@ def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log, 
     """Return a start from the newest local save after `start` that is whole; `start` if none is. Collective over the
     world.
 
-    info: this run's `Datasets.info`. Whatever local save is newer and cannot be used is named in the log. The first
-    rank of each node reads the indices there; the others use that of rank 0.
+    info: this run's `Datasets.info`. A newer local save that cannot be used is named in the log. Each rank reads the
+    indices of its node, and the first rank of the node reports them.
     """
     if cfg.checkpoint.local_dir is None or start.root is None:
         return start
@@ -163,7 +163,7 @@ def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log, 
 
     def look() -> tuple[list[tuple[int, str]], list[str]] | None:
         problems = []
-        for step, folder in checkpoints(directory).items() if first_on_node else ():
+        for step, folder in checkpoints(directory).items():
             try:
                 if step > start.step and _descends(reader := Reader(folder), start, cfg):
                     _check_run(reader, cfg)
@@ -171,13 +171,14 @@ def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log, 
                     found[step] = reader
             except CheckpointError as error:
                 problems.append(str(error))
-        return ([(step, reader.mark) for step, reader in found.items()], problems) if first_on_node else None
+        saves = [(step, reader.state.get("local_save", reader.mark)) for step, reader in found.items()]
+        return (saves, problems) if first_on_node else None
 
     def compare(ranks: list) -> tuple[list[int], list[str]]:
         nodes = {rank: dict(seen[0]) for rank, seen in enumerate(ranks) if seen is not None}
         everywhere, problems = [], [problem for seen in ranks if seen is not None for problem in seen[1]]
-        for step in sorted({step for marks in nodes.values() for step in marks}, reverse=True):
-            lacking = [rank for rank, marks in nodes.items() if marks.get(step) != nodes[0].get(step, "")]
+        for step in sorted({step for saves in nodes.values() for step in saves}, reverse=True):
+            lacking = [rank for rank, saves in nodes.items() if saves.get(step) != nodes[0].get(step, "")]
             if not lacking:
                 everywhere.append(step)
             else:
@@ -186,12 +187,15 @@ def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log, 
 
     steps, problems = decide(look, compare)
     for step in steps:
-        facts = decide(lambda: None, lambda _: found[step].facts())
-        reader = found[step] if mesh.rank == 0 else Reader(directory / STEP_NAME(step), facts)
-        local = _resumed(reader)._replace(frozen=start.frozen, mark=start.mark, root=start.root, local=True)
+
+        def check(step: int = step) -> None:
+            reader = found[step]
+            reader.verify(_files(reader, list(_wanted(_resumed(reader), state))))
+
         try:
-            _check_tensors(local, state)
-            decide(lambda: reader.verify(_files(reader, list(_wanted(local, state)))), lambda _: None)
+            decide(check, lambda _: None)
+            resumed = _resumed(found[step])
+            local = resumed._replace(frozen=start.frozen, mark=start.mark, root=start.root, local=True)
             break
         except CheckpointError as error:
             problems.append(str(error))
@@ -343,7 +347,8 @@ def _check_tensors(start: Start, state: State) -> None:
         return [(p.spec.name, whole_shape(p.shape, p.spec.shard), p.requires_grad) for p in params]
 
     def compare(stages: list[list[tuple]]) -> None:
-        for reader, trained in (start.frozen, False), (start.reader, True):
+        # The index of a local save lists the tensors of a node only; it is of the same run.
+        for reader, trained in (start.frozen, False), (None if start.local else start.reader, True):
             ours = {name: list(shape) for name, shape, trains in chain(*stages) if trains == trained}
             if reader is not None:
                 check_tensors(reader, ours)

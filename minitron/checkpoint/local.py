@@ -1,16 +1,16 @@
 """Saves on the nodes' own disks, beside those that all nodes share (checkpoint.local_dir).
 
 Problem: a shared disk is slow, so saves are rare, and a failure costs the work since the last one; but most failures
-leave the nodes' own disks as they were. The idea: each node keeps a checkpoint directory of its own, in which its
-ranks write their files. It is one like any other (directory.py), its index lists the files of all nodes, and all nodes
-have the same index, byte for byte.
+leave the nodes' own disks as they were. The idea: each node keeps a checkpoint directory of its own (directory.py), in
+which its ranks write their files. Its index lists these files only, so it stays small in a large job. All indices of a
+save have the same `local_save`, a random number.
 
     node 0: /nvme/a/step_00000130/  index.json  rank_00000.safetensors  rank_00001.safetensors
     node 1: /nvme/a/step_00000130/  index.json  rank_00002.safetensors  rank_00003.safetensors
 
-A start goes on from a local save (load.py) if it is newer than the shared one, its index is the same everywhere, and
-each rank finds all that it needs on its node, undamaged. Else it is named and skipped, for an older local one or for
-the shared one. In another layout that is so as long as all ranks share one node.
+A start resumes from a local save (load.py) if it is newer than the shared one, all nodes have it, and each rank finds
+all that it needs on its node, undamaged. Otherwise the save is named and skipped, for an older local one or for the
+shared one. Another layout can use a local save only on a single node.
 
 Whose save is it? Its index has the checksum of the index of the shared checkpoint that it was made after. It counts for
 a start from this checkpoint only, so what another run, or the time before going back, has left on a node never does.
@@ -30,7 +30,14 @@ from pathlib import Path
 
 from minitron.checkpoint.boxes import Piece
 from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit, make_writable
-from minitron.checkpoint.format import CheckpointError, disk_errors, index_bytes, write_shard
+from minitron.checkpoint.format import (
+    CheckpointError,
+    Description,
+    disk_errors,
+    index_bytes,
+    index_tensors,
+    write_shard,
+)
 from minitron.comm.mesh import Mesh
 
 KEEP = 2  # the newest may be missing on a node that was lost while it was written
@@ -39,18 +46,42 @@ KEEP = 2  # the newest may be missing on a node that was lost while it was writt
 class LocalSaves:
     """This rank's part of the saves on its node. Collective over the world, as each of its methods.
 
-    num_bytes: that this rank saves. tensors: the index's. Raises CheckpointError, on all ranks, if a node's directory
+    num_bytes: that this rank saves. boxes, histories: descriptions of its boxes and of its stage's FP8 histories, which
+    one rank of each stage on a node writes: has_histories. Raises CheckpointError, on all ranks, if a node's directory
     cannot be written, or if several nodes see the same one.
     """
 
-    def __init__(self, place: str, mesh: Mesh, saved: int, num_bytes: int, tensors: bytes):
+    def __init__(
+        self,
+        place: str,
+        mesh: Mesh,
+        saved: int,
+        num_bytes: int,
+        boxes: Sequence[Description],
+        histories: Sequence[Description],
+    ):
         self.directory, self.rank, self.saved = Path(place).expanduser(), mesh.rank, saved
-        self.agreement, self.decide = mesh.agreement, partial(mesh.agreement.decide, errors=ERRORS)
-        ranks = self.decide(lambda: (identity(self.directory), num_bytes), lambda ranks: ranks)
-        node = ranks[mesh.rank][0]
-        here = [rank for rank, (other, _) in enumerate(ranks) if other == node]
-        self.leads, self.node_bytes = here[0] == mesh.rank, sum(ranks[rank][1] for rank in here)
-        self.tensors = tensors if self.leads else b""
+        self.decide = partial(mesh.agreement.decide, errors=ERRORS)
+        self.leaders: list[int] = []  # on rank 0: of each rank the first one of its node
+
+        def group(ranks: list[tuple]) -> list[tuple]:
+            first: dict[str, int] = {}
+            self.leaders = [first.setdefault(str(node), rank) for rank, (node, *_) in enumerate(ranks)]
+            nodes: dict[int, list] = {leader: [0, []] for leader in self.leaders}  # bytes and descriptions
+            stages, answers = set(), []
+            for rank, (leader, (_, stage, size, its_boxes, its_histories)) in enumerate(zip(self.leaders, ranks)):
+                alone = (leader, stage) not in stages
+                stages.add((leader, stage))
+                nodes[leader][0] += size
+                nodes[leader][1].append(its_boxes + its_histories * alone)
+                answers.append((leader == rank, alone))
+            return [(*answer, *(nodes[rank] if answer[0] else (0, []))) for rank, answer in enumerate(answers)]
+
+        answer = self.decide(
+            lambda: (identity(self.directory), mesh.pp.rank, num_bytes, boxes, histories), group, each=True
+        )
+        self.leads, self.has_histories, self.node_bytes, described = answer
+        self.tensors = index_tensors(described)
         self.owner: str | None = None
 
         def check_alone() -> None:
@@ -78,19 +109,22 @@ class LocalSaves:
 
     def write(self, about: dict, mine: Sequence[Piece]) -> None:
         """Write a save on all nodes and commit it on each. Raises CheckpointError, on all ranks alike."""
-        step, changing = about["iteration"], b""
+        step = about["iteration"]
         token = self.decide(lambda: None, lambda _: secrets.token_hex(4))
+        about = about | {"state": about["state"] | {"local_save": token}}
         folder = self.directory / f"{STEP_NAME(step)}.tmp-{token}"
 
-        def encode(records: list[dict]) -> None:
-            # All indices have to be equal: they are rank 0's, with the files in the order of the ranks.
-            nonlocal changing
-            changing = index_bytes(about, {name: record for files in records for name, record in files.items()})
+        def by_node(records: list[dict]) -> list[dict]:
+            files: dict[int, dict] = {rank: {} for rank in range(len(records))}
+            for leader, record in zip(self.leaders, records):
+                files[leader] |= record
+            return list(files.values())
 
         try:
             self._on_nodes(lambda: begin(self.directory, step, self.node_bytes, self.owner, token))
-            self.decide(lambda: write_shard(folder / f"rank_{self.rank:05d}.safetensors", mine), encode)
-            changing = self.agreement.broadcast(changing)
+            path = folder / f"rank_{self.rank:05d}.safetensors"
+            files = self.decide(lambda: write_shard(path, mine), by_node, each=True)
+            changing = index_bytes(about, files)
             self._on_nodes(lambda: commit(folder, changing, self.tensors, KEEP, self.saved, self.owner))
         except CheckpointError as error:
             if self.leads:

@@ -1,7 +1,8 @@
 """An open checkpoint: any box of any tensor, put together from the boxes that were saved.
 
 Opening reads the index alone and checks all of it, for it may come from anywhere: names, counts, and that the boxes of
-each tensor hold every element once. A file is mapped only while it is read.
+each tensor hold every element once. The index of a local save lists the boxes of one node: then what is read is
+checked. A file is mapped only while it is read.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Reader:
                     raise ValueError(f"{kind} of {name} has no boxes")
                 files, keys, boxes = zip(*found)
                 _counts(*whole, *(number for box in boxes for part in box for number in part))
-                if len(whole) > MAX_DIMS or not covers(whole, boxes) or not self.files.keys() >= set(files):
+                whole_here = "local_save" in self.state or covers(whole, boxes)  # else it lists the files of a node
+                if len(whole) > MAX_DIMS or not whole_here or not self.files.keys() >= set(files):
                     raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
                 for file, key in zip(files, keys):
                     if not isinstance(key, str):
@@ -127,21 +129,29 @@ class Reader:
         return DTYPES[self._tensor(name)["kinds"][kind]["dtype"]]
 
     def files_of(self, name: str, kind: str, box: Box) -> set[str]:
-        """Return the files that hold elements of a box."""
-        return {file for file, _, stored in self._boxes(name, kind) if stored.meet(box)}
+        """Return the files that hold elements of a box. Raises CheckpointError unless they hold each of them once."""
+        return {file for file, *_ in self._overlaps(name, kind, box)}
+
+    def _overlaps(self, name: str, kind: str, box: Box) -> list[tuple[str, str, Box, Box]]:
+        """List (file, key, stored box, what it has in common with `box`). Raises as `files_of` does."""
+        boxes = self._boxes(name, kind) if kind in self.kinds(name) else ()
+        found = [(*stored, common) for stored in boxes if (common := stored[2].meet(box))]
+        inside = [Box(tuple(s - o for s, o in zip(common.start, box.start)), common.shape) for *_, common in found]
+        if 0 not in box.shape and not covers(box.shape, inside):
+            raise CheckpointError(f"{self.index} does not list all that this rank needs of {kind} of {name}")
+        return found
 
     def read(self, name: str, kind: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read any box of a tensor, on the CPU and in the dtype it was saved in, from the boxes that it meets.
 
         It trusts the bytes of the files, which `verify` checks. A file is mapped only while it is read: its pages count
-        as memory of this process.
+        as memory of this process. Raises CheckpointError.
         """
         wanted = Box(tuple(start), tuple(shape))
         assert all(first + size <= whole for first, size, whole in zip(*wanted, self.shape(name), strict=True))
         result = torch.empty(wanted.shape, dtype=self.dtype(name, kind))
-        for file, group in groupby(self._boxes(name, kind), itemgetter(0)):
-            if found := [(key, stored, common) for _, key, stored in group if (common := stored.meet(wanted))]:
-                self._read_boxes(self.path / file, found, wanted, result)
+        for file, group in groupby(self._overlaps(name, kind, wanted), itemgetter(0)):
+            self._read_boxes(self.path / file, [found[1:] for found in group], wanted, result)
         return result
 
     def _read_boxes(self, path: Path, found: list[tuple[str, Box, Box]], wanted: Box, result: Tensor) -> None:

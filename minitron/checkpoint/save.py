@@ -148,20 +148,21 @@ class Checkpointer:
         self.owner = self.decide(take_memory, lambda _: claim(self.directory))
         self.host = {kind: row.split(sizes) for kind, row in zip(state.slices(), self.memory)}
         self.pieces = list(pieces(gradients, self.host))
-        # The FP8 histories are the same along tp and dp_cp.
-        alone = mesh.tp.rank == mesh.dp_cp.rank == 0
-        self.histories = [p for chunk in state.chunks for p in state.histories(chunk)] if alone else []
-        mine = self.pieces + self.histories
-        size = sum(piece.tensor.nbytes for piece in mine)
+        self.histories = [piece for chunk in state.chunks for piece in state.histories(chunk)]
+        # They are the same along tp and dp_cp.
+        self.has_histories = mesh.tp.rank == mesh.dp_cp.rank == 0
+        described = describe(self.file, self.pieces + self.histories)
+        boxes, histories = described[: len(self.pieces)], described[len(self.pieces) :]
+        size = sum(piece.tensor.nbytes for piece in self.pieces + self.histories)
+        self.num_bytes, self.tensors = 0, b""  # on rank 0: of all ranks
 
         def describe_all(ranks: list[tuple[int, list[Description]]]) -> None:
             self.num_bytes, self.tensors = sum(size for size, _ in ranks), index_tensors(boxes for _, boxes in ranks)
 
-        self.num_bytes, self.tensors = 0, b""  # on rank 0: of all ranks
-        self.decide(lambda: (size, describe(self.file, mine)), describe_all)
+        self.decide(lambda: (size, boxes + histories * self.has_histories), describe_all)
         self.local = None
         if c.local_dir is not None:
-            self.local = LocalSaves(c.local_dir, mesh, step, size, mesh.agreement.broadcast(self.tensors))
+            self.local = LocalSaves(c.local_dir, mesh, step, size, boxes, histories)
 
     def due(self, step: int) -> bool:
         """Tell whether the configuration asks for a save in checkpoint.dir after this step."""
@@ -195,7 +196,9 @@ class Checkpointer:
         for cadence in cadences:
             cadence.begin(step)
         self._agree(cadences[0], "local_every" if local else "every")
-        mine = self.pieces + [piece._replace(tensor=_to_host(piece.tensor)) for piece in self.histories]
+        has_histories = self.local.has_histories if local and self.local is not None else self.has_histories
+        histories = self.histories if has_histories else []
+        mine = self.pieces + [piece._replace(tensor=_to_host(piece.tensor)) for piece in histories]
         scalars = {name: _to_host(value) for name, value in self.state.scalars().items()}
         pairs = (pair for kind, flat in self.state.slices().items() for pair in zip(self.host[kind], flat))
         copied = copy_beside(self.stream, ((host, device) for host, device in pairs if len(host)))

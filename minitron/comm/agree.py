@@ -58,17 +58,25 @@ class Agreement:
             return Agreement()
         # Not by dist.new_group: it names a group by how many this rank has, and here ranks have different numbers.
         store, levels = dist.distributed_c10d._get_default_store(), []
+        number = store.add(f"agreements-{rank}", 1)  # the same on all ranks: a process group may have several meshes
         for ranks in tree(rank, size):
-            of_group = dist.distributed_c10d.PrefixStore(f"agreement-{ranks[0]}-{ranks[1]}", store)
+            of_group = dist.distributed_c10d.PrefixStore(f"agreement-{number}-{ranks[0]}-{ranks[1]}", store)
             place = ranks.index(rank)
             group = dist.ProcessGroupGloo(of_group, place, len(ranks), timeout or default_pg_timeout)
             group._set_default_timeout(PATIENCE)
             levels.append(Level(ranks, place, group))
         return Agreement(levels)
 
-    def decide(self, own: Callable[[], Any], rule: Callable[[list[Any]], Any], errors: Errors = (ValueError,)) -> Any:
+    def decide(
+        self,
+        own: Callable[[], Any],
+        rule: Callable[[list[Any]], Any],
+        errors: Errors = (ValueError,),
+        each: bool = False,
+    ) -> Any:
         """Return rule([own() of every rank, in order]), computed on rank 0, on every rank.
 
+        each: the rule returns a list with an answer for each rank, and each rank gets its own.
         An error of these classes (subclasses first) in any rank's own() or in the rule is raised on every rank, so that
         no rank waits for another in a collective. Raises PeerLost if another rank has died.
         """
@@ -80,24 +88,22 @@ class Agreement:
                 number = next(i for i, kind in enumerate(errors) if isinstance(error, kind))
                 return {"error": number, "text": str(error)}
 
-        outcomes = [outcome(own)]
+        outcomes, answer = [outcome(own)], b""
         for level in self.levels:
             outcomes = list(chain.from_iterable(map(json.loads, _to_first(level, json.dumps(outcomes).encode()))))
-        answer = None
         if outcomes:  # on rank 0, of all ranks
             failed = next((x for x in outcomes if "error" in x), None)
             answer = json.dumps(failed or outcome(lambda: rule([x["value"] for x in outcomes]))).encode()
-        agreed = json.loads(self.broadcast(answer))
+        for level in reversed(self.levels):
+            answer = _from_first(level, answer)
+            if each and "value" in (agreed := json.loads(answer)):  # of the ranks of this group and those below them
+                begins = [rank - level.ranks[0] for rank in level.ranks] + [len(agreed["value"])]
+                mine = agreed["value"][begins[level.rank] : begins[level.rank + 1]]
+                answer = json.dumps({"value": mine}).encode()
+        agreed = json.loads(answer)
         if "error" in agreed:
             raise errors[agreed["error"]](agreed["text"])
-        return agreed["value"]
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Return the bytes of rank 0, which alone hands some in, on every rank."""
-        for level in reversed(self.levels):
-            data = _from_first(level, data)
-        assert data is not None
-        return data
+        return agreed["value"][0] if each else agreed["value"]
 
 
 def tree(rank: int, size: int) -> list[tuple[int, ...]]:
@@ -122,14 +128,12 @@ def _to_first(level: Level, data: bytes) -> list[bytes]:
     return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes)]
 
 
-def _from_first(level: Level, data: bytes | None) -> bytes:
+def _from_first(level: Level, data: bytes) -> bytes:
     """Return the bytes of the first rank of a group on all its ranks."""
-    mine = bytearray(data if level.rank == 0 and data else b"")
-    size = torch.tensor([len(mine)])
+    size = torch.tensor([len(data)])
     _communicate(level.group.broadcast, size, 0)
-    buffer = mine if level.rank == 0 else bytearray(int(size))
-    if buffer:
-        _communicate(level.group.broadcast, torch.frombuffer(buffer, dtype=torch.uint8), 0)
+    buffer = bytearray(data) if level.rank == 0 else bytearray(int(size))
+    _communicate(level.group.broadcast, torch.frombuffer(buffer, dtype=torch.uint8), 0)
     return bytes(buffer)
 
 

@@ -433,10 +433,7 @@ def two_runs(cfg: Config) -> list[str]:
         first.save(1, 4)
         first.wait()
         second = Checkpointer(cfg, trainer.state, {}, log, step=1)
-        with pytest.MonkeyPatch.context() as patch:  # it agrees at the same time, over groups of its own
-            own = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
-            patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: own)
-            agreement = Agreement.create(dist.get_rank(), dist.get_world_size(), None)
+        agreement = Agreement.create(dist.get_rank(), dist.get_world_size(), None)  # it saves at the same time
         second.decide = partial(agreement.decide, errors=ERRORS)
         for saves in second, first:
             saves.save(2, 8)
@@ -718,14 +715,10 @@ def test_a_full_disk_under_log_dir_does_not_end_a_run(tmp_path, capsys):
     assert "profiled iterations 2 to 2: " in output.out and "profile-rank-0.* cannot be written: no space" in output.out
     assert not (folder / "profile-rank-0.txt").exists()
     assert "iteration        3/       3" in output.out and Reader(tmp_path / "saves").iteration == 3
-    (folder / "config.yaml").unlink()
-    (folder / "config.yaml").symlink_to("/dev/full")
+    (file := tmp_path / "file").touch()  # what the user has to mend ends the start
     with pytest.raises(SystemExit):
-        pretrain.main([*COMMAND, "train.steps=4", f"log.dir={folder}"])
-    assert capsys.readouterr().err == (
-        f"error: log.dir={folder} cannot be written: No space left on device; name "
-        "another directory, or null for none\n"
-    )
+        pretrain.main([*COMMAND, "train.steps=4", f"log.dir={file}"])
+    assert capsys.readouterr().err.startswith(f"error: log.dir={file} cannot be written: ")
 
 
 # ---- the order of samples -----------------------------------------------------------------------------------------

@@ -42,26 +42,23 @@ def test_every_rank_is_reached_and_connections_stay_few(size):
 
 
 def agreed(fan_out):
-    """What the two methods return on this rank, in a tree of small groups."""
+    """What all ranks get, and what is for this rank alone, in a tree of small groups."""
     agree.FAN_OUT = fan_out
     try:
         rank, size = dist.get_rank(), dist.get_world_size()
         agreement = Agreement.create(rank, size, None)
         listed = agreement.decide(lambda: {"rank": rank, "text": "é" * rank}, lambda values: values)
-        everyone = (
-            agreement.broadcast(b"\x00bytes" if rank == 0 else None),
-            agreement.broadcast(b"" if rank == 0 else None),
-        )
-        return listed, everyone
+        rule = lambda values: [[number, *value] for number, value in enumerate(values)]
+        return listed, agreement.decide(lambda: [rank, rank * 1.5], rule, each=True)
     finally:
         agree.FAN_OUT = FAN_OUT
 
 
 @pytest.mark.parametrize("world, fan_out", [(1, 8), (2, 8), (5, 2), (8, 3), (8, 8), (7, 2)])
 def test_all_ranks_get_the_answer_of_rank_0(ranks, world, fan_out):
-    for listed, everyone in ranks(world, agreed, fan_out):
+    for rank, (listed, own) in enumerate(ranks(world, agreed, fan_out)):
         assert listed == [{"rank": r, "text": "é" * r} for r in range(world)]
-        assert everyone == (b"\x00bytes", b"")
+        assert own == [rank, rank, rank * 1.5]
 
 
 def failed(which, kind):
@@ -76,17 +73,18 @@ def failed(which, kind):
     def rule(values):
         raise kind(f"rule over {values}")
 
-    try:
-        agreement.decide(own, rule, ERRORS)
-    except ValueError as error:
-        seen.append((type(error), str(error)))
+    for each in False, True:
+        try:
+            agreement.decide(own, rule, ERRORS, each)
+        except ValueError as error:
+            seen.append((type(error), str(error)))
     return seen, agreement.decide(lambda: rank, sum)
 
 
 @pytest.mark.parametrize("which, text", [((2, 1), "disk of rank 1"), ((), "rule over [0, 1, 2]")])
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_of_one_rank_or_of_the_rule_is_raised_on_every_rank(ranks, which, text, kind):
-    assert ranks(3, failed, which, kind) == [([(kind, text)], 3)] * 3
+    assert ranks(3, failed, which, kind) == [([(kind, text)] * 2, 3)] * 3
 
 
 def loses_a_peer(seen):
