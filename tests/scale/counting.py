@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,15 +23,17 @@ from minitron.checkpoint import reader
 FOLDER_EVENTS = ("listdir", "scandir", "mkdir", "rmdir", "rename", "remove", "link", "symlink", "truncate")
 STATS = ("stat", "lstat", "access", "statvfs")  # without an audit event
 SHOWN = 12
+PR_SET_PDEATHSIG = 1  # of Linux
 own_stat = os.stat
 
 
 class Ledger:
     """What one rank does, by phase: counts[phase][what].
 
-    what: "opens" of shared files and their "bytes"; "names": looks at shared names, and changes of them; the same with
-    "own " before it for this rank's log, for shards, and for data and what is cached of it; "local": all on the node's
-    disk. own: an expression for the paths, in the shared folder, of the former.
+    what: "opens" of shared files and their "bytes"; "looks" at shared names; "folders" that are listed or changed.
+    "own opens", "own bytes" and "own looks" are those of paths that match `own`, in the shared folder: this rank's log,
+    shards, data and what is cached of it. "local": all of it on the node's disk. "polls":
+    looks at what another rank is building, of which there are as many as there is time for.
     """
 
     def __init__(self, shared: Path, node: Path, own: str):
@@ -56,42 +62,53 @@ class Ledger:
         if event == "open" and not isinstance(args[0], int):
             self.opened(args[0], args[2])
         elif module == "os" and name in FOLDER_EVENTS:
-            self.named(args[0], may_be_own=False)
+            self._noted("folders", args[0], may_be_own=False)
+            if name == "rename":
+                self._renamed(*(os.path.abspath(os.fsdecode(path)) for path in args[:2]))
 
-    def named(self, path: Any, may_be_own: bool = True) -> None:
-        """Count an operation on a folder or a name."""
-        if isinstance(path, int):
-            path = os.readlink(f"/proc/self/fd/{path}")
-        if (kind := self._kind(path)) is not None:
-            self._note("local" if kind == "local" else f"{kind if may_be_own else ''}names", path)
+    def looked(self, path: Any) -> None:
+        """Count a look at a name."""
+        self._noted("looks", path)
 
     def opened(self, path: Any, flags: int = os.O_RDONLY) -> None:
         """Count an open; a file that is read counts with all of its bytes, another with those it grows by."""
-        if (kind := self._kind(path)) is None:
+        if (kind := self._noted("opens", path)) in (None, "local"):
             return
-        if kind == "local":
-            return self.add("local")
-        self._note(f"{kind}opens", path)
-        try:
-            size = own_stat(path).st_size
-        except OSError:
-            size = 0
+        size = 0
+        with suppress(OSError):
+            if stat.S_ISREG((status := own_stat(path)).st_mode):
+                size = status.st_size
         if flags & (os.O_WRONLY | os.O_RDWR):
             self.written.setdefault(os.path.abspath(path), 0 if flags & os.O_TRUNC else size)
         else:
             self.add(f"{kind}bytes", size)
 
-    def _note(self, what: str, path: Any) -> None:
-        self.add(what)
-        names = self.names[self.phase].setdefault(what, [])
-        if len(names) < SHOWN:
-            names.append(os.path.basename(os.fsdecode(path)))
+    def _renamed(self, old: str, new: str) -> None:
+        for path in [path for path in self.written if f"{path}/".startswith(f"{old}/")]:
+            self.written[new + path.removeprefix(old)] = self.written.pop(path)
+
+    def _noted(self, what: str, path: Any, may_be_own: bool = True) -> str | None:
+        """Count an operation on a path; return its kind, as `_kind`."""
+        kind = self._kind(path)
+        if kind == "local":
+            self.add("local")
+        elif kind is not None and str(path).endswith(".partial"):
+            self.add("polls")
+        elif kind is not None:
+            self.add(what := f"{kind if may_be_own else ''}{what}")
+            names = self.names[self.phase].setdefault(what, [])
+            if len(names) < SHOWN:
+                names.append(os.path.basename(os.fsdecode(path)) if isinstance(path, str | bytes | Path) else "")
+        return kind
 
     def _kind(self, path: Any) -> str | None:
+        """Return "own " or "" for a path that is shared, "local" for one on the node's disk, None for another."""
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
         path = os.path.abspath(os.fsdecode(path))
-        if f"{path}{os.sep}".startswith(self.shared):
+        if path.startswith(self.shared):
             return "own " if self.own.fullmatch(path.removeprefix(self.shared)) else ""
-        return "local" if f"{path}{os.sep}".startswith(self.node) else None
+        return "local" if path.startswith(self.node) else None
 
 
 def count_files(ledger: Ledger) -> None:
@@ -101,16 +118,25 @@ def count_files(ledger: Ledger) -> None:
     """
     sys.addaudithook(ledger.event)
     for name in STATS:
-        setattr(os, name, _noted(getattr(os, name), ledger.named))
-    reader.safe_open = _noted(reader.safe_open, ledger.opened)
+        setattr(os, name, _telling(getattr(os, name), ledger.looked))
+    reader.safe_open = _telling(reader.safe_open, ledger.opened)
 
 
-def _noted(call: Callable, note: Callable[[Any], None]) -> Callable:
-    def noted(path: Any, *args: Any, **options: Any) -> Any:
+def exists(path: Path) -> bool:
+    """Look at a path without being counted."""
+    try:
+        own_stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _telling(call: Callable, note: Callable[[Any], None]) -> Callable:
+    def told(path: Any, *args: Any, **options: Any) -> Any:
         note(path)
         return call(path, *args, **options)
 
-    return noted
+    return told
 
 
 class CountingStore(dist.Store):
@@ -188,3 +214,8 @@ def count_groups(add: Callable[[str, int], None], fake: str) -> None:
 
     c10d._new_process_group_helper = helper
     c10d._set_pg_timeout = lambda timeout, group=None: None  # the fake group has none, and warns
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when its parent ends, so that no rank of a test outlives it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -30,6 +30,7 @@ from minitron.runtime import signals, stop
 
 OPTIONS = tuple(f"parallel.{axis}={size}" for axis, size in LAYOUT.items())
 PATIENCE_SECONDS = 300.0
+ERRORS = "stderr"  # a file of all ranks
 
 
 class Measured(NamedTuple):
@@ -56,19 +57,22 @@ def start(world: int, backend: str, folder: Path) -> Measured:
     folder.mkdir(parents=True)
     gc.collect()
     gc.freeze()  # so that a collection does not copy the pages that the forks share
-    agent, port = _agent()
+    agent, port = _agent(folder / ERRORS)
     waiting, go = os.pipe()
     ranks = {}
     try:
         for rank in range(world):
             sys.stdout.flush()
             if (pid := os.fork()) == 0:
+                _begin(folder / ERRORS)
                 os.close(go)
                 os.read(waiting, 1)  # ends when all are there
                 _rank(rank, world, backend, port, agent, folder)
             ranks[pid] = rank
         os.close(go)
         _wait(dict(ranks))
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}\n{(folder / ERRORS).read_text()}") from None
     finally:
         for pid in [*ranks, agent]:
             _end(pid)
@@ -77,10 +81,11 @@ def start(world: int, backend: str, folder: Path) -> Measured:
     return _summed(world, found)
 
 
-def _agent() -> tuple[int, int]:
+def _agent(errors: Path) -> tuple[int, int]:
     """Fork a process that serves a store; return it and its port."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
+        _begin(errors)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writing, f"{store.port}".encode())
         signal.pause()
@@ -90,12 +95,19 @@ def _agent() -> tuple[int, int]:
     return pid, port
 
 
+def _begin(errors: Path) -> None:
+    """Begin as a fork that ends with its parent and writes to a file what would be on stderr."""
+    counting.end_with_parent()
+    with errors.open("a") as file:
+        os.dup2(file.fileno(), 2)
+
+
 def _wait(ranks: dict[int, int]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in ranks and status:
-            raise RuntimeError(f"rank {ranks[pid]} failed; its traceback is above")
+            raise RuntimeError(f"rank {ranks[pid]} failed")
         ranks.pop(pid, None)
         if time.monotonic() > deadline:
             raise RuntimeError(f"{len(ranks)} ranks have not ended within {PATIENCE_SECONDS:.0f} s")

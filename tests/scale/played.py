@@ -20,6 +20,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -43,6 +44,7 @@ from minitron.comm import agree
 from minitron.comm.activity import Activity
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
+from minitron.data import cache
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.planning.dryrun import fake_world
@@ -111,6 +113,7 @@ def play(world: int, folder: Path, kind: str, plant: Callable[[], None] | None =
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
+            counting.end_with_parent()
             ours.close()
             _player(rank, world, [*options, f"checkpoint.local_dir={node}/local"], theirs, (shared, node), kind, plant)
         theirs.close()
@@ -172,14 +175,14 @@ def _player(
     plant: Callable[[], None] | None,
 ) -> None:
     """Be one rank, until the end of its run. Does not return."""
-    ledger = counting.Ledger(*places, own=rf"log/rank-{rank}\.log|.*/rank_\d+\.safetensors|text\..*|cache/.*")
+    ledger = counting.Ledger(*places, own=rf"log/rank-{rank}\.log|.*/rank_\d+\.safetensors|text\..*|cache(/.*)?")
     ledger.begin(RESTART if kind == RESTART else "start")
     try:
         sys.stdout = sys.stderr = written = io.StringIO()
-        _stand_in(rank, world, ledger, connection)
-        counting.count_files(ledger)
         if plant is not None:
             plant()
+        _stand_in(rank, world, ledger, connection)
+        counting.count_files(ledger)
         pretrain.main(options)
         ledger.begin("after")
         result = "end", Done({phase: dict(counts) for phase, counts in ledger.counts.items()}, ledger.names)
@@ -204,6 +207,8 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
     counting.count_groups(ledger.add, fake="all")
     local.identity = lambda directory: f"node-{rank // NODE}"
     _stand_in_for_tree(rank, world, ledger, connection)
+    if rank:
+        _let_first_rank_build()
     _mark_phases(ledger)
 
 
@@ -241,6 +246,18 @@ def _stand_in_for_tree(rank: int, world: int, ledger: counting.Ledger, connectio
         return answer
 
     agree.Agreement.create, agree._to_first, agree._from_first = create, to_first, from_first
+
+
+def _let_first_rank_build() -> None:
+    """Let rank 0 build what is to be cached: any rank may, and here the busiest of a kind stands for all of it."""
+    claim = cache._claim
+
+    def claim_later(final: Path) -> Path | None:
+        while not any(counting.exists(path) for path in (final, final.with_name(f"{final.name}.0.partial"))):
+            time.sleep(0.001)
+        return claim(final)
+
+    cache._claim = claim_later
 
 
 def _mark_phases(ledger: counting.Ledger) -> None:

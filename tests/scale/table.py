@@ -25,76 +25,90 @@ if __name__ in ("__main__", "__mp_main__"):
 COUNTED = (8, 64, 512, 2048)  # ranks
 LARGE = (2048, 16384)
 NODE = 8  # ranks
+STEPS = ("step", "save", "local save", "end")
 PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "minitron.pretrain")
 
 
 class Limit(NamedTuple):
-    """At most once + node * nodes + rank * ranks."""
+    """At most once + node * nodes + rank * ranks; and index: so many times the checkpoint's index, for each rank."""
 
     once: float = 0
     node: float = 0
     rank: float = 0
+    index: float = 0
 
-    def of(self, ranks: int) -> float:
-        return self.once + self.node * ranks / NODE + self.rank * ranks
+    def of(self, ranks: int, index_bytes: float = 0) -> float:
+        return self.once + self.node * ranks / NODE + (self.rank + self.index * index_bytes) * ranks
 
 
 # ---- by count: sums over all ranks ----------------------------------------------------------------------------------
 
 # Per rank there is what torch needs (store, groups), an agreement's messages, and "own" files: its log, shards, data
-# and what is cached of it. All else that several nodes see is for one rank, or one rank of each node.
+# and what is cached of it. All else that several nodes see is for one rank of the job, or of each node.
 ALWAYS = {
-    "own opens": Limit(once=40, rank=40),
-    "own names": Limit(once=40, rank=40),
-    "own bytes": Limit(once=1 << 20, rank=1 << 20),
-    "agreements": Limit(rank=16),
+    "own opens": Limit(once=40, rank=30),
+    "own looks": Limit(once=40, rank=50),
+    "own bytes": Limit(once=1 << 20, rank=1 << 19),
+    "agreements": Limit(rank=12),
 }
 START = {
-    "opens": Limit(once=40, node=1),
-    "names": Limit(once=120, node=3),
-    "bytes": Limit(once=1 << 20, node=4096),
-    "local": Limit(node=80),
+    "opens": Limit(once=30),
+    "folders": Limit(once=60, node=4),
+    "looks": Limit(once=60, node=4, rank=2),
+    "bytes": Limit(once=1 << 20, rank=256),
+    "local": Limit(node=60),
     "store": Limit(rank=6),
     "store bytes": Limit(rank=100),
-    "polls": Limit(once=100),
+    "polls": Limit(once=100, node=60),
     "connections": Limit(rank=1),
-    "groups": Limit(node=2, rank=8),
-    "gloo members": Limit(node=16, rank=8),
-    "agreed bytes": Limit(rank=64 << 10),
+    "groups": Limit(rank=10),
+    "gloo members": Limit(rank=12),
+    "agreed bytes": Limit(rank=8192, index=2),
 }
 LIMITS: dict[str, dict[str, Limit]] = {
     "start": START,
-    "first step": {"store": Limit(rank=2), "store bytes": Limit(rank=16)},
+    "first step": {
+        "looks": Limit(once=8),
+        "folders": Limit(once=8),
+        "store": Limit(rank=2),
+        "store bytes": Limit(rank=16),
+    },
     "step": {"store": Limit(rank=3), "store bytes": Limit(rank=24)},
     "save": {
         "opens": Limit(once=40),
-        "names": Limit(once=120),
-        "bytes": Limit(once=1 << 20, rank=256),
+        "folders": Limit(once=60),
+        "looks": Limit(once=60),
+        "bytes": Limit(once=1 << 16, rank=4096),
         "agreed bytes": Limit(rank=1024),
     },
-    "local save": {"local": Limit(node=60), "agreed bytes": Limit(rank=64 << 10)},
-    "load": {"opens": Limit(once=40, node=1), "local": Limit(node=16), "agreed bytes": Limit(rank=64 << 10)},
+    "local save": {"local": Limit(node=60), "agreed bytes": Limit(rank=1024, index=1)},
+    "load": {"local": Limit(node=4), "agreed bytes": Limit(rank=1024)},
     "restart": START,
-    "end": {"opens": Limit(once=4), "names": Limit(once=4), "bytes": Limit(once=1 << 20)},
+    "end": {"opens": Limit(once=4), "looks": Limit(once=4), "bytes": Limit(once=1 << 16, rank=16)},
 }
 
 
 class Sum(NamedTuple):
-    """What all ranks do in a phase, and names of shared files that an ordinary rank has used for it."""
+    """What all ranks do in a phase. index_bytes: of the job's index. names: shared ones that an ordinary rank used."""
 
     phase: str
     what: str
     ranks: int
     value: float
+    index_bytes: float = 0
     names: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float:
-        return ({**ALWAYS, **LIMITS[self.phase]}.get(self.what) or Limit()).of(self.ranks)
+        return limit_of(self.phase, self.what).of(self.ranks, self.index_bytes)
 
     def __str__(self) -> str:
         names = f": {', '.join(self.names)}" if self.names else ""
         return f"{self.phase}, {self.what} of {self.ranks:,} ranks: {self.value:,.0f} of {self.limit:,.0f}{names}"
+
+
+def limit_of(phase: str, what: str) -> Limit:
+    return {**ALWAYS, **LIMITS[phase]}.get(what, Limit())
 
 
 def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> list[Sum]:
@@ -103,14 +117,15 @@ def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> lis
 
     sums = []
     for world in worlds:
-        with tempfile.TemporaryDirectory() as folder:
-            new = summed(played.play(world, Path(folder, "new"), played.RUN, plant), world)
-            again = summed(played.play(world, Path(folder, "again"), played.RESTART, plant), world)
-        sums += [s for s in new if s.phase != "load"] + [s for s in again if s.phase in ("restart", "load")]
-    return [s for s in sums if s.phase in LIMITS]
+        for kind, left_out in (played.RUN, {"load"}), (played.RESTART, {"start", "first step", *STEPS}):
+            with tempfile.TemporaryDirectory() as folder:
+                found = played.play(world, Path(folder), kind, plant)
+                index_bytes = max(path.stat().st_size for path in Path(folder, "shared").rglob("index.json"))
+            sums += [s for s in summed(found, world, index_bytes) if s.phase in LIMITS.keys() - left_out]
+    return sums
 
 
-def summed(found: Mapping[int, Any], world: int) -> Iterator[Sum]:
+def summed(found: Mapping[int, Any], world: int, index_bytes: int) -> Iterator[Sum]:
     """Add up what all ranks do: those that are not played do as much as the busiest of their kind.
 
     Kinds: the job's first and last rank, the other first ranks of nodes, all others.
@@ -127,16 +142,22 @@ def summed(found: Mapping[int, Any], world: int) -> Iterator[Sum]:
             most = {ranks: max((counts[rank].get(what, 0) for rank in ranks), default=0) for ranks in kinds}
             total = sum(number * most[ranks] for ranks, number in kinds.items())
             names = found[1].names.get(phase, {}).get(what, ())
-            yield Sum(phase, what, world, total, tuple(names))
+            yield Sum(phase, what, world, total, index_bytes, tuple(names))
 
 
 def with_fit(sums: Sequence[Sum]) -> list[Sum]:
-    """Append what a job of LARGE[-1] ranks would do."""
-    rows: dict[tuple[str, str], dict[int, float]] = {}
+    """Append what a job of LARGE[-1] ranks would do, by those of more than one node."""
+    ranks = LARGE[-1]
+    rows: dict[tuple[str, str], dict[int, Sum]] = {}
     for s in sums:
-        rows.setdefault((s.phase, s.what), {})[s.ranks] = s.value
-    larger = {key: {n: row.get(n, 0.0) for n in COUNTED[1:]} for key, row in rows.items()}
-    return [*sums, *(Sum(*key, LARGE[-1], fitted(row, (LARGE[-1],))[0]) for key, row in larger.items())]
+        rows.setdefault((s.phase, s.what), {})[s.ranks] = s
+    fits = []
+    for (phase, what), row in rows.items():
+        values = {n: row[n].value if n in row else 0.0 for n in COUNTED[1:]}
+        index_bytes = {s.ranks: s.index_bytes for s in sums if s.phase == phase}
+        degree = 2 if limit_of(phase, what).index else 1
+        fits.append(Sum(phase, what, ranks, fit(values, [ranks], degree)[0], fit(index_bytes, [ranks])[0]))
+    return [*sums, *fits]
 
 
 def counted_table(sums: Sequence[Sum]) -> str:
@@ -178,36 +199,35 @@ def beyond(jobs: Sequence[Any]) -> list[str]:
     found = []
     for name, limit in STARTED.items():
         row = {job.ranks: float(getattr(job, name)) for job in jobs}
-        row |= dict(zip(LARGE, fitted(row, LARGE, name in BY_LEVELS)))
+        row |= dict(zip(LARGE, fit(row, LARGE, levels=name in BY_LEVELS)))
         found += [f"{name} of {n:,} ranks: {x:,.0f} of {limit.of(n):,.0f}" for n, x in row.items() if x > limit.of(n)]
     return found
 
 
 def started_table(jobs: Sequence[Any]) -> str:
-    """Write what jobs have measured, and the fit for LARGE ones."""
-    ranks = [job.ranks for job in jobs]
-    names = [*map("{:,}".format, ranks), *map("{:,} (fit)".format, LARGE), "fit", "c of c W^2"]
-    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    """Write what jobs have measured, and the fit for LARGE ones: a line, and c of a parabola."""
+    sizes = [*(f"{job.ranks:,}" for job in jobs), *(f"{n:,} (fit)" for n in LARGE)]
+    lines = ["| | " + " | ".join([*sizes, "a + b W", "c W^2"]) + " |", "|---" * (len(sizes) + 3) + "|"]
     for name in jobs[0]._fields[1:]:
         row = {job.ranks: float(getattr(job, name)) for job in jobs}
         form = "{:,.2f}" if name.endswith("seconds") else "{:,.0f}"
         levels = name in BY_LEVELS
-        b, a = _line(row, levels)
-        c = np.polyfit(list(row), list(row.values()), 2)[0] if len(row) > 2 and not levels else 0.0
-        cells = [form.format(x) for x in (*row.values(), *fitted(row, LARGE, levels))]
-        cells += [f"{a:.3g} + {b:.3g} {'log2 W' if levels else 'W'}", f"{c:.1e}"]
+        b, a = _coefficients(row, 1, levels)
+        cells = [form.format(x) for x in (*row.values(), *fit(row, LARGE, levels=levels))]
+        cells.append(f"{a:.3g} + {b:.3g} {'log2 W' if levels else 'W'}")
+        cells.append("" if levels or len(row) < 3 else f"{_coefficients(row, 2)[0]:.1e}")
         lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def fitted(row: Mapping[int, float], at: Sequence[int], levels: bool = False) -> list[float]:
-    """Return a least-squares line through {ranks: value} at other numbers of ranks. levels: over their logarithm."""
-    return np.polyval(_line(row, levels), np.log2(at) if levels else np.array(at, float)).tolist()
+def fit(row: Mapping[int, float], at: Sequence[int], degree: int = 1, levels: bool = False) -> list[float]:
+    """Return {ranks: value} at other numbers of ranks, by least squares. levels: a polynomial of their logarithm."""
+    return np.polyval(_coefficients(row, degree, levels), np.log2(at) if levels else np.array(at, float)).tolist()
 
 
-def _line(row: Mapping[int, float], levels: bool) -> np.ndarray:
+def _coefficients(row: Mapping[int, float], degree: int, levels: bool = False) -> np.ndarray:
     ranks = np.array(list(row), float)
-    return np.polyfit(np.log2(ranks) if levels else ranks, list(row.values()), 1)
+    return np.polyfit(np.log2(ranks) if levels else ranks, list(row.values()), degree)
 
 
 # ---- the process that forks ranks -----------------------------------------------------------------------------------
