@@ -8,6 +8,11 @@
 {{- max 1 (div $gpus $perNode) }}
 {{- end }}
 
+{{/* A value as text. helm reads the integers of a values file as floats, and writes those from 1e6 on with an exponent. */}}
+{{- define "minitron.text" -}}
+{{- if kindIs "float64" . }}{{ int64 . }}{{ else }}{{ toString . }}{{ end }}
+{{- end }}
+
 {{/* Variables of the training container as a YAML mapping; the later one wins. */}}
 {{- define "minitron.env" -}}
 {{- $env := .Files.Get "files/env.yaml" | fromYaml }}
@@ -20,7 +25,7 @@
 {{- $env = merge ($.Files.Get "files/env-tcpxo.yaml" | fromYaml) $env }}
 {{- end }}
 {{- range .ncclSettings }}
-{{- $_ := set $env .name (toString .value) }}
+{{- $_ := set $env .name (include "minitron.text" .value) }}
 {{- end }}
 {{- end }}
 {{- range .Values.workload.env }}
@@ -32,6 +37,12 @@
 {{/* Refuses a key that minitron does not have, of config and of arguments: the pods would, one after another. A line of
 keys.txt is a key and the names that NeMo and Megatron-LM have for it, as they end; the longest end counts. */}}
 {{- define "minitron.check" -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" .Release.Name) }}
+{{- fail (printf "the release %q cannot name a Service; begin with a letter, and use lower-case letters, digits and -" .Release.Name) }}
+{{- end }}
+{{- if and (eq .Values.network.stack "tcpxo") (ne (int .Values.workload.gpusPerNode) 8) }}
+{{- fail (printf "workload.gpusPerNode=%d, but network.stack=tcpxo is of machines with 8 GPUs; use 8, or network.stack=tcp" (int .Values.workload.gpusPerNode)) }}
+{{- end }}
 {{- $ours := dict }}
 {{- range $line := .Files.Lines "files/keys.txt" }}
 {{- range splitList " " $line }}
@@ -63,7 +74,7 @@ keys.txt is a key and the names that NeMo and Megatron-LM have for it, as they e
 {{- $fix = printf "use %s" . }}
 {{- end }}
 {{- end }}
-{{- fail (printf "unknown key %s in config or workload.arguments; %s" . $fix) }}
+{{- fail (printf "unknown key %s in config or workload.arguments; %s" (regexReplaceAll "[^ -~]" . "?" | trunc 200) $fix) }}
 {{- end }}
 {{- end }}
 {{- end }}
