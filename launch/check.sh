@@ -12,6 +12,7 @@
 set -euo pipefail
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/launch/number.sh" ""
 
 wrong() {
     printf '%-6s %-10s %s\n' wrong "$@"
@@ -41,11 +42,15 @@ while [ $# -gt 0 ]; do
     -N*) nodes=${1#-N} ;;
     --nodes=*) nodes=${1#*=} ;;
     [a-z]*.[a-z]*=*) wrong variables "'$1' would not be read; give overrides as EXTRA_ARGS='$1' before bash" ;;
-    --gres=*gpu:* | --gpus-per-node=*) gpus=${1##*[:=]} ;;
+    --gres=*gpu:* | --gpus-per-node=*) # [TYPE:]COUNT; a type alone is one GPU
+        gpus=1
+        [[ ! $1 =~ gpu(:|s-per-node=)([^:,]+:)?([0-9]+)(,|$) ]] || gpus=${BASH_REMATCH[3]}
+        is_number "$gpus" 0 || wrong variables "$1 has no number of GPUs; use --gres=gpu:8"
+        ;;
     esac
     shift
 done
-[[ $nodes =~ ^[1-9][0-9]*$ ]] || wrong variables "-N $nodes is no number of nodes; use -N 16"
+is_number "$nodes" 1 || wrong variables "-N $nodes is no number of nodes; use -N 16"
 
 status=0
 SLURM_JOB_ID=0 SLURM_JOB_NUM_NODES=$nodes SLURM_GPUS_ON_NODE=$gpus CHECK_ONLY=$file bash "$file" || status=1

@@ -5,7 +5,7 @@
 #   RUN_CONF_GPUS_PER_NODE     ranks on each node (default: SLURM_GPUS_PER_NODE, or 8 where that is null or unset)
 #   MIN_NODES         what counts as too few, for trials
 #   CHECKPOINT_DIR    (default: the job's own folder) or none: what a stopped job has learned is lost
-#   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2": they win
+#   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2", also one a line: they win
 #   RESTARTS          how often the ranks may be started again without leaving the queue (default: 20; 0: plain torchrun)
 #   SPARE_NODES       how many of the job's nodes wait until another one dies (default: 0)
 #   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the job's first node, a port from the job's id)
@@ -26,17 +26,19 @@ check_job() {
     *) fail "DTYPE=${DTYPE:-} is neither fp8 nor bf16; submit with DTYPE=fp8 sbatch ..." ;;
     esac
     : "${SPARE_NODES:=0}" "${RESTARTS:=20}"
-    [[ $SPARE_NODES =~ ^[0-9]+$ && $RESTARTS =~ ^[0-9]+$ ]] ||
-        fail "SPARE_NODES=$SPARE_NODES or RESTARTS=$RESTARTS is no number; set SPARE_NODES=1, RESTARTS=20"
+    is_number "$SPARE_NODES" 0 || fail "SPARE_NODES=$SPARE_NODES is no number of nodes; set SPARE_NODES=1, or 0"
+    is_number "$RESTARTS" 0 || fail "RESTARTS=$RESTARTS is no number of starts; set RESTARTS=20, or 0"
+    is_number "${MASTER_PORT:-1}" 1 65535 || fail "MASTER_PORT=$MASTER_PORT is no port; use 1 to 65535, or unset it"
     [ "$SPARE_NODES" = 0 ] || [ "$RESTARTS" != 0 ] ||
         fail "SPARE_NODES=$SPARE_NODES would wait for nothing with RESTARTS=0; set RESTARTS=20, or no SPARE_NODES"
     export SPARE_NODES RESTARTS
     nodes=$((SLURM_JOB_NUM_NODES - SPARE_NODES))
     local least=${MIN_NODES:-$2} count
+    is_number "$least" 1 || fail "MIN_NODES=$least is no number of nodes; use 1 or more, or unset it"
     [ "$nodes" -ge "$least" ] || fail "$nodes node(s) are too few for $1; submit with -N $least or more"
     gpus=${RUN_CONF_GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-8}}
     for count in "$gpus" "${SLURM_GPUS_PER_NODE:-8}"; do
-        [[ $count =~ ^[1-9][0-9]*$ ]] ||
+        is_number "$count" 1 ||
             fail "$count is no number of GPUs; set RUN_CONF_GPUS_PER_NODE to one, SLURM_GPUS_PER_NODE to one or null"
     done
     if [ "${SLURM_GPUS_ON_NODE:-0}" -lt "${SLURM_GPUS_PER_NODE:-0}" ]; then
@@ -58,7 +60,7 @@ run_job() {
     if [ "${CHECKPOINT_DIR:-}" != none ]; then
         arguments+=("checkpoint.dir=${CHECKPOINT_DIR:-$run/checkpoint}" "checkpoint.every=$checkpoint_every" checkpoint.keep=1)
     fi
-    read -ra extra <<<"${EXTRA_ARGS:-}"
+    read -rd '' -a extra <<<"${EXTRA_ARGS:-}" || true # to the end of the text, at which `read` returns 1
     arguments+=("${extra[@]}")
     for override in "${extra[@]}"; do
         [[ $override != log.dir=* ]] || run=${override#log.dir=}

@@ -7,6 +7,10 @@ set -euo pipefail
 [ "${1:-}" != --help ] || exec sed -n '/^#!/d;/^#SBATCH/d;/^#/!q;s/^# \{0,1\}//p' "$0"
 python=$1 ranks=$2
 shift 2
+source launch/number.sh ""
+for count in "$ranks" "${SPARE_NODES:-0}" "${RESTARTS:-0}"; do
+    is_number "$count" 0 || { echo "error: $count is no number; correct RANKS, SPARE_NODES or RESTARTS" >&2; exit 1; }
+done
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Slurm sends SIGUSR1 to every process here. torchrun would die of it and leave its ranks behind; it inherits that the
 # signal is ignored. So do the ranks, until they listen to it.

@@ -12,7 +12,9 @@ this=${BASH_SOURCE[0]}
 [ "${this##*/}" != slurm_script ] || this=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
 cd "$(dirname "${this%" $*"}")/.."
 source launch/venv.sh
+source launch/number.sh ""
 
+is_number "${RANKS:-1}" 1 || fail "RANKS=$RANKS is no number of processes; use 1 or more, or unset it"
 run_dir=runs/quickstart
 for override in "$@"; do
     case $override in

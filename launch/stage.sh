@@ -24,6 +24,7 @@ lacks() {
     lacking+=(--skip "$1")
 }
 
+source launch/number.sh ""
 [ -n "${STAGE_PATH:-}" ] || fail "STAGE_PATH is not set; export STAGE_PATH=<a folder that all nodes share>"
 [[ $STAGE_PATH == /* && -d $STAGE_PATH ]] ||
     fail "STAGE_PATH=$STAGE_PATH is no folder with an absolute path; make it, or correct it"
@@ -67,7 +68,7 @@ use_dataset() {
         ;;
     *) fail "'$1' is no dataset; use gpt3 or llama3.1" ;;
     esac
-    [[ $files =~ ^[1-9][0-9]?$ ]] || fail "FILES=$files is no number of files; use 1 to 99"
+    is_number "$files" 1 99 || fail "FILES=$files is no number of files; use 1 to 99"
 }
 
 need_tokenizer() {

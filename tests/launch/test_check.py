@@ -88,6 +88,11 @@ def test_a_job_that_would_run(stage):
         ({"VENV": "/nowhere"}, "variables", "there is no /nowhere/bin/python; run launch/setup.sh"),
         ({"SLURM_GPUS_PER_NODE": "8"}, "variables", "Slurm gave the job 0 GPUs a node; submit with --gres=gpu:8"),
         ({"EXTRA_ARGS": "train.stepz=5"}, "keys", "unknown key train.stepz; did you mean train.steps?"),
+        ({"EXTRA_ARGS": "train.steps=5\ntrain.stepz=5"}, "keys", "unknown key train.stepz"),
+        ({"SPARE_NODES": "08"}, "variables", "SPARE_NODES=08 is no number"),
+        ({"MIN_NODES": "abc"}, "variables", "MIN_NODES=abc is no number"),
+        ({"RESTARTS": "9" * 20}, "variables", "is no number of starts"),
+        ({"MASTER_PORT": "70000"}, "variables", "MASTER_PORT=70000 is no port"),
         ({"EXTRA_ARGS": "parallel.tp=5"}, "layout", "parallel.tp*pp*cp=5*8*1=40 does not divide the world of 128"),
         ({"EXTRA_ARGS": "train.micro_batch_size=8 parallel.vp=1"}, "memory", "do not fit into the 76.1 GiB that H100"),
         (

@@ -16,6 +16,8 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
 import kubernetes_validate
 import pytest
@@ -180,13 +182,28 @@ def test_fine_tuning_jobs_start_the_other_command(config, arguments, module):
     assert '-m "$MODULE"' in (CHART / "files" / "pod.sh").read_text()
 
 
+def takes_of(types: tuple) -> str:
+    """What a key takes, in the words of keys.txt: int|auto|null for `int | Literal["auto"] | None`."""
+    words = {str: "text", NoneType: "null", int: "int", float: "float", bool: "bool"}
+    found = []
+    for kind in types:
+        literals = get_args(kind) if get_origin(kind) is Literal else ()
+        found += literals or ["list" if get_origin(kind) is tuple else words.get(kind, "section")]
+    return "|".join(found)
+
+
 def test_the_chart_knows_every_key_and_no_other():
-    """After a new key or name: launch/helm/files/keys.txt is this, a key and the names of others for it on a line."""
-    names = {key for f in fields(Config) for key, _, _ in keys(kinds(Config)[f.name][0], f"{f.name}.")}
-    names |= {name.rpartition(".")[0] for name in names if name.count(".") > 1}
+    """After a new key or name: launch/helm/files/keys.txt is this: key, types, names of others for it."""
+    takes = {
+        key: takes_of(types) for f in fields(Config) for key, types, _ in keys(kinds(Config)[f.name][0], f"{f.name}.")
+    }
+    names = set(takes)
+    for section in {name.rpartition(".")[0] for name in names if name.count(".") > 1} - names:
+        takes[section] = "section|null"
+    names = set(takes)
     theirs = yaml.safe_load((ROOT / "minitron" / "config" / "names.yaml").read_text())
     assert theirs.keys() <= names
-    lines = [f"{name} {theirs.get(name, '')}".rstrip() for name in sorted(names)]
+    lines = [f"{name} {takes[name]} {theirs.get(name, '')}".rstrip() for name in sorted(names)]
     assert (CHART / "files" / "keys.txt").read_text() == "\n".join(lines) + "\n"
 
 
@@ -309,6 +326,12 @@ def test_the_command_of_the_readme_is_the_documents_job():
         ),
         ({"workload__arguments": "{model.optim.sched.max_steps=5}"}, "workload.arguments; use optimizer.decay_steps"),
         ({"workload__arguments": "{model.seed=5}"}, "key model.seed in config or workload.arguments; use train.seed"),
+        ({"workload__arguments": "{train.steps=abc}"}, "train.steps=abc in config or workload.arguments is not"),
+        ({"workload__arguments": "{precision.fp8=yes}"}, "precision.fp8=yes in config or workload.arguments is not"),
+        ({"network__stack": "tcpxo", "workload__gpusPerNode": 4}, "workload.gpusPerNode=4, but network.stack=tcpxo"),
+        ({"release": "1e3"}, 'the release "1e3" cannot name a Service'),
+        ({"release": "123"}, 'the release "123" cannot name a Service'),
+        ({"workload__image": "a #b"}, "/workload/image"),
         ({"workload__volumes[0].name": "a"}, "/workload/volumes/0"),
         ({"workload__env[0].name": "A"}, "/workload/env/0"),
         ({"workload__resources.nvidia\\.com/gpu": 4}, "invalid propertyName 'nvidia.com/gpu'"),
@@ -325,6 +348,69 @@ def test_the_command_of_the_readme_is_the_documents_job():
 def test_mistakes_end_before_anything_is_installed(settings, message):
     result = helm(**settings)
     assert result.returncode != 0 and message in result.stderr, result.stderr
+
+
+HOSTILE = [
+    "a #b",
+    "x\nhostPID: true",
+    "x\n---\nkind: Secret",
+    "x}\n- {name: LD_PRELOAD, value: /x}",
+    "&a x",
+    "{{ .Release.Name }}",
+    "'\"",
+    "x\u0085  privileged: true",
+    "true",
+    "1e3",
+    "x" * 5000,
+    7,
+    ["x"],
+    {"hostPID": True},
+]
+PLACES = {
+    "config": lambda x: {"config": f"# {x}" if isinstance(x, str) else x},
+    "image": lambda x: {"workload": {"image": x}},
+    "names": lambda x: {"queue": x, "schedulingGate": x, "priorityClass": x, "imagePullSecrets": [x]},
+    "plugin": lambda x: {"network": {"pluginVersion": x, "daemonVersion": x}},
+    "interface": lambda x: {"network": {"interface": x}},
+    "setting's name": lambda x: {"network": {"ncclSettings": [{"name": x, "value": "1"}]}},
+    "setting": lambda x: {"network": {"ncclSettings": [{"name": "A", "value": x}]}},
+    "variable's name": lambda x: {"workload": {"env": [{"name": x, "value": "1"}]}},
+    "variable": lambda x: {"workload": {"env": [{"name": "A", "value": x}]}},
+    "argument": lambda x: {"workload": {"arguments": [f"log.dir={x}"]}},
+    "mount": lambda x: {"workload": {"volumes": [{"name": "d", "mountPath": f"/{x}", "emptyDir": {}}]}},
+    "selector": lambda x: {"nodeSelector": {"pool": x}},
+    "rounds": lambda x: {"workload": {"rounds": f"/{x}"}},
+}
+
+
+def rendered_with(place, value, folder) -> list[dict] | None:
+    """The manifests, or None if helm refuses the value."""
+    values = PLACES[place](value)
+    values = {"config": "train: {steps: 5}", **values}
+    values["workload"] = {"image": "i", "gcsBucketForDataCataPath": "b"} | values.get("workload", {})
+    (folder / "values.yaml").write_text(json.dumps(values))
+    command = [HELM, "template", "me-gpt3", str(CHART), *A3MEGA, "-f", str(folder / "values.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 or result.stdout == "" and "Error: " in result.stderr
+    return list(yaml.safe_load_all(result.stdout)) if result.returncode == 0 else None
+
+
+def shape(value):
+    """The keys and kinds of a manifest, without its texts and the names of its variables."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [shape(inner) for inner in value]
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_stays_a_value(place, value, tmp_path):
+    """The manifests have the structure that a plain value gives, or helm refuses it."""
+    found = rendered_with(place, value, tmp_path)
+    if found is not None:
+        assert shape(found) == shape(rendered_with(place, "abc", tmp_path))
 
 
 # ---- the pod's command ----------------------------------------------------------------------------------------------

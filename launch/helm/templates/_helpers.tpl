@@ -8,6 +8,11 @@
 {{- max 1 (div $gpus $perNode) }}
 {{- end }}
 
+{{/* A value as text. helm reads the integers of a values file as floats, and writes those from 1e6 on with an exponent. */}}
+{{- define "minitron.text" -}}
+{{- if kindIs "float64" . }}{{ int64 . }}{{ else }}{{ toString . }}{{ end }}
+{{- end }}
+
 {{/* Variables of the training container as a YAML mapping; the later one wins. */}}
 {{- define "minitron.env" -}}
 {{- $env := .Files.Get "files/env.yaml" | fromYaml }}
@@ -20,7 +25,7 @@
 {{- $env = merge ($.Files.Get "files/env-tcpxo.yaml" | fromYaml) $env }}
 {{- end }}
 {{- range .ncclSettings }}
-{{- $_ := set $env .name (toString .value) }}
+{{- $_ := set $env .name (include "minitron.text" .value) }}
 {{- end }}
 {{- end }}
 {{- range .Values.workload.env }}
@@ -30,21 +35,39 @@
 {{- end }}
 
 {{/* Refuses a key that minitron does not have, of config and of arguments: the pods would, one after another. A line of
-keys.txt is a key and the names that NeMo and Megatron-LM have for it, as they end; the longest end counts. */}}
+keys.txt is a key, what it takes, and the names that NeMo and Megatron-LM have for it, as they end; the longest end counts.
+A value of another type is refused as well. In config that holds for texts alone: a number may have any form of YAML. */}}
 {{- define "minitron.check" -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" .Release.Name) }}
+{{- fail (printf "the release %q cannot name a Service; begin with a letter, and use lower-case letters, digits and -" .Release.Name) }}
+{{- end }}
+{{- if and (eq .Values.network.stack "tcpxo") (ne (int .Values.workload.gpusPerNode) 8) }}
+{{- fail (printf "workload.gpusPerNode=%d, but network.stack=tcpxo is of machines with 8 GPUs; use 8, or network.stack=tcp" (int .Values.workload.gpusPerNode)) }}
+{{- end }}
+{{- $patterns := dict "null" "null|Null|NULL" "int" "[+-]?(0|[1-9](_?[0-9]){0,17})" "bool" "(?i:true|false|yes|no|on|off)" }}
+{{- $_ := merge $patterns (dict "float" "[+-]?([0-9](_?[0-9])*(\\.[0-9]*)?|\\.[0-9]+)([eE][+-]?[0-9]+)?" "list" "\\[.*" "section" "\\{.*" "text" ".*\\S.*") }}
 {{- $ours := dict }}
+{{- $takes := dict }}
 {{- range $line := .Files.Lines "files/keys.txt" }}
-{{- range splitList " " $line }}
-{{- $_ := set $ours . (splitList " " $line | first) }}
+{{- if $line }}
+{{- $words := splitList " " $line }}
+{{- $_ := set $takes (first $words) (index $words 1) }}
+{{- range concat (list (first $words)) (slice $words 2) }}
+{{- $_ := set $ours . (first $words) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- $typed := list }}
+{{- $given := list }}
 {{- $config := fromYaml .Values.config }}
 {{- if not (hasKey $config "Error") }}
 {{- range $section, $values := $config }}
 {{- if kindIs "map" $values }}
 {{- range $key, $value := $values }}
 {{- $typed = append $typed (printf "%s.%s" $section $key) }}
+{{- if kindIs "string" $value }}
+{{- $given = append $given (printf "%s.%s=%s" $section $key $value) }}
+{{- end }}
 {{- end }}
 {{- else }}
 {{- $typed = append $typed $section }}
@@ -53,6 +76,7 @@ keys.txt is a key and the names that NeMo and Megatron-LM have for it, as they e
 {{- end }}
 {{- range .Values.workload.arguments }}
 {{- $typed = append $typed (splitList "=" . | first) }}
+{{- $given = append $given . }}
 {{- end }}
 {{- range $typed }}
 {{- if ne . (get $ours .) }}
@@ -63,7 +87,19 @@ keys.txt is a key and the names that NeMo and Megatron-LM have for it, as they e
 {{- $fix = printf "use %s" . }}
 {{- end }}
 {{- end }}
-{{- fail (printf "unknown key %s in config or workload.arguments; %s" . $fix) }}
+{{- fail (printf "unknown key %s in config or workload.arguments; %s" (regexReplaceAll "[^ -~]" . "?" | trunc 200) $fix) }}
+{{- end }}
+{{- end }}
+{{- range $given }}
+{{- $key := splitList "=" . | first }}
+{{- $value := trimPrefix (printf "%s=" $key) . }}
+{{- $fits := false }}
+{{- range splitList "|" (get $takes $key) }}
+{{- $pattern := get $patterns . | default (printf "[\"']?%s[\"']?" .) }}
+{{- $fits = or $fits (regexMatch (printf "(?s)^(%s)$" $pattern) $value) }}
+{{- end }}
+{{- if not $fits }}
+{{- fail (printf "%s=%s in config or workload.arguments is not one of %s; correct the value" $key (regexReplaceAll "[^ -~]" $value "?" | trunc 200) (get $takes $key)) }}
 {{- end }}
 {{- end }}
 {{- end }}
