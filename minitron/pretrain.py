@@ -105,8 +105,6 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
     alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
     with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
         signer = make_signer(os.environ, log)
-        if world > 1 and not os.environ.get("MINITRON_SECRET"):
-            log.info("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
         mesh = make_mesh(cfg, world, device, listener, signer)
         stop = Stop(mesh, log, cfg.train.max_skipped, listener, signer)
         with watched(mesh, log, cfg.train.hang_seconds, signer):
@@ -136,6 +134,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             )
             if data.note:
                 log.info(data.note)
+            if world > 1 and not os.environ.get("MINITRON_SECRET"):
+                log.info("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
             log.info(trainer.describe())
             reason = why_eager(cfg, device, chosen.attention.packs)
             if reason is not None and (

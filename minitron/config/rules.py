@@ -13,8 +13,8 @@ can tell.
 from __future__ import annotations
 
 import math
-import re
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass
 from typing import NamedTuple
