@@ -8,6 +8,7 @@
 #   EXTRA_ARGS        more overrides, as in "train.steps=500 parallel.cp=2", also one a line: they win
 #   RESTARTS          how often the ranks may be started again without leaving the queue (default: 20; 0: plain torchrun)
 #   SPARE_NODES       how many of the job's nodes wait until another one dies (default: 0)
+#   MINITRON_SECRET   what the ranks sign their messages with (default: a random one; never printed)
 #   MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the job's first node, a port from the job's id)
 #
 # Before the time is up (--signal), or when `scancel --signal=USR1 JOBID` asks for it, all ranks save and end, and the job
@@ -154,6 +155,9 @@ set_environment() {
     export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export PYTHONUNBUFFERED=1
+    # The ranks sign their messages with it (launch/README.md, Ports).
+    MINITRON_SECRET=${MINITRON_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+    export MINITRON_SECRET
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # from SIGTERM to SIGKILL (torch 2.12)
     export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}

@@ -5,6 +5,7 @@ Without torchrun this is a world of one process; without a configuration it trai
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -41,7 +42,7 @@ from minitron.planning.fits import check_room
 from minitron.runtime import profiling
 from minitron.runtime.graph import why_eager
 from minitron.runtime.log import Log
-from minitron.runtime.rendezvous import joined
+from minitron.runtime.rendezvous import Signer, joined
 from minitron.runtime.room import OutOfMemory
 from minitron.runtime.startup import Startup
 from minitron.runtime.stop import Diverged, Stop
@@ -103,9 +104,10 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
     # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
     alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
     with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
-        mesh = make_mesh(cfg, world, device, listener)
-        stop = Stop(mesh, log, cfg.train.max_skipped, listener)
-        with watched(mesh, log, cfg.train.hang_seconds):
+        signer = make_signer(os.environ, log)
+        mesh = make_mesh(cfg, world, device, listener, signer)
+        stop = Stop(mesh, log, cfg.train.max_skipped, listener, signer)
+        with watched(mesh, log, cfg.train.hang_seconds, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
                 start = agree(cfg, mesh, first_on_node=local_rank == 0)
@@ -132,6 +134,8 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             )
             if data.note:
                 log.info(data.note)
+            if world > 1 and not os.environ.get("MINITRON_SECRET"):
+                log.info("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
             log.info(trainer.describe())
             reason = why_eager(cfg, device, chosen.attention.packs)
             if reason is not None and (
@@ -236,7 +240,14 @@ def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) 
     return data
 
 
-def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener) -> Mesh:
+def make_signer(environ: Mapping[str, str], log: Log) -> Signer:
+    """Make what signs this rank's messages, by the secret that all ranks of the job share."""
+    round_ = json.loads(environ.get("MINITRON_ROUND", "{}")).get("round", 0)
+    place = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{round_}"
+    return Signer(environ.get("MINITRON_SECRET", ""), place, log.alarm)
+
+
+def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener, signer: Signer) -> Mesh:
     """Make the mesh of torchrun's world; of this process alone, without a process group, if there is no other.
 
     A rank that cannot join the others ends with exit status LOST and one line, which `listener` writes.
@@ -245,7 +256,7 @@ def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener)
     if world == 1:
         return Mesh.offline(device=device)
     timeout = timedelta(seconds=cfg.train.hang_seconds + 60)  # the report of minitron.runtime.watch comes first
-    with joined(os.environ, cfg.train.hang_seconds, timeout, listener) as (store, rank, world):
+    with joined(os.environ, cfg.train.hang_seconds, timeout, listener, signer) as (store, rank, world):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,

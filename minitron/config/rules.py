@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass
 from typing import NamedTuple
@@ -341,6 +342,10 @@ def _check_log(cfg: Config, world: int) -> None:
     profile = [f"profile.kind={p.kind}"] if p.kind in ("torch", "memory") else []
     if cfg.log.dir is None and (writers := board + profile):
         raise ValueError(f"{writers[0]} writes into log.dir, which is null; set log.dir, or drop {writers[0]}")
+    if (at := cfg.log.prometheus) is not None:
+        port = re.fullmatch(r"(?:.+:)?([0-9]{1,5})", str(at))
+        if port is None or not 0 < int(port[1]) < 1 << 16:
+            raise ValueError(f"log.prometheus={at} is no PORT or ADDRESS:PORT; use for example 127.0.0.1:9400")
     if p.kind == "none":
         return
     if not p.start_step <= p.end_step <= steps:

@@ -253,7 +253,9 @@ class LogConfig:
     dir: str | None = key(None, "where config.yaml, metrics.jsonl, dllogger.json and a log per rank go; null: nowhere")
     tensorboard: str | bool = key(False, "event files: true: in log.dir/tensorboard, or a directory of their own")
     wandb: str | None = key(None, "Weights & Biases: the project in which the run appears; null: nowhere")
-    prometheus: int | None = key(None, "port of rank 0's node at which Prometheus finds the last figures", "[1, 65535]")
+    prometheus: str | None = key(
+        None, "PORT or ADDRESS:PORT of rank 0's node at which Prometheus finds the last figures"
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ starts, and answers whoever asks with the number of the new one.
 
 A reply to a rank that has died is harmless: every question has its own number.
 
+The store takes any value from anyone who reaches its port. So our own messages are signed, if the ranks share a secret.
+
 A rank that cannot join the others ends with one line: a name does not resolve, an address is not served, a rank is
 missing, or process groups cannot be made. The thread of `signals.Listener` measures the time, since the main thread may
 wait in C code.
@@ -18,9 +20,13 @@ wait in C code.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import os
+import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -35,9 +41,76 @@ NAME_SECONDS = 60.0  # a name service may take so long to learn the name of a no
 AGAIN = "the first error in the logs of all nodes says why; start all ranks again"
 
 
+class Signer:
+    """Signs messages of the ranks by HMAC-SHA256; without a secret a message is its text alone.
+
+    place: the job, the round and the start that messages belong to. In another place a copy of one is not valid.
+    report: called with one line for the first invalid message of each key.
+    """
+
+    def __init__(self, secret: str = "", place: str = "", report: Callable[[str], object] = lambda _: None):
+        self._secret, self._place, self._report = secret.encode(), place, report
+        self._reported: set[str] = set()
+
+    def enter(self, part: str) -> None:
+        """Sign for this part of the place from now on."""
+        self._place += f"/{part}"
+
+    def sign(self, key: str, text: str) -> str:
+        """Return the message that holds `text` at `key`; always the same one in this place."""
+        if not self._secret:
+            return text
+        signed = json.dumps([self._place, key, text]).encode()
+        return f"{hmac.new(self._secret, signed, hashlib.sha256).hexdigest()} {text}"
+
+    def open(self, key: str, message: bytes) -> str | None:
+        """Return the text of a message, None if a rank of this place has not signed it for `key`."""
+        text = message.decode(errors="replace")
+        text = text.partition(" ")[2] if self._secret else text
+        if hmac.compare_digest(self.sign(key, text).encode(), message):
+            return text
+        if key not in self._reported:
+            self._reported.add(key)
+            self._report(f"a message at {key!r} in the store is not from a rank of this run, and is ignored")
+        return None
+
+
+class SignedStore:
+    """The store as the ranks use it for their own messages: what others write there is ignored."""
+
+    def __init__(self, store: dist.Store, signer: Signer):
+        self._store, self._signer = store, signer
+        self.add, self.has = store.add, lambda key: store.check([key])
+
+    def get(self, key: str) -> str | None:
+        """Wait for a message; return its text, None if it is not valid."""
+        return self._signer.open(key, self._store.get(key))
+
+    def set(self, key: str, text: str) -> None:
+        self._store.set(key, self._signer.sign(key, text))
+
+    def append(self, key: str, text: str) -> None:
+        """Add a line to those of `key`."""
+        self._store.append(key, f"{self._signer.sign(key, text)}\n")
+
+    def lines(self, key: str) -> list[str]:
+        """Return the valid lines of `key`."""
+        opened = (self._signer.open(key, line) for line in self._store.get(key).splitlines())
+        return [text for text in opened if text is not None]
+
+    def compare_set(self, key: str, old: str, new: str) -> str:
+        """Replace the text by `new` if it is `old` or not valid; return the text as it is then."""
+        expected = self._signer.sign(key, old) if old else ""
+        while True:
+            found = self._store.compare_set(key, expected, self._signer.sign(key, new))
+            if (text := self._signer.open(key, found)) is not None:
+                return text
+            expected = found
+
+
 @contextmanager
 def joined(
-    environ: Mapping[str, str], seconds: float, timeout: timedelta, listener: Listener
+    environ: Mapping[str, str], seconds: float, timeout: timedelta, listener: Listener, signer: Signer
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """Join the other ranks of torchrun's environment, which make process groups inside. All ranks call it, once each.
 
@@ -65,8 +138,9 @@ def joined(
         with _no_stderr_of_c():
             whole = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, multi_tenant=True)
             activity.begin(f"{'not all ranks have' if rank == 0 else 'rank 0 has not'} come; {AGAIN}")
-            store = dist.PrefixStore("minitron", whole)
-            start = _answer(store, world, 0.9 * seconds) if rank == 0 else _ask(store, rank)
+            store = SignedStore(dist.PrefixStore("minitron", whole), signer)
+            start, drawn = _answer(store, world, 0.9 * seconds) if rank == 0 else _ask(store, rank)
+            signer.enter(f"{start}/{drawn}")
         activity.begin(f"the process groups were not made, most likely because another rank has died; {AGAIN}")
         yield dist.PrefixStore(f"start-{start}", whole), rank, world
     except (OSError, RuntimeError, UnicodeError) as error:
@@ -76,9 +150,10 @@ def joined(
         listener.look = before
 
 
-def connect() -> dist.Store:
+def connect(signer: Signer) -> SignedStore:
     """Open another connection to the store of this start, since threads may wait in theirs; one rank: in memory."""
-    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
+    store = dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else dist.HashStore()
+    return SignedStore(store, signer)
 
 
 def first_line(error: BaseException) -> str:
@@ -107,21 +182,24 @@ def _no_stderr_of_c() -> Iterator[None]:
             os.dup2(stream.fileno(), 2)
 
 
-def _ask(store: dist.Store, rank: int) -> int:
-    start = int(store.get(f"answer-{store.add('questions', 1)}"))
-    store.append(f"arrived-{start}", f"{rank} ")
-    return start
+def _ask(store: SignedStore, rank: int) -> tuple[int, str]:
+    while (answer := store.get(f"answer-{store.add('questions', 1)}")) is None:
+        sleep(0.01)
+    start, drawn = answer.split()
+    store.append(f"arrived-{start}", str(rank))
+    return int(start), drawn
 
 
-def _answer(store: dist.Store, world: int, seconds: float) -> int:
-    start, answered, deadline = store.add("starts", 1), 0, monotonic() + seconds
-    store.append(f"arrived-{start}", "0 ")
-    while len(arrived := store.get(f"arrived-{start}").split()) < world:
+def _answer(store: SignedStore, world: int, seconds: float) -> tuple[int, str]:
+    """Return the number of the new start and a random text, which makes it another one than all before."""
+    start, drawn, answered, deadline = store.add("starts", 1), secrets.token_hex(8), 0, monotonic() + seconds
+    store.append(f"arrived-{start}", "0")
+    while len(arrived := set(map(int, store.lines(f"arrived-{start}")))) < world:
         if monotonic() > deadline:
-            raise TimeoutError(f"{listed(sorted({*range(world)} - {*map(int, arrived)}))} of {world} missing")
+            raise TimeoutError(f"{listed(sorted({*range(world)} - arrived))} of {world} missing")
         asked = store.add("questions", 0)
         for question in range(answered + 1, asked + 1):
-            store.set(f"answer-{question}", str(start))
+            store.set(f"answer-{question}", f"{start} {drawn}")
         answered = asked
         sleep(0.01)
-    return start
+    return start, drawn

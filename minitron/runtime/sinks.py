@@ -2,7 +2,8 @@
 
     log.tensorboard=true     event files in log.dir/tensorboard, or in a directory that is named
     log.wandb=PROJECT        a run of W&B in that project; WANDB_MODE=offline writes it to log.dir/wandb alone
-    log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu
+    log.prometheus=9400      http://HOST:9400/metrics of rank 0's node, as gauges minitron_step_loss, minitron_step_mfu;
+                             127.0.0.1:9400: at this address only
 
 Each takes the record that metrics.jsonl has, as `step/loss`, `step/tflops/full`, `eval/loss`, and the first two the
 configuration. Rank 0 alone has them. Their packages are extras, imported where they are asked for.
@@ -20,12 +21,15 @@ import io
 import os
 import secrets
 import socket
+import socketserver
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
 
 from minitron.config.installed import pip_install
 from minitron.config.schema import Config
@@ -176,12 +180,16 @@ class Prometheus:
             raise ValueError(f"{where} needs the package prometheus-client, which is not installed; {fix}") from None
         self._client, self._registry = prometheus_client, prometheus_client.CollectorRegistry()
         self._gauges: dict = {}
+        host, _, port = str(cfg.log.prometheus).rpartition(":")
         try:
-            self._server, self._thread = prometheus_client.start_http_server(
-                cfg.log.prometheus, registry=self._registry
+            self._server = _Server(
+                (host.strip("[]"), int(port)), lambda: prometheus_client.generate_latest(self._registry)
             )
         except OSError as error:
-            raise ValueError(f"{where} cannot be served: {error.strerror}; use another port, or null") from None
+            fix = "use another port or an address of this node, or null"
+            raise ValueError(f"{where} cannot be served: {error.strerror}; {fix}") from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
         """Set the gauges to a step's scalars."""
@@ -197,6 +205,35 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(socketserver.TCPServer):
+    """Serve a page over HTTP, to one connection after another: a client costs one descriptor and ANSWER_SECONDS."""
+
+    allow_reuse_address, request_queue_size, ANSWER_SECONDS = True, 8, 1.0
+
+    def __init__(self, address: tuple[str, int], page: Callable[[], bytes]):
+        self.page, self.address_family = page, socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Answer)
+
+
+class _Answer(socketserver.BaseRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        """Send the page to any request that is whole in time."""
+        deadline, request = monotonic() + self.server.ANSWER_SECONDS, b""
+        with suppress(OSError):  # the client is late, or gone
+            while b"\r\n\r\n" not in request:
+                self.request.settimeout(max(deadline - monotonic(), 0.001))
+                part = self.request.recv(4096)
+                if not part or monotonic() > deadline:
+                    return
+                request = request[-3:] + part
+            page = self.server.page()
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            head = f"HTTP/1.0 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n\r\n"
+            self.request.sendall(head.encode() + page)  # within the time of the last settimeout
 
 
 def _run_id(folder: Path) -> str:

@@ -41,11 +41,9 @@ from collections import Counter
 from contextlib import suppress
 from time import monotonic
 
-import torch.distributed as dist
-
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
-from minitron.runtime.rendezvous import connect
+from minitron.runtime.rendezvous import SignedStore, Signer, connect
 from minitron.runtime.signals import Listener
 from minitron.runtime.watch import OWN_PACE
 
@@ -65,12 +63,12 @@ class Gate:
 
     "7": all ranks pass the gates up to 7, though some may not have come to them; 8 is open. "8 15": gate 8 is closed
     because of signal 15. One atomic operation turns "7" into either a higher number or "8 15", so that all ranks see
-    the same.
+    the same. A stranger may write an earlier value again, which each rank replaces by its own.
     """
 
     KEY = "gate"
 
-    def __init__(self, store: dist.Store):
+    def __init__(self, store: SignedStore):
         self.store, self.number = store, 0
         self.seen = self._swap("", "0")
 
@@ -88,13 +86,15 @@ class Gate:
 
     def close(self, why: int) -> None:
         """Close the first gate that no rank has passed, unless one is closed. From any thread."""
-        seen = self.store.get(self.KEY).decode()
+        seen = self.seen
         while " " not in seen:
             seen = self._swap(seen, f"{int(seen) + 1} {why}")
 
     def _swap(self, old: str, new: str) -> str:
         """Replace the value by `new` if it is `old`; return the value as it is then."""
-        return self.store.compare_set(self.KEY, old, new).decode()
+        now = self.store.compare_set(self.KEY, old, new)
+        earlier = old and int(now.split()[0]) < int(old.split()[0])
+        return self._swap(now, new) if earlier else now
 
 
 class Stop:
@@ -103,8 +103,8 @@ class Stop:
     asked: the number of the first signal that this rank got. agreed: of the signal for which all ranks stop. 0: none.
     """
 
-    def __init__(self, mesh: Mesh, log: Log, max_skipped: int, listener: Listener):
-        self.mesh, self.log, self.max_skipped, self.listener = mesh, log, max_skipped, listener
+    def __init__(self, mesh: Mesh, log: Log, max_skipped: int, listener: Listener, signer: Signer = Signer()):
+        self.signer, self.mesh, self.log, self.max_skipped, self.listener = signer, mesh, log, max_skipped, listener
         self.asked = self.agreed = self.skips = 0
         self.step_seconds = 0.0
         self.first: dict[signal.Signals, float] = {}  # when each signal came first; `times`: how often
@@ -141,7 +141,7 @@ class Stop:
     # ---- signals --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Stop:
-        self.gate = Gate(connect())
+        self.gate = Gate(connect(self.signer))
         self.listener.hear, self.listener.look = self._hear, self._give_up
         if self.listener.kept:
             self._hear(signal.Signals(self.listener.kept))

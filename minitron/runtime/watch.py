@@ -38,7 +38,7 @@ import torch.distributed as dist
 from minitron.comm.activity import PeerLost, listed
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Log
-from minitron.runtime.rendezvous import connect, first_line
+from minitron.runtime.rendezvous import Signer, connect, first_line
 from minitron.runtime.status import HUNG, LOST
 
 # Actions that may take long without any fault of another rank. ("start" is not among them: there ranks meet.)
@@ -49,9 +49,9 @@ DISK_SECONDS, DISK = 6 * 3600.0, frozenset({"checkpoint", "load", "datasets"})
 
 
 @contextmanager
-def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
+def watched(mesh: Mesh, log: Log, seconds: float, signer: Signer = Signer()) -> Iterator[None]:
     """End this rank if it stands still for `seconds` inside, or if a collective fails: one line, exit status LOST."""
-    watch = _Watch(mesh, log, seconds)
+    watch = _Watch(mesh, log, seconds, signer)
     thread = threading.Thread(target=watch.run, name="watch", daemon=True)
     thread.start()
     try:
@@ -74,8 +74,8 @@ def watched(mesh: Mesh, log: Log, seconds: float) -> Iterator[None]:
 
 
 class _Watch:
-    def __init__(self, mesh: Mesh, log: Log, seconds: float):
-        self.mesh, self.log, self.seconds = mesh, log, seconds
+    def __init__(self, mesh: Mesh, log: Log, seconds: float, signer: Signer):
+        self.mesh, self.log, self.seconds, self.signer = mesh, log, seconds, signer
         self.grace = min(max(seconds / 10, 2.0), 30.0)  # for the reports of others, which may have stopped a step later
         self.over, self.hangs = threading.Event(), False
 
@@ -109,14 +109,14 @@ class _Watch:
         world = self.mesh.world.ranks
         if len(world) == 1:
             return
-        store = connect()
+        store = connect(self.signer)
         store.set(f"hang/{self.mesh.rank}", str(self.mesh.activity))
         if store.add("hang", 1) == 1:
             sleep(self.grace / 2)
             places: dict[str, list[int]] = {}
             for rank in world:
-                known = store.check([key := f"hang/{rank}"])
-                places.setdefault(store.get(key).decode() if known else "no report", []).append(rank)
+                place = store.get(key) if store.has(key := f"hang/{rank}") else None
+                places.setdefault(place or "no report", []).append(rank)
             lines = [f"  {listed(ranks)}: {place}" for place, ranks in places.items()]
             self.log.alarm("\n".join(["where all ranks stand:", *lines]))
 

@@ -34,6 +34,7 @@ from minitron.pipeline.schedule import Backward, Forward
 from minitron.runtime import signals, watch
 from minitron.runtime import stop as stop_module
 from minitron.runtime.log import Iteration, Log
+from minitron.runtime.rendezvous import SignedStore, Signer
 from minitron.runtime.signals import Listener
 from minitron.runtime.status import LOST
 from minitron.runtime.stop import Diverged, Stop
@@ -178,7 +179,7 @@ def counted(store):
     count = []
     compare_set = store.compare_set
     return SimpleNamespace(
-        get=store.get, compare_set=lambda *words: count.append(words) or compare_set(*words), swaps=count
+        add=store.add, compare_set=lambda *words: count.append(words) or compare_set(*words), swaps=count
     )
 
 
@@ -191,9 +192,10 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
     whole = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for seed in range(8):
         store, rng, passed, closed = dist.PrefixStore(str(seed), whole), random.Random(seed), [0] * 4, []
+        signer = Signer("secret" * (seed % 2), str(seed))
 
         def rank(index, at):
-            gate, pace = stop_module.Gate(store.clone()), random.Random(index)
+            gate, pace = stop_module.Gate(SignedStore(store.clone(), signer)), random.Random(index)
             while passed[index] < 1000:
                 while passed[index] > min(passed) + 1:
                     time.sleep(1e-4)
@@ -217,7 +219,7 @@ def test_all_ranks_stop_at_the_first_gate_that_nobody_had_passed(most):
 @pytest.mark.parametrize("closes_after", range(4))  # so many steps of the rank that gets the signal
 def test_a_gate_closed_behind_the_last_step_ends_all_ranks_alike(steps, closes_after):
     """The first rank passes three gates at once, here beyond the last step: then no rank stops before it."""
-    store, stopped = dist.HashStore(), []
+    store, stopped = SignedStore(dist.HashStore(), Signer()), []
     first, second = stop_module.Gate(store), stop_module.Gate(store)
     assert first.next(3) == 0 and [second.next(5) for _ in range(closes_after)] == [0] * closes_after
     second.close(signal.SIGUSR1)
@@ -227,10 +229,45 @@ def test_a_gate_closed_behind_the_last_step_ends_all_ranks_alike(steps, closes_a
     assert stopped == [4 if steps >= 4 else None] * 2
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_stranger_s_word_at_the_gate_stops_nobody(old):
+    """What it writes is replaced, also a value of the ranks that it has kept; the next signal closes the gate."""
+    plain = dist.HashStore()
+    first, second = (stop_module.Gate(SignedStore(plain, Signer("secret"))) for _ in range(2))
+    kept = plain.get("gate")
+    for _ in range(5):
+        assert first.next() == 0 == second.next()
+        plain.set("gate", kept if old else f"{first.number + 1} 15".encode())
+    assert first.next() == 0 == second.next()
+    plain.set("gate", kept if old else b"\xff")
+    second.close(signal.SIGTERM)
+    assert first.next() == signal.SIGTERM == second.next() and first.number == second.number
+
+
+def test_a_stranger_at_the_store_of_a_run_does_not_stop_it(tmp_path, monkeypatch):
+    """It writes the key of the gate to torchrun's store. The run names the key and goes on until it gets a signal."""
+    monkeypatch.setenv("MINITRON_SECRET", secret := "b7c1e0")
+    with Run(tmp_path, "none", "parallel.tp=2", f"checkpoint.dir={tmp_path / 'saved'}", ranks=2) as run:
+        worker = run.training().workers()[0]
+        environ = Path(f"/proc/{worker}/environ").read_text().split("\0")
+        port = next(int(x.partition("=")[2]) for x in environ if x.startswith("MASTER_PORT="))
+        stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        keys = [f"{prefix}start-1/{middle}gate" for prefix in ("", "/") for middle in ("", "0//", "default_pg/0//")]
+        for key in keys:
+            stranger.set(key, "1 15")
+        run.wait_for("is ignored")
+        at = run.last_step()
+        eventually(lambda: run.rows("step")[-1]["step"] > at + 20)
+        os.kill(worker, signal.SIGUSR1)
+        status, _, output = run.end()
+    assert status == 0 and "SIGUSR1: stopped after iteration" in output and "SIGTERM" not in output, output
+    assert secret not in output
+
+
 @pytest.mark.parametrize("seconds, gates", [(0.0, 1), (3.0, 1), (0.6, 1), (0.25, 4), (1e-9, stop_module.MOST_GATES)])
 def test_a_rank_uses_the_store_once_for_the_steps_of_a_second(stop, seconds, gates):
     store = counted(dist.HashStore())
-    stop.gate, stop.step_seconds = stop_module.Gate(store), seconds
+    stop.gate, stop.step_seconds = stop_module.Gate(SignedStore(store, Signer("secret"))), seconds
     store.swaps.clear()
     for _ in range(3 * gates):
         assert not stop.now()

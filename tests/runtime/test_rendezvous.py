@@ -9,17 +9,21 @@ import pytest
 import torch.distributed as dist
 
 from minitron.runtime import rendezvous
+from minitron.runtime.rendezvous import SignedStore, Signer
 from minitron.runtime.signals import Listener
 
 PATIENCE = 20.0
 
 
-def starts_of(store, world):
+def starts_of(store, world, secret=""):
     """The number that each rank of one start learns."""
+    store = SignedStore(store, Signer(secret, "job"))
     with ThreadPoolExecutor(world) as threads:
         others = [threads.submit(rendezvous._ask, store, rank) for rank in range(1, world)]
         first = threads.submit(rendezvous._answer, store, world, PATIENCE)
-        return [future.result() for future in (first, *others)]
+        numbers, drawn = zip(*(future.result() for future in (first, *others)))
+        assert len(set(drawn)) == 1
+        return list(numbers)
 
 
 def test_the_dead_of_earlier_starts_do_not_count():
@@ -33,11 +37,33 @@ def test_the_dead_of_earlier_starts_do_not_count():
 
 
 def test_a_rank_that_does_not_come():
-    store = dist.HashStore()
+    store = SignedStore(dist.HashStore(), Signer())
     with ThreadPoolExecutor(1) as threads:
         threads.submit(rendezvous._ask, store, 2)
         with pytest.raises(TimeoutError, match="rank 1 of 3"):
             rendezvous._answer(store, 3, 1.0)
+
+
+def test_a_stranger_s_answers_and_arrivals_are_ignored():
+    store = dist.HashStore()
+    for question in range(1, 4):
+        store.set(f"answer-{question}", "7 0123")  # the stranger does not have the secret
+    store.append("arrived-1", "1\n2\n\xff\n")
+    assert starts_of(store, 3, "secret") == [1] * 3
+
+
+def test_a_message_is_valid_at_one_key_of_one_start():
+    stranger, reports = dist.HashStore(), []
+    store = SignedStore(stranger, Signer("secret", "job", reports.append))
+    store.set("a", "1")
+    assert store.get("a") == "1" and not reports and b"secret" not in stranger.get("a")
+    stranger.set("b", stranger.get("a"))
+    assert store.get("b") is None and store.get("b") is None and len(reports) == 1 and "'b'" in reports[0]
+    for other in Signer("secret", "another job"), Signer("another secret", "job"), Signer("", "job"):
+        other.enter("1")
+        SignedStore(stranger, other).set("c", "1")
+        assert store.get("c") is None
+    assert "secret" not in "".join(reports)
 
 
 def test_the_store_of_a_start():
@@ -50,7 +76,7 @@ def test_the_store_of_a_start():
         "MASTER_PORT": str(served.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    arguments = environ, PATIENCE, timedelta(seconds=PATIENCE), Listener({})
+    arguments = environ, PATIENCE, timedelta(seconds=PATIENCE), Listener({}), Signer()
     with rendezvous.joined(*arguments) as (store, _, _):
         store.set("key", "of the dead")
     with rendezvous.joined(*arguments) as (store, rank, world):

@@ -1,9 +1,13 @@
 """Figures for Weights & Biases, offline and read back from its own file, and for Prometheus, asked as it asks."""
 
 import json
+import os
+import signal
 import socket
 import struct
+import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import closing
@@ -178,5 +182,52 @@ def test_a_port_that_is_taken_is_said_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=rf"log\.prometheus={port} needs the package prometheus-client"):
         Log(cli.load([f"log.prometheus={port}"]), 0, 1)
-    with pytest.raises(ValueError, match=r"log\.prometheus=70000 lies outside \[1, 65535\]"):
-        pretrain.rules.check(cli.load(["log.prometheus=70000"]), 1)
+    for place in "70000", "0", "localhost", "localhost:", ":9400", "localhost:70000":
+        with pytest.raises(ValueError, match=rf"log\.prometheus={place} "):
+            pretrain.rules.check(cli.load([f"log.prometheus={place}"]), 1)
+
+
+def test_prometheus_binds_the_address_that_is_named():
+    pytest.importorskip("prometheus_client")
+    with Log(cli.load([f"log.prometheus=127.0.0.1:{(port := free_port())}"]), 0, 1):
+        assert ask(port) == {}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=30)
+
+
+def test_idle_and_slow_clients_of_prometheus_cost_one_descriptor(tmp_path):
+    """210 connections at a hard limit of 256 files: the training ends as without them, and a scrape gets its page."""
+    pytest.importorskip("prometheus_client")
+    port, stop = free_port(), threading.Event()
+    words = [*TINY, "train.steps=100000", f"log.prometheus={port}", f"log.dir={tmp_path}", "log.every=100000"]
+    process = subprocess.Popen(
+        ["bash", "-c", 'ulimit -n 256; exec "$@"', "-", sys.executable, "-m", "minitron.pretrain", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    clients = []
+    try:
+        while not (tmp_path / "metrics.jsonl").exists() or '"step"' not in (tmp_path / "metrics.jsonl").read_text():
+            assert process.poll() is None and not stop.wait(0.1)
+        for _ in range(210):
+            clients.append(client := socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        slow = socket.create_connection(("127.0.0.1", port), timeout=60)
+        clients.append(slow)
+        with pytest.raises(OSError):  # each byte is early enough, the request is late
+            while True:
+                slow.sendall(b"G")
+                stop.wait(0.1)
+        assert ask(port)["minitron_step_step"] > 0
+        assert len(os.listdir(f"/proc/{process.pid}/fd")) < 128
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert "SIGTERM: stopped after iteration" in process.communicate(timeout=120)[0] and process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+        for client in clients:
+            client.close()
