@@ -348,28 +348,30 @@ class Gradients:
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
-    @torch.no_grad()
     def _refuse_equal_copies(self) -> None:
         """Raise ValueError, on all ranks, if a gradient that is to be summed over tp is already the same on all of tp.
 
-        The sum would be tp times the gradient. Equal copies prove nothing if all parameters have them (every rank saw
-        the same tokens), or if they have so few bits that chance makes them equal. Collective over the world.
+        The sum would be tp times the gradient. Equal copies prove nothing if those of the parameter nearest to the loss
+        are as good as equal, too (every token is the same), or if they have so few bits that chance makes them equal.
+        Collective over the world.
         """
         mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
         names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]
-        own = torch.zeros(3, len(names) + 1, dtype=torch.float64, device=mesh.device)  # never empty
+        own = torch.zeros(len(names) + 1, 3, dtype=torch.float64, device=mesh.device)  # never empty
         for part in self.owned():
             if part.param.spec.sum_over_tp:
-                grad = part.of(slices)
-                sums = grad.sum(dtype=own.dtype), torch.linalg.vector_norm(grad, dtype=own.dtype), grad.count_nonzero()
-                own[:, names.index(part.name)] = torch.stack([total.double() for total in sums])
+                grad, row = part.of(slices), own[names.index(part.name)]
+                row[0], row[1], row[2] = grad.double().sum(), grad.double().norm(), grad.count_nonzero()
         highest = torch.stack([own, -own])
         all_reduce_(highest, mesh.tp, op=dist.ReduceOp.MAX)
-        found = torch.stack([(highest[0] != -highest[1]).any(0).to(own.dtype), own[2]])
+        spread = highest[0] + highest[1]  # between the largest and the smallest
+        found = torch.stack([spread.any(1), own[:, 2], spread[:, 1] > 1e-3 * highest[0, :, 1]])
         all_reduce_(found, mesh.dp_cp)
-        differs, nonzero = found
-        equal = (differs == 0) & (self.eps**nonzero < 1e-6)
-        known = torch.stack([equal.any(), differs.any(), ~own.isfinite().all()]).int()
+        equal = (found[0] == 0) & (self.eps ** found[1] < 1e-6)
+        last = self.chunks[-1] if mesh.pp.rank == mesh.pp.size - 1 else []
+        nearest = {b.key: names.index(b.plan.spans[0].name) for b in last if b.key.sum_over_tp}
+        differ = found[2, list(nearest.values())]
+        known = torch.stack([equal.any(), differ.any(), ~own.isfinite().all()]).int()
         all_reduce_(known, mesh.world, op=dist.ReduceOp.MAX)
         some_equal, some_differ, overflow = known.tolist()
         self.copies_compared = not overflow  # fp16's first loss scales are too large

@@ -130,6 +130,32 @@ def test_a_table_that_does_not_say_whole_sequence_is_refused_in_the_first_step(r
         assert kind == "ValueError" and "embedding.table" in text and "norm" not in text
 
 
+def train_on_one_token(cfg):
+    """Train one step on samples of a single token, or of a vocabulary of one: then all gradients are zero."""
+    trainer = build(cfg, mesh_of(cfg))
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    batches = loader.step(0, 0)
+    for batch in batches:
+        batch.tokens.fill_(0)
+        batch.labels.fill_(0)
+    trainer.step(batches, cfg.optimizer.lr)
+    loader.close()
+    return trainer.gradients.copies_compared
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 pp=2"])
+@pytest.mark.parametrize("vocab_size", [1, 90])
+def test_the_same_token_everywhere_is_no_mistake(ranks, vocab_size, layout):
+    world = 2 if layout == "tp=2" else 4
+    cfg = config(
+        LLAMA,
+        test_invariance.SMALL,
+        {"model": {"vocab_size": vocab_size}, "precision": {"dtype": "bf16"}},
+        axes(layout),
+    )
+    assert ranks(world, train_on_one_token, cfg) == [True] * world
+
+
 def test_a_shard_that_says_whole_sequence_is_found_by_the_comparison_of_replicas(ranks, examples):
     path = examples / "positions.py"
     path.write_text(path.read_text().replace("split(rows, self.layout.axis)", "rows.chunk(2)[self.layout.axis.rank]"))
