@@ -41,9 +41,10 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.collectives import Done, Handle, all_reduce_
+from minitron.comm.collectives import Done, Handle, all_reduce_, gather_json
 from minitron.comm.mesh import Axis, Mesh
 from minitron.config.sizes import bucket_limit
 from minitron.kernels.fp8_scales import KINDS
@@ -281,6 +282,8 @@ class Gradients:
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int | None = None,
     ):
+        self.eps = torch.finfo(dtype).eps
+        self.copies_compared = mesh.tp.size == 1 or mesh.device.type == "meta"
         self.mesh, self.overlap, limit = mesh, overlap, bucket_bytes or bucket_limit(mesh.dp_cp.size)
         self.chunks: list[list[Bucket]] = []
         self.buckets: list[Bucket] = []  # chunk by chunk, each in the order in which a forward pass needs them
@@ -323,7 +326,10 @@ class Gradients:
             bucket.begin_backward(first, last)
 
     def finish(self) -> None:
-        """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient."""
+        """Complete all sums: afterwards every bucket's grad_slice is this rank's share of the step's gradient.
+
+        The first call with finite gradients also raises ValueError if a sum over tp would add equal copies.
+        """
         for bucket in self.buckets:
             owner = next(iter(bucket.params))
             assert bucket.pending is not None, f"no last backward was announced for the chunk of {owner}"
@@ -336,8 +342,47 @@ class Gradients:
         self.slices.reduced()
         if self.norm_stream is not None:
             torch.cuda.current_stream().wait_stream(self.norm_stream)
+        recorded = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (self.copies_compared or recorded):
+            self._refuse_equal_copies()
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
+
+    def _refuse_equal_copies(self) -> None:
+        """Raise ValueError, on all ranks, if a gradient that is to be summed over tp is already the same on all of tp.
+
+        The sum would be tp times the gradient. Equal copies prove nothing if those of the parameter nearest to the loss
+        are as good as equal, too (every token is the same), or if they have so few bits that chance makes them equal.
+        Collective over the world.
+        """
+        mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
+        names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]
+        own = torch.zeros(len(names) + 1, 3, dtype=torch.float64, device=mesh.device)  # never empty
+        for part in self.owned():
+            if part.param.spec.sum_over_tp:
+                grad, row = part.of(slices), own[names.index(part.name)]
+                row[0], row[1], row[2] = grad.double().sum(), grad.double().norm(), grad.count_nonzero()
+        highest = torch.stack([own, -own])
+        all_reduce_(highest, mesh.tp, op=dist.ReduceOp.MAX)
+        spread = highest[0] + highest[1]  # between the largest and the smallest
+        found = torch.stack([spread.any(1), own[:, 2], spread[:, 1] > 1e-3 * highest[0, :, 1]])
+        all_reduce_(found, mesh.dp_cp)
+        equal = (found[0] == 0) & (self.eps ** found[1] < 1e-6)
+        last = self.chunks[-1] if mesh.pp.rank == mesh.pp.size - 1 else []
+        nearest = {b.key: names.index(b.plan.spans[0].name) for b in last if b.key.sum_over_tp}
+        differ = found[2, list(nearest.values())]
+        known = torch.stack([equal.any(), differ.any(), ~own.isfinite().all()]).int()
+        all_reduce_(known, mesh.world, op=dist.ReduceOp.MAX)
+        some_equal, some_differ, overflow = known.tolist()
+        self.copies_compared = not overflow  # fp16's first loss scales are too large
+        if some_equal and some_differ and not overflow:
+            mine = [name for name, same in zip(names, equal.tolist()) if same]
+            wrong = sorted({name for theirs in gather_json(mine, mesh.world, mesh.device) for name in theirs})
+            raise ValueError(
+                f"{', '.join(wrong)}: all {mesh.tp.size} tensor-parallel ranks have the same gradient, and it is to be "
+                "summed over them, as for a rank's own tokens or heads; a parameter that every rank uses on the whole "
+                "sequence is made by layout.parameter(..., whole_sequence=True), without per_head"
+            )
 
     def reset(self) -> None:
         """Forget a pass that was begun, and let the next one wait for the gathers as if it were the first after them.

@@ -51,14 +51,16 @@ class Layout:
         std: float | None = None,
         fill: float = 0.0,
         per_head: bool = False,
+        whole_sequence: bool = False,
     ) -> Param:
         """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: the same on every tp rank).
 
         std: that of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. The gradient
         of a replicated parameter comes from this rank's tokens alone under sequence parallelism, and from this rank's
-        heads alone with per_head=True: in both cases it is to be summed over tp.
+        heads alone with per_head=True: in both cases it is to be summed over tp. whole_sequence=True: every rank
+        computes the gradient of all tokens, so sequence parallelism needs no sum.
         """
-        partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel)
+        partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel and not whole_sequence)
         spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial)
         return new_parameter(shape, spec, self.dtype, self.device)
 

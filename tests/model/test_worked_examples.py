@@ -12,9 +12,12 @@ import torch
 import transformers
 
 import test_invariance
-from layouts import LLAMA, config, train_steps
+from layouts import LLAMA, config, dataset_of, mesh_of, train_steps
+from minitron.data.loader import Loader
 from minitron.model import gpt
+from minitron.optim.replicas import Replicas
 from minitron.testing import assert_close_rel
+from minitron.train import build
 from readmes import ROOT, program
 from test_invariance import assert_equals_one_process, axes
 from test_model import TOLERANCE, batch_of, model_of
@@ -24,6 +27,7 @@ CODE, TESTS = ROOT / "minitron" / "README.md", ROOT / "tests" / "README.md"
 # module -> what it replaces, by what; transformers' model of the same, with its settings
 EXAMPLES = {
     "qk_norm": ("Attention", "NormedAttention", "qwen3", dict(attention_bias=False)),
+    "positions": ("Embedding", "PositionedEmbedding", None, {}),
     "geglu": ("MLP", "GegluMLP", "llama", dict(hidden_act="gelu_pytorch_tanh")),
 }
 
@@ -55,10 +59,32 @@ def train_geglu(cfg):
     return with_example("geglu", train_steps, cfg)
 
 
+def train_positions(cfg):
+    return with_example("positions", train_steps, cfg)
+
+
+def compare_positions(cfg):
+    """Train one step; return the error of the first step or of the comparison of replicas."""
+
+    def run(cfg):
+        trainer = build(cfg, mesh_of(cfg))
+        loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+        try:
+            trainer.step(loader.step(0, 0), cfg.optimizer.lr)
+            Replicas(trainer.chunks, trainer.gradients, cfg.train).require_equal(1)
+        except ValueError as error:
+            return type(error).__name__, str(error)
+        finally:
+            loader.close()
+        return None
+
+    return with_example("positions", run, cfg)
+
+
 @pytest.fixture
 def assert_layout(ranks, examples, monkeypatch):
     def check(name, world, layout, change):
-        run = {"qk_norm": train_qk_norm, "geglu": train_geglu}[name]
+        run = {"qk_norm": train_qk_norm, "geglu": train_geglu, "positions": train_positions}[name]
         monkeypatch.setattr(test_invariance, "_twins", {})
         monkeypatch.setattr(test_invariance, "train_steps", run)  # of the one process
         assert_equals_one_process(ranks, world, LLAMA, change, axes(layout), run=run)
@@ -85,7 +111,59 @@ def test_a_norm_that_does_not_say_per_head_is_found(assert_layout, examples):
         assert_layout("qk_norm", 2, "tp=2 sequence_parallel=off", {})
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "world, layout, change",
+    [
+        (2, "tp=2", {}),
+        (4, "tp=2 pp=2", {}),
+        (4, "tp=2", {"optimizer": {"grad_dtype": "bf16"}}),
+        (2, "tp=2", {"precision": {"dtype": "fp16", "loss_scale": 1.0}}),
+    ],
+)
+def test_a_table_that_does_not_say_whole_sequence_is_refused_in_the_first_step(ranks, examples, world, layout, change):
+    cfg = config(LLAMA, test_invariance.SMALL, change, axes(layout))
+    assert ranks(world, compare_positions, cfg) == [None] * world
+    path = examples / "positions.py"
+    assert path.read_text().count(", whole_sequence=True") == 1
+    path.write_text(path.read_text().replace(", whole_sequence=True", ""))
+    for kind, text in ranks(world, compare_positions, cfg):
+        assert kind == "ValueError" and "embedding.table" in text and "norm" not in text
+
+
+def train_on_one_token(cfg):
+    """Train one step on samples of a single token, or of a vocabulary of one: then all gradients are zero."""
+    trainer = build(cfg, mesh_of(cfg))
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    batches = loader.step(0, 0)
+    for batch in batches:
+        batch.tokens.fill_(0)
+        batch.labels.fill_(0)
+    trainer.step(batches, cfg.optimizer.lr)
+    loader.close()
+    return trainer.gradients.copies_compared
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 pp=2"])
+@pytest.mark.parametrize("vocab_size", [1, 90])
+def test_the_same_token_everywhere_is_no_mistake(ranks, vocab_size, layout):
+    world = 2 if layout == "tp=2" else 4
+    cfg = config(
+        LLAMA,
+        test_invariance.SMALL,
+        {"model": {"vocab_size": vocab_size}, "precision": {"dtype": "bf16"}},
+        axes(layout),
+    )
+    assert ranks(world, train_on_one_token, cfg) == [True] * world
+
+
+def test_a_shard_that_says_whole_sequence_is_found_by_the_comparison_of_replicas(ranks, examples):
+    path = examples / "positions.py"
+    path.write_text(path.read_text().replace("split(rows, self.layout.axis)", "rows.chunk(2)[self.layout.axis.rank]"))
+    errors = ranks(2, compare_positions, config(LLAMA, test_invariance.SMALL, axes("tp=2")))
+    assert all(kind == "ReplicasDiffer" and "embedding.table" in text for kind, text in errors)
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, kind, _) in EXAMPLES.items() if kind])
 def test_an_example_has_the_logits_of_transformers(examples, name):
     cfg = config(LLAMA, {"model": {"vocab_multiple": 1}})  # padding is minitron's alone
     model, batch = with_example(name, model_of, cfg), batch_of(cfg)
