@@ -18,15 +18,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import counting
 import torch
 import torch.distributed as dist
-from played import LAYOUT, NODE
 
+import counting
 from minitron import pretrain
 from minitron.comm.collectives import all_reduce_
 from minitron.config import cli
 from minitron.runtime import signals, stop
+from played import LAYOUT, NODE
 
 OPTIONS = tuple(f"parallel.{axis}={size}" for axis, size in LAYOUT.items())
 PATIENCE_SECONDS = 300.0
@@ -34,20 +34,23 @@ ERRORS = "stderr"  # a file of all ranks
 
 
 class Measured(NamedTuple):
-    """A job of `ranks`, from the moment at which all processes are there to the end.
+    """A job of `ranks`: its start, up to the first agreement of all ranks, and its end.
 
-    store: operations of all ranks. descriptors, threads: of a rank, the most; agent_...: of the process with the store.
-    start_seconds: until all have agreed for the first time. The fields are those of the most loaded rank.
+    store: operations on it by all ranks. of_first: by rank 0 alone. descriptors, threads, cpu_seconds: of the rank with
+    most of them. agent_...: of the process with the store. all_seconds, end_seconds: until the last rank was there, on
+    the cores of this machine, which the ranks share.
     """
 
     ranks: int
     store: int
-    first_store: int
+    store_of_first: int
     descriptors: int
     threads: int
+    cpu_seconds: float
     agent_descriptors: int
     agent_threads: int
-    start_seconds: float
+    agent_cpu_seconds: float
+    all_seconds: float
     end_seconds: float
 
 
@@ -125,9 +128,14 @@ def _end(pid: int) -> None:
         pass
 
 
-def used(pid: int | str = "self") -> dict[str, int]:
-    """Count a process's open descriptors and threads."""
-    return {"descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": len(os.listdir(f"/proc/{pid}/task"))}
+def used(pid: int | str = "self") -> dict[str, float]:
+    """Return a process's open descriptors, its threads, and the seconds for which it has computed."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+        "cpu_seconds": (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"),
+    }
 
 
 def _rank(rank: int, world: int, backend: str, port: int, agent: int, folder: Path) -> None:
@@ -181,8 +189,7 @@ def _join_and_end(rank: int, world: int, backend: str, port: int, agent: int) ->
         "counts": counts,
         "agent": serving,
         "mine": mine,
-        "start_seconds": started - began,
-        "end_seconds": ended - started,
+        "seconds": {"all_seconds": started - began, "end_seconds": ended - started},
     }
 
 
@@ -190,15 +197,7 @@ def _summed(world: int, found: dict[int, dict]) -> Measured:
     counted = {rank: f["counts"].get("store", 0) for rank, f in found.items() if f["counted"]}
     firsts = [n for rank, n in counted.items() if rank % NODE == 0 and rank]
     others = [n for rank, n in counted.items() if rank % NODE]
-    most = max(firsts) * (world // NODE - 1) + max(others) * (world - world // NODE)
-    return Measured(
-        world,
-        counted[0] + most,
-        counted[0],
-        max(f["mine"]["descriptors"] for f in found.values()),
-        max(f["mine"]["threads"] for f in found.values()),
-        found[0]["agent"]["descriptors"],
-        found[0]["agent"]["threads"],
-        max(f["start_seconds"] for f in found.values()),
-        max(f["end_seconds"] for f in found.values()),
-    )
+    store = counted[0] + max(firsts) * (world // NODE - 1) + max(others) * (world - world // NODE)
+    most = {name: max(f[part][name] for f in found.values()) for part in ("mine", "seconds") for name in found[0][part]}
+    agent = {f"agent_{name}": value for name, value in found[0]["agent"].items()}
+    return Measured(world, store, counted[0], **most, **agent)

@@ -30,12 +30,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import counting
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401, the first backward imports it: once here, not in each fork
 
+import counting
 from minitron import pretrain
 from minitron.checkpoint import format as files
 from minitron.checkpoint import local, save

@@ -177,7 +177,7 @@ def counted_table(sums: Sequence[Sum]) -> str:
 # Of forked.Measured, for jobs whose axes are NCCL's. Descriptors and threads are those of one process.
 STARTED = {
     "store": Limit(once=64, rank=32),
-    "first_store": Limit(once=64, rank=2),
+    "store_of_first": Limit(once=64, rank=2),
     "descriptors": Limit(once=64),
     "threads": Limit(once=24),
     "agent_descriptors": Limit(once=64, rank=2),
@@ -204,18 +204,21 @@ def beyond(jobs: Sequence[Any]) -> list[str]:
     return found
 
 
-def started_table(jobs: Sequence[Any]) -> str:
-    """Write what jobs have measured, and the fit for LARGE ones: a line, and c of a parabola."""
+def started_table(jobs: Sequence[Any], parabola: bool = False) -> str:
+    """Write what jobs have measured, and least-squares fits for LARGE ones: a + b W, or a + b log2 W, and c W^2.
+
+    parabola: for LARGE ones, too; else c is shown alone.
+    """
     sizes = [*(f"{job.ranks:,}" for job in jobs), *(f"{n:,} (fit)" for n in LARGE)]
-    lines = ["| | " + " | ".join([*sizes, "a + b W", "c W^2"]) + " |", "|---" * (len(sizes) + 3) + "|"]
+    lines = ["| | " + " | ".join([*sizes, "fit", "c W^2"]) + " |", "|---" * (len(sizes) + 3) + "|"]
     for name in jobs[0]._fields[1:]:
         row = {job.ranks: float(getattr(job, name)) for job in jobs}
+        levels = name in BY_LEVELS and not parabola
+        c, *_ = _coefficients(row, 2) if len(row) > 2 and not levels else (0.0,)
+        *_, b, a = _coefficients(row, 1 + parabola, levels)
         form = "{:,.2f}" if name.endswith("seconds") else "{:,.0f}"
-        levels = name in BY_LEVELS
-        b, a = _coefficients(row, 1, levels)
-        cells = [form.format(x) for x in (*row.values(), *fit(row, LARGE, levels=levels))]
-        cells.append(f"{a:.3g} + {b:.3g} {'log2 W' if levels else 'W'}")
-        cells.append("" if levels or len(row) < 3 else f"{_coefficients(row, 2)[0]:.1e}")
+        cells = [form.format(x) for x in (*row.values(), *fit(row, LARGE, 1 + parabola, levels))]
+        cells += [f"{a:.3g} + {b:.3g} {'log2 W' if levels else 'W'}", f"{c:.1e}"]
         lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -228,6 +231,37 @@ def fit(row: Mapping[int, float], at: Sequence[int], degree: int = 1, levels: bo
 def _coefficients(row: Mapping[int, float], degree: int, levels: bool = False) -> np.ndarray:
     ranks = np.array(list(row), float)
     return np.polyfit(np.log2(ranks) if levels else ranks, list(row.values()), degree)
+
+
+# ---- the table of launch/README.md ----------------------------------------------------------------------------------
+
+SUMMARY = (  # what is counted, in which phase; and fields of forked.Measured
+    ("shared files that are opened", "opens"),
+    ("looks at shared names", "looks"),
+    ("shared folders that are listed or changed", "folders"),
+    ("opens of a rank's log, of data and of its cache", "own opens"),
+)
+STARTED_SUMMARY = (
+    ("operations on the store", "store"),
+    ("open files of the process with the store", "agent_descriptors"),
+    ("seconds for which it computes", "agent_cpu_seconds"),
+    ("open files of rank 0 for the store and for agreements", "descriptors"),
+)
+
+
+def summary(sums: Sequence[Sum], jobs: Sequence[Any]) -> str:
+    """Write what a start costs at LARGE sizes: of a new run, and of one that goes on from a checkpoint."""
+    values = {(s.phase, s.what, s.ranks): s.value for s in sums}
+    lines = ["| | " + " | ".join(f"{n:,} ranks" for n in LARGE) + " |", "|---" * (len(LARGE) + 1) + "|"]
+    for text, what in SUMMARY:
+        new, again = ([f"{values.get((phase, what, n), 0):,.0f}" for n in LARGE] for phase in ("start", "restart"))
+        cells = (x if x == y else f"{x}; a restart {y}" for x, y in zip(new, again))
+        lines.append(f"| {text} | " + " | ".join(cells) + " |")
+    for text, name in STARTED_SUMMARY:
+        row = {job.ranks: float(getattr(job, name)) for job in jobs}
+        form = "{:,.1f}" if name.endswith("seconds") else "{:,.0f}"
+        lines.append(f"| {text} | " + " | ".join(map(form.format, fit(row, LARGE, levels=name in BY_LEVELS))) + " |")
+    return "\n".join(lines)
 
 
 # ---- the process that forks ranks -----------------------------------------------------------------------------------
@@ -261,12 +295,12 @@ def _stage(connection: Any, job: Callable, args: tuple) -> None:
 
 def main() -> None:
     everything = "--all" in sys.argv[1:]
-    print(counted_table(with_fit(staged(count, COUNTED))))
-    sizes = {"nccl": (32, 64, 128, 256) if everything else (32, 64, 128)} | (
-        {"gloo": (16, 32, 64)} if everything else {}
-    )
-    for backend, ranks in sizes.items():
-        print(f"\n{backend}\n" + started_table(staged(start, [(n, backend) for n in ranks])))
+    sums = with_fit(staged(count, COUNTED))
+    jobs = staged(start, [(n, "nccl") for n in (32, 64, 128, 256)[: 3 + everything]])
+    print(counted_table(sums), started_table(jobs), sep="\n\n")
+    if everything:
+        print("\nAll groups are gloo's:\n" + started_table(staged(start, [(n, "gloo") for n in (16, 32, 64)]), True))
+    print("\n" + summary(sums, jobs))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-import table
 
+import table
 from minitron import pretrain
 from minitron.checkpoint.save import Checkpointer
 from minitron.runtime.log import Log
@@ -76,6 +76,6 @@ def test_a_job_of_256_real_ranks():
 def test_jobs_on_cpus_connect_all_ranks_to_all():
     """Gloo's groups of a whole axis are a full mesh, so what is measured here limits jobs on CPUs, not on GPUs."""
     jobs = table.staged(table.start, [(ranks, "gloo") for ranks in (16, 32, 64)])
-    print("\n" + table.started_table(jobs))
+    print("\n" + table.started_table(jobs, parabola=True))
     first, *_, last = jobs
     assert last.descriptors - first.descriptors >= last.ranks - first.ranks
