@@ -445,7 +445,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
 
 
 def test_the_table(capsys):
-    run([str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--world=4", "--dry-run"])
+    run([str(ROOT / "configs/quickstart.yaml"), "train.micro_batch_size=4", "parallel.pp=2", "--world=4", "--dry-run"])
     text = capsys.readouterr().out
     assert "one step on 4 ranks: tp 1 pp 2 vp 1 cp 1 dp 2, 2 microbatches of 4" in text
     assert "rank 0 (pp 0)" in text and "rank 2 (pp 1)" in text and "rank 3 (pp 1)" in text
@@ -476,7 +476,16 @@ def test_the_fullest_rank_is_among_the_default_ones(capsys):
 
 
 def test_a_batch_too_small_for_the_pipeline_is_doubted(capsys):
-    run([str(ROOT / "configs/quickstart.yaml"), "parallel.pp=4", "--world=8", "--dry-run", "--rank=0"])
+    run(
+        [
+            str(ROOT / "configs/quickstart.yaml"),
+            "train.micro_batch_size=4",
+            "parallel.pp=4",
+            "--world=8",
+            "--dry-run",
+            "--rank=0",
+        ]
+    )
     assert capsys.readouterr().err == (
         "warning: train.global_batch_size=16 gives each of 2 data ranks 2 microbatches for a pipeline of "
         "parallel.pp=4, so it is hardly the batch of a job of 8 GPUs; give the job's own, as in "
