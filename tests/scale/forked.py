@@ -25,12 +25,12 @@ import counting
 from minitron import pretrain
 from minitron.comm.collectives import all_reduce_
 from minitron.config import cli
-from minitron.runtime import signals, stop
+from minitron.runtime import rendezvous, signals, stop
 from played import LAYOUT, NODE
 
 OPTIONS = tuple(f"parallel.{axis}={size}" for axis, size in LAYOUT.items())
 PATIENCE_SECONDS = 300.0
-ERRORS = "stderr"  # a file of all ranks
+ERRORS, SHOWN = "stderr", 4000  # a file of all ranks, and how much of it a test that fails shows
 
 
 class Measured(NamedTuple):
@@ -75,7 +75,7 @@ def start(world: int, backend: str, folder: Path) -> Measured:
         os.close(go)
         _wait(dict(ranks))
     except RuntimeError as error:
-        raise RuntimeError(f"{error}\n{(folder / ERRORS).read_text()}") from None
+        raise RuntimeError(f"{error}: {(folder / ERRORS).read_text()[:SHOWN]}") from None
     finally:
         for pid in [*ranks, agent]:
             _end(pid)
@@ -170,13 +170,14 @@ def _join_and_end(rank: int, world: int, backend: str, port: int, agent: int) ->
         stores.append(counting.CountingStore(store, add) if counted else store)
         return stores[0]
 
-    dist.TCPStore, stop.connect = store_of_rank, lambda: stores[0].clone()
+    dist.TCPStore = store_of_rank
+    stop.connect = lambda signer: rendezvous.SignedStore(stores[0].clone(), signer)
     if backend == "nccl":
         counting.count_groups(add, fake="default")
         dist.get_backend = lambda *_: "nccl"
-    listener = signals.Listener(os.environ)
-    mesh = pretrain.make_mesh(cli.load(OPTIONS), world, torch.device("cpu"), listener)
-    gate = stop.Gate(stop.connect())
+    signer = rendezvous.Signer()
+    mesh = pretrain.make_mesh(cli.load(OPTIONS), world, torch.device("cpu"), signals.Listener(os.environ), signer)
+    gate = stop.Gate(stop.connect(signer))
     serving = mesh.agreement.decide(lambda: None, lambda _: used(agent))  # when all ranks are there
     mine, started = {what: count - before[what] for what, count in used().items()}, time.monotonic()
     gate.next()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import re
 import signal
@@ -48,7 +49,7 @@ from minitron.data import cache
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
 from minitron.planning.dryrun import fake_world
-from minitron.runtime import stop
+from minitron.runtime import rendezvous, stop
 from minitron.runtime.log import Log
 from minitron.train import build
 
@@ -197,13 +198,15 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
     here = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % NODE, "LOCAL_WORLD_SIZE": NODE}
     os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     torch.set_num_threads(1)
-    store = Meeting(dist.HashStore(), ledger.add)
+    kept = dist.HashStore()
+    others = rendezvous.SignedStore(dist.PrefixStore("minitron", kept), rendezvous.Signer())
     if rank == 0:
-        store.store.add("minitron/questions", world - 1)
+        others.add("questions", world - 1)
     else:
-        store.store.set("minitron/answer-1", "1")
+        others.set("answer-1", "1 random")
+    store = Meeting(kept, ledger.add, others)
     dist.TCPStore = lambda *_, **__: store
-    stop.connect = store.clone
+    stop.connect = lambda signer: rendezvous.SignedStore(store.clone(), signer)
     counting.count_groups(ledger.add, fake="all")
     local.identity = lambda directory: f"node-{rank // NODE}"
     _stand_in_for_tree(rank, world, ledger, connection)
@@ -215,37 +218,56 @@ def _stand_in(rank: int, world: int, ledger: counting.Ledger, connection: Connec
 class Meeting(counting.CountingStore):
     """The store in which the other ranks wait for rank 0's answers, see minitron.runtime.rendezvous."""
 
+    def __init__(self, store: dist.Store, add: Callable[[str, int], None], others: rendezvous.SignedStore):
+        super().__init__(store, add)
+        self.others = others
+
     def set(self, key: str, value: Any) -> None:
         super().set(key, value)
         if key.startswith("minitron/answer-"):
-            self.store.append("minitron/arrived-1", f"{key.rpartition('-')[2]} ")
+            self.others.append("arrived-1", key.rpartition("-")[2])
 
 
 def _stand_in_for_tree(rank: int, world: int, ledger: counting.Ledger, connection: Connection) -> None:
-    """Let ranks agree by way of `_conduct`, as if all were in one group; count the groups that the tree would have.
+    """Let ranks agree by way of `_conduct`, as if all were in one group; count what the tree would do.
 
-    "agreed bytes": what this rank has to tell, and what it is told.
+    "agreed bytes": what this rank sends up the tree, also for the ranks below it, and what comes down to it.
     """
+    groups, decide, each_its_own = agree.tree(rank, world), agree.Agreement.decide, False
 
     def create(*_: object) -> agree.Agreement:
-        for group in agree.tree(rank, world):
+        for group in groups:
             ledger.add("groups")
             ledger.add("gloo members", len(group))
         return agree.Agreement([agree.Level(tuple(range(world)), rank, None)])
 
+    def decide_and_tell(*args: Any, each: bool = False, **options: Any) -> Any:
+        nonlocal each_its_own
+        each_its_own = each
+        return decide(*args, each=each, **options)
+
     def to_first(_: agree.Level, data: bytes) -> list[bytes]:
         ledger.add("agreements")
-        ledger.add("agreed bytes", len(data))
+        ledger.add("agreed bytes", sum(len(data) * agree.FAN_OUT**level for level in range(len(groups))))
         connection.send(("gather", data))
         return [] if rank else connection.recv()
 
-    def from_first(_: agree.Level, data: bytes | None) -> bytes:
+    def from_first(_: agree.Level, data: bytes) -> bytes:
         connection.send(("broadcast", data))
         answer = connection.recv()
-        ledger.add("agreed bytes", len(answer))
+        ledger.add("agreed bytes", len(_part(answer, groups[-1]) if each_its_own else answer))
         return answer
 
-    agree.Agreement.create, agree._to_first, agree._from_first = create, to_first, from_first
+    agree.Agreement.create, agree.Agreement.decide = create, decide_and_tell
+    agree._to_first, agree._from_first = to_first, from_first
+
+
+def _part(answer: bytes, group: tuple[int, ...]) -> bytes:
+    """Return the part of an answer that goes to a group of the tree, and to the ranks below it."""
+    told = json.loads(answer)
+    if "value" in told:
+        told["value"] = told["value"][group[0] : group[-1] + group[1] - group[0]]
+    return json.dumps(told).encode()
 
 
 def _let_first_rank_build() -> None:

@@ -58,12 +58,12 @@ START = {
     "bytes": Limit(once=1 << 20, rank=256),
     "local": Limit(node=60),
     "store": Limit(rank=6),
-    "store bytes": Limit(rank=100),
+    "store bytes": Limit(rank=128),
     "polls": Limit(once=100, node=60),
     "connections": Limit(rank=1),
     "groups": Limit(rank=10),
     "gloo members": Limit(rank=12),
-    "agreed bytes": Limit(rank=8192, index=2),
+    "agreed bytes": Limit(rank=64 << 10),
 }
 LIMITS: dict[str, dict[str, Limit]] = {
     "start": START,
@@ -73,17 +73,17 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "store": Limit(rank=2),
         "store bytes": Limit(rank=16),
     },
-    "step": {"store": Limit(rank=3), "store bytes": Limit(rank=24)},
+    "step": {"store": Limit(rank=4), "store bytes": Limit(rank=40)},  # of three steps; fewer if they are short
     "save": {
         "opens": Limit(once=40),
         "folders": Limit(once=60),
         "looks": Limit(once=60),
         "bytes": Limit(once=1 << 16, rank=4096),
-        "agreed bytes": Limit(rank=1024),
+        "agreed bytes": Limit(rank=2048),
     },
-    "local save": {"local": Limit(node=60), "agreed bytes": Limit(rank=1024, index=1)},
-    "load": {"local": Limit(node=4), "agreed bytes": Limit(rank=1024)},
-    "restart": START,
+    "local save": {"local": Limit(node=60), "agreed bytes": Limit(rank=8192)},
+    "load": {"local": Limit(rank=2), "agreed bytes": Limit(rank=1024)},
+    "restart": {**START, "agreed bytes": Limit(rank=64 << 10, index=1.1)},
     "end": {"opens": Limit(once=4), "looks": Limit(once=4), "bytes": Limit(once=1 << 16, rank=16)},
 }
 
@@ -128,21 +128,29 @@ def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> lis
 def summed(found: Mapping[int, Any], world: int, index_bytes: int) -> Iterator[Sum]:
     """Add up what all ranks do: those that are not played do as much as the busiest of their kind.
 
-    Kinds: the job's first and last rank, the other first ranks of nodes, all others.
+    Kinds: the job's first rank, its last one, and the others by their number of groups in the agreement's tree.
     """
+    levels = [_levels(rank) for rank in range(1, world - 1)]
     kinds = {
         (0,): 1,
         (world - 1,): 1,
-        tuple(rank for rank in found if rank and rank % NODE == 0): world // NODE - 1,
-        tuple(rank for rank in found if rank % NODE and rank != world - 1): world - world // NODE - 1,
+        **{
+            tuple(rank for rank in found if 0 < rank < world - 1 and _levels(rank) == level): levels.count(level)
+            for level in set(levels)
+        },
     }
     for phase in found[0].counts:
         counts = {rank: found[rank].counts.get(phase, {}) for rank in found}
         for what in dict.fromkeys(what for row in counts.values() for what in row):
-            most = {ranks: max((counts[rank].get(what, 0) for rank in ranks), default=0) for ranks in kinds}
+            most = {ranks: max(counts[rank].get(what, 0) for rank in ranks) for ranks in kinds}
             total = sum(number * most[ranks] for ranks, number in kinds.items())
             names = found[1].names.get(phase, {}).get(what, ())
             yield Sum(phase, what, world, total, index_bytes, tuple(names))
+
+
+def _levels(rank: int) -> int:
+    """Count how often NODE, which is also the tree's fan-out, divides a rank."""
+    return 0 if rank % NODE else 1 + _levels(rank // NODE)
 
 
 def with_fit(sums: Sequence[Sum]) -> list[Sum]:
