@@ -247,7 +247,7 @@ def make_signer(environ: Mapping[str, str], log: Log) -> Signer:
     return Signer(environ.get("MINITRON_SECRET", ""), place, log.alarm)
 
 
-def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener, signer: Signer) -> Mesh:
+def make_mesh(cfg: Config, world: int, device: torch.device, listener: Listener, signer: Signer = Signer()) -> Mesh:
     """Make the mesh of torchrun's world; of this process alone, without a process group, if there is no other.
 
     A rank that cannot join the others ends with exit status LOST and one line, which `listener` writes.

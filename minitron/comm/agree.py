@@ -63,9 +63,12 @@ class Agreement:
             of_group = dist.distributed_c10d.PrefixStore(f"agreement-{number}-{ranks[0]}-{ranks[1]}", store)
             place = ranks.index(rank)
             group = dist.ProcessGroupGloo(of_group, place, len(ranks), timeout or default_pg_timeout)
-            group._set_default_timeout(PATIENCE)
             levels.append(Level(ranks, place, group))
-        return Agreement(levels)
+        agreement = Agreement(levels)
+        agreement.decide(lambda: None, lambda _: None)  # all ranks are connected, or some have not come in time
+        for level in levels:
+            level.group._set_default_timeout(PATIENCE)
+        return agreement
 
     def decide(
         self,

@@ -812,7 +812,7 @@ def test_mistakes_of_fine_tuning_are_one_line_and_a_failed_job(cluster, stage, v
         (dict(SLURM_GPUS_PER_NODE="all"), "all is no number of GPUs"),
         (dict(RUN_CONF_GPUS_PER_NODE="0"), "0 is no number of GPUs"),
         (dict(DATASET=""), "/gpt3-dataset has no *_text_document.idx; run launch/generate_dataset.sh gpt3"),
-        (dict(SPARE_NODES="one"), "SPARE_NODES=one or RESTARTS=20 is no number; set SPARE_NODES=1, RESTARTS=20"),
+        (dict(SPARE_NODES="one"), "SPARE_NODES=one is no number of nodes; set SPARE_NODES=1, or 0"),
         (dict(SPARE_NODES="1"), "0 node(s) are too few for 175b"),
         (dict(VENV="/nowhere"), "there is no /nowhere/bin/python; run launch/setup.sh, or set VENV or CONTAINER"),
         (dict(EXTRA_ARGS="train.stepz=5"), "unknown key train.stepz; did you mean train.steps?"),
