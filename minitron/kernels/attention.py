@@ -14,17 +14,14 @@ of a score is p (dp - dout . out) with p = e^(score - lse). If lse and out are t
 p, and a block's gradients are right without the other blocks. Hence the contract: a backend is a pair of functions
 without autograd, and its backward takes out and lse as they are given, from this block alone or merged over many.
 
-    forward (q, k, v, *, causal, scale)                         -> out, lse, saved
-    backward(dout, q, k, v, out, lse, saved, *, causal, scale)  -> dq, dk, dv
+    forward (q, k, v, **options)                         -> out, lse, saved
+    backward(dout, q, k, v, out, lse, saved, **options)  -> dq, dk, dv
 
     q, dout, out  [b, n, sq, d]    any strides with a unit last one: [s, b, n, d] tensors go in permuted, uncopied
     k, v          [b, g, sk, d]    n a multiple of g: query heads i n/g ... (i + 1) n/g - 1 share key head i
     lse           [b, n, sq]       natural logarithm, float32 (float64 for float64 inputs)
-    dropout       which probabilities are dropped (kernels/rng.py); an option of `fused` and `reference` alone
-    spans         int32 [2, b, s], where each token's document begins and ends: under the causal mask a query sees the
-                  keys of its own document; an option of the same two
-    causal        query i sees keys 0 ... i; needs sq == sk.  Without it, every query sees every key
     saved         whatever the kernel's own backward wants back; opaque here
+    options       `Options`, as keywords; a kernel without dropout or spans has no such parameter
 
 No block may have a query without keys: for one, some kernels return lse 0 and some -inf, and a merge would be wrong.
 
@@ -35,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -50,6 +47,21 @@ aten = torch.ops.aten
 FUSED_SHARED_BYTES = {128: 99 * 2**10, 256: 160 * 2**10}
 Forward = tuple[Tensor, Tensor, Any]  # out, lse, saved
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
+
+class Options(TypedDict):
+    """What a backend computes.
+
+    causal: query i attends to keys 0 ... i; needs sq == sk. Without it, every query attends to every key. scale: of the
+    scores. dropout: which probabilities are dropped (kernels/rng.py). spans: int32 [2, b, s], where each token's
+    document begins and ends; under the causal mask a query attends to keys of its own document. Only `fused` and
+    `reference` have the last two.
+    """
+
+    causal: bool
+    scale: float
+    dropout: NotRequired[AttentionDropout | None]
+    spans: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -155,61 +167,41 @@ def _grouped(x: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (num_groups, -1))
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, spans: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """Compute q [b, g, n/g, sq, d] times k [b, g, 1, sk, d] -> [b, g, n/g, sq, sk]; keys that are not seen at -inf."""
-    scores = q @ k.transpose(-1, -2) * scale
-    if causal:
+    scores = q @ k.transpose(-1, -2) * options["scale"]
+    if options["causal"]:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        if spans is not None:
+        if (spans := options.get("spans")) is not None:
             begins = spans[0][:, None, None, :, None]  # [b, 1, 1, sq, 1]
             unseen = unseen | (torch.arange(k.shape[-2], device=q.device) < begins)
         scores.masked_fill_(unseen, float("-inf"))
     return scores
 
 
-def _reference_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: AttentionDropout | None = None,
-    spans: Tensor | None = None,
-) -> Forward:
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Forward:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     q32, k32, v32 = (_grouped(x, g, dtype) for x in (q, k, v))
-    scores = _scores(q32, k32, causal, scale, spans)
+    scores = _scores(q32, k32, options)
     lse = scores.logsumexp(-1)
     p = torch.exp(scores - lse.unsqueeze(-1))
-    if dropout is not None:
+    if (dropout := options.get("dropout")) is not None:
         p = p * _grouped(dropout.mask(q.shape[1]), g, dtype)
     return (p @ v32).flatten(1, 2).to(q.dtype), lse.flatten(1, 2), None
 
 
 def _reference_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: None,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: AttentionDropout | None = None,
-    spans: Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: None, **options: Unpack[Options]
 ) -> Grads:
     g, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     dout32, out32, q32, k32, v32 = (_grouped(x, g, dtype) for x in (dout, out, q, k, v))
-    p = torch.exp(_scores(q32, k32, causal, scale, spans) - _grouped(lse, g, dtype).unsqueeze(-1))
+    p = torch.exp(_scores(q32, k32, options) - _grouped(lse, g, dtype).unsqueeze(-1))
     dropped, dp = p, dout32 @ v32.transpose(-1, -2)
-    if dropout is not None:
+    if (dropout := options.get("dropout")) is not None:
         mask = _grouped(dropout.mask(q.shape[1]), g, dtype)
         dropped, dp = p * mask, dp * mask
     dv = (dropped.transpose(-1, -2) @ dout32).sum(2)  # over the query heads that share the key head
-    ds = p * (dp - (dout32 * out32).sum(-1, keepdim=True)) * scale
+    ds = p * (dp - (dout32 * out32).sum(-1, keepdim=True)) * options["scale"]
     dk = (ds.transpose(-1, -2) @ q32).sum(2)
     return (ds @ k32).flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -270,22 +262,10 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any, *, causal: bool, scale: float
 ) -> Grads:
+    tensors, lengths = (dout, q, k, v, out, lse.contiguous().unsqueeze(-1)), (q.shape[2], k.shape[2])
+    bias = cumulative_q = cumulative_k = None
     return aten._scaled_dot_product_cudnn_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous().unsqueeze(-1),
-        *saved,
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        scale=scale,
+        *tensors, *saved, bias, cumulative_q, cumulative_k, *lengths, 0.0, causal, scale=scale
     )
 
 
@@ -308,20 +288,13 @@ def _import_flash_attn() -> Backend:
             f"{pip_install('flash-attn', '--no-build-isolation')}, or use model.attention=auto"
         ) from error
 
-    def options(causal: bool, scale: float) -> dict[str, Any]:
-        return dict(
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-        )
+    off = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Forward:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse, _, rng_state = _flash_attn_forward(q, k, v, return_softmax=False, **options(causal, scale))
+        out, lse, _, rng_state = _flash_attn_forward(
+            q, k, v, softmax_scale=scale, causal=causal, return_softmax=False, **off
+        )
         return out.transpose(1, 2), lse, rng_state
 
     def backward(
@@ -336,21 +309,11 @@ def _import_flash_attn() -> Backend:
         causal: bool,
         scale: float,
     ) -> Grads:
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        _flash_attn_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            *grads,
-            rng_state=saved,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **options(causal, scale),
-        )
-        dq, dk, dv = grads
+        tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        dq, dk, dv = grads = [torch.empty_like(x) for x in tensors[1:4]]
+        settings = off | dict(softmax_scale=scale, causal=causal, rng_state=saved)
+        settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        _flash_attn_backward(*tensors, lse.contiguous(), *grads, **settings)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     return Backend("flash-attn", forward, backward)

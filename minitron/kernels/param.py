@@ -51,11 +51,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         for size in self.chunks:
-            if size % self.axis.size:
-                raise ValueError(
-                    f"{size} rows or columns cannot be split evenly over the {self.axis.size} ranks of "
-                    f"axis {self.axis.name!r}; choose a divisor of {size}"
-                )
+            assert size % self.axis.size == 0, f"{size} rows or columns over {self.axis.size} ranks"
 
     def slices(self) -> list[tuple[int, int, int]]:
         """List (offset in the local tensor, offset in the full tensor, length) of this rank's part of each chunk."""

@@ -49,7 +49,7 @@ from minitron.comm.collectives import Handle, all_to_all, exchange, gather_start
 from minitron.comm.mesh import Axis
 from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
-from minitron.kernels.attention import Backend, Forward, Grads
+from minitron.kernels.attention import Backend, Forward, Grads, Options
 from minitron.kernels.rng import AttentionDropout
 from minitron.parallel.packed import Boundaries, Documents
 
@@ -57,14 +57,10 @@ from minitron.parallel.packed import Boundaries, Documents
 def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
     """List the global positions that `rank` of `size` holds, in local order: int64 [s/cp].
 
-    Zigzag for ring and allgather, one contiguous slice for ulysses. Raises ValueError if the sequence does not divide.
+    Zigzag for ring and allgather, one contiguous slice for ulysses.
     """
     parts = 2 * size if style != "ulysses" and size > 1 else size
-    if seq_len % parts:
-        raise ValueError(
-            f"train.seq_len={seq_len} cannot be cut into {parts} equal chunks, which parallel.cp={size} "
-            f"with parallel.cp_style={style} needs; use a multiple of {parts}"
-        )
+    assert seq_len % parts == 0, f"{seq_len} positions in {parts} equal chunks"
     chunks = np.arange(seq_len, dtype=np.int64).reshape(parts, -1)
     return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
 
@@ -116,16 +112,8 @@ def _check(q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | 
     assert cp == 1 or dropout is None, "attention dropout across ranks"
     divides = g % cp == 0 if style == "ulysses" else cp == 1 or s % 2 == 0
     assert divides, f"{style}: {s} positions, {g} key heads, {cp} ranks"
-    boundaries = _boundaries(documents)
-    assert boundaries is None or _covers(boundaries, b, s * cp), f"{boundaries} of {b} samples with {s * cp} positions"
-
-
-@lru_cache(256)
-def _covers(boundaries: Boundaries, num_samples: int, seq_len: int) -> bool:
-    """Tell whether boundaries rise from 0 to the sequence length in every sample."""
-    return len(boundaries) == num_samples and all(
-        (sample[0], sample[-1]) == (0, seq_len) and all(a < b for a, b in pairwise(sample)) for sample in boundaries
-    )
+    if documents is not None:
+        assert documents.spans.shape[1:] == (b, s * cp), f"documents of {tuple(documents.spans.shape[1:])} tokens"
 
 
 # ---- the work of a rank as dense tiles: host code ------------------------------------------------------------------
@@ -228,8 +216,8 @@ class _Kernel:
         lse = lse[tile.samples, :, tile.queries]
         return self.backend.backward(dout, q, k, v, out, lse, saved, **self._options(tile, q))
 
-    def _options(self, tile: Tile, q: Tensor) -> dict[str, Any]:
-        options: dict[str, Any] = dict(causal=tile.causal, scale=q.shape[-1] ** -0.5)
+    def _options(self, tile: Tile, q: Tensor) -> Options:
+        options = Options(causal=tile.causal, scale=q.shape[-1] ** -0.5)
         if self.dropout is not None:
             options["dropout"] = self.dropout.of(tile.samples, tile.queries, tile.keys)
         if self.spans is not None:

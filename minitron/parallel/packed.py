@@ -38,6 +38,8 @@ class Documents:
 def as_documents(boundaries: Iterable[Iterable[int]]) -> Documents:
     """Make documents of each sample's boundaries, which come in sequences or arrays of any kind; spans on the host."""
     samples = tuple(tuple(int(position) for position in sample) for sample in boundaries)
+    for sample in samples:
+        assert (sample[0], sample[-1]) == (0, samples[0][-1]) and min(np.diff(sample)) > 0, f"boundaries {sample}"
     spans = [
         [np.repeat(sample[side : len(sample) - 1 + side], np.diff(sample)) for sample in samples] for side in (0, 1)
     ]

@@ -311,13 +311,10 @@ def test_one_rank_takes_a_sequence_of_any_length():
 
 @pytest.mark.parametrize(
     "args, message",
-    [
-        ((12, 4, 0, "ring"), "train.seq_len=12 cannot be cut into 8 equal chunks, which parallel.cp=4 with"),
-        ((10, 4, 0, "ulysses"), "train.seq_len=10 cannot be cut into 4 equal chunks"),
-    ],
+    [((12, 4, 0, "ring"), "12 positions in 8 equal chunks"), ((10, 4, 0, "ulysses"), "10 positions in 4 equal chunks")],
 )
 def test_positions_that_do_not_exist(args, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(AssertionError) as error:
         local_positions(*args)
     assert message in str(error.value)
 
@@ -329,9 +326,8 @@ def test_positions_that_do_not_exist(args, message):
         (8, 1, (4, 3), "ring", None, "3 key heads for 4 query heads"),
         (8, 2, (6, 3), "ulysses", None, "ulysses: 8 positions, 3 key heads, 2 ranks"),
         (7, 2, (4, 4), "ring", None, "ring: 7 positions"),
-        (8, 1, (4, 4), "ring", [[0, 8]], "of 2 samples"),
-        (8, 2, (4, 4), "ring", [[0, 8], [0, 8]], "with 16 positions"),
-        (8, 1, (4, 4), "ring", [[0, 5, 5, 8], [0, 8]], "(0, 5, 5, 8)"),
+        (8, 1, (4, 4), "ring", [[0, 8]], "documents of (1, 8) tokens"),
+        (8, 2, (4, 4), "ring", [[0, 8], [0, 8]], "documents of (2, 8) tokens"),
     ],
 )
 def test_calls_that_rules_and_loader_exclude(seq_len, size, heads, style, documents, message):

@@ -44,3 +44,9 @@ def test_every_token_knows_its_document():
     assert documents.boundaries == ((0, 3, 8), (0, 8)) and documents.spans.dtype == torch.int32
     assert documents.spans[0].tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [0] * 8]
     assert documents.spans[1].tolist() == [[3, 3, 3, 8, 8, 8, 8, 8], [8] * 8]
+
+
+@pytest.mark.parametrize("wrong", [(0, 5, 5, 8), (0, 5, 4, 8), (1, 8), (0, 7)])
+def test_boundaries_rise_from_zero_to_one_length(wrong):
+    with pytest.raises(AssertionError, match="boundaries"):
+        as_documents([(0, 8), wrong])
