@@ -4,7 +4,7 @@
 
 Each row is one tensor of a layer's step at its local shape: the time of the separate passes, of the kernel, and the
 kernel's bytes per second, to be held against a copy's. Bytes are those that must move: every input once, every result
-once. `--tiles` also times other tiles than kernels/fused_casts.py has, and names the best.
+once. `--tiles` also times other tiles than kernels/fused.py has, and names the best.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Call = Callable[[], object]
 
 def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
     """By operation: the bytes that must move, the passes as they were, the kernel."""
-    from minitron.kernels import fp8_te, fused, fused_casts  # a GPU's; without one there is still --help
+    from minitron.kernels import fp8_te, fused  # a GPU's; without one there is still --help
 
     of, *alone = of.split(", ")  # frozen weights have no gradient, which would read the values by columns
     device, te, scale = torch.device("cuda"), fp8_te.TensorScaling(), torch.ones(1, device="cuda")
@@ -67,12 +67,12 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
         passes = lambda: te.cast(fused.add_norm(*inputs)[1], "x", Axis.single(), scale, amax, m == 8192)
         return {f"{of} and cast": ((9 if m == 8192 else 7) * m * f, passes, normed)}
     if of == "cast":
-        mine = lambda: fused_casts.cast(x, scale, amax, KINDS["dy"], True, True)
-        alone = lambda: fused_casts.cast(x, scale, amax, KINDS["dy"], True)
+        mine = lambda: fused.cast(x, scale, amax, KINDS["dy"], True, True)
+        alone = lambda: fused.cast(x, scale, amax, KINDS["dy"], True)
         return {"cast and sum": (4 * m * f, lambda: summed(x), mine), "cast": (4 * m * f, lambda: cast(x, "dy"), alone)}
     module = plain if of == "gelu" else fused
     forward, backward = (getattr(module, f"{of}_{way}") for way in ("forward", "backward"))
-    mine, gradient = (getattr(fused_casts, f"{of}{way}_cast") for way in ("", "_backward"))
+    mine, gradient = (getattr(fused, f"{of}{way}_cast") for way in ("", "_backward"))
     bias = of == "gelu"
     found: dict[str, tuple[int, Call, Call]] = {
         f"{of} and cast": (
@@ -90,7 +90,7 @@ def cases(of: str, m: int, f: int) -> dict[str, tuple[int, Call, Call]]:
         found["gelu backward and sum, bf16"] = (
             m * 6 * f,
             lambda: plain.gelu_backward(dy, x, True),
-            lambda: fused_casts.gelu_backward(dy, x, True),
+            lambda: fused.gelu_backward(dy, x, True),
         )
     return found
 
@@ -114,10 +114,10 @@ def seconds(call: Call) -> float:
 
 def timed_with(tile: tuple[int, int, int], kernel: Call) -> float:
     """Seconds of the kernel with this tile."""
-    from minitron.kernels import fused_casts
+    from minitron.kernels import fused
 
-    every = fused_casts.Tile(*tile)
-    with mock.patch.multiple(fused_casts, TILES=dict.fromkeys(fused_casts.TILES, every), ROWS_ALONE=every):
+    every = fused.Tile(*tile)
+    with mock.patch.multiple(fused, TILES=dict.fromkeys(fused.TILES, every), ROWS_ALONE=every):
         return seconds(kernel)
 
 

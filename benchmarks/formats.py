@@ -203,7 +203,7 @@ def head_in_fp8(cfg: Config, gpus: int) -> dict:
 
 def moments_in_bf16(cfg: Config, gpus: int) -> dict:
     """Of all elements that the rank updates, by the time of MOMENTS of them."""
-    from minitron.kernels import fused_adamw
+    from minitron.kernels import fused
 
     device, memory = torch.device("cuda"), Memory(cfg, gpus, gpus_per_node=8)
     elements = sum(map(memory.trained, memory.stages(0))) / memory.shards
@@ -213,7 +213,7 @@ def moments_in_bf16(cfg: Config, gpus: int) -> dict:
     for dtype in (torch.float32, torch.bfloat16):
         state = AdamState(master, grad, *torch.zeros(2, MOMENTS, dtype=dtype, device=device), param, o.weight_decay)
         hyper = AdamHyper(o.lr, o.betas, o.eps)
-        call = lambda: fused_adamw.adamw_([state], one, one, zero, hyper, lambda i: None)  # noqa: B023, called here
+        call = lambda: fused.adamw_([state], one, one, zero, hyper, lambda i: None)  # noqa: B023, called here
         times.append(seconds(call, device) * elements / MOMENTS)
     result = {"count": 1, "elements": elements, "errors": {}, "saved_seconds": times[0] - times[1]}
     return result | {"before_seconds": times[0], "after_seconds": times[1]}

@@ -36,7 +36,7 @@ from benchmarks.programs import Failed, Skipped, reported
 from minitron.runtime.environment import DEFAULTS
 
 FORK = multiprocessing.get_context("fork")
-LOADED_LATE = "minitron.kernels.fp8_te", "minitron.kernels.fused", "minitron.kernels.fused_adamw"
+LOADED_LATE = "minitron.kernels.fp8_te", "minitron.kernels.fused"
 PROBE_SECONDS, POLL_SECONDS = 60, 0.05
 
 

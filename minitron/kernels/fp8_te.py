@@ -5,7 +5,7 @@ a gradient in place, float32 or bf16. Its kernels are used, not its layers: comm
 accumulation stay with the layers. Payloads are plain tensors; the library's tensor classes exist inside of a call only.
 For a product that is not added to anything, torch calls the same cuBLAS kernel and takes the host less time.
 
-Left out: its activations with casts (kernels/fused_casts.py has its own), its casts with sums, which round a bias's
+Left out: its activations with casts (kernels/fused.py has its own), its casts with sums, which round a bias's
 gradient to bf16, its norms with casts, and its communication overlap.
 """
 

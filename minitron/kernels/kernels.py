@@ -76,10 +76,10 @@ def choose_ops(device: torch.device) -> ModuleType:
 
 
 def gpu_clock(device: torch.device) -> Callable[[Tensor, int], None] | None:
-    """Return what adds the time to a total on a GPU (`fused_clock.add_now`); None elsewhere."""
+    """Return what adds the time to a total on a GPU (`fused.add_now`); None elsewhere."""
     if device.type != "cuda":
         return None
-    from minitron.kernels.fused_clock import add_now
+    from minitron.kernels.fused import add_now
 
     return add_now
 

@@ -103,11 +103,12 @@ def test_what_auto_takes_runs(head_dim, documents):
     check(run_backend(backend, dout, q, k, v, True), expected, TOLERANCE[torch.bfloat16])
 
 
-def test_auto_on_hopper_is_cudnn_and_flash_for_documents():
+def test_auto_on_hopper_is_cudnn_and_ours_for_documents():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     assert choose("auto", "cuda", torch.bfloat16, 128) is CUDNN
-    assert choose("auto", "cuda", torch.bfloat16, 128, documents=True) is FLASH_CUDA
+    assert choose("auto", "cuda", torch.bfloat16, 128, documents=True).name == "fused"
+    assert choose("auto", "cuda", torch.bfloat16, 128, documents=True, ring=True) is FLASH_CUDA
     assert choose("auto", "cuda", torch.float32, 128) is REFERENCE
     assert choose("auto", "cuda", torch.float32, 128, dropout=0.1).name == "reference"
     assert choose("auto", "cuda", torch.bfloat16, 128, dropout=0.1).name == "fused"

@@ -30,7 +30,7 @@ def test_in_tritons_interpreter():
 
 
 def interpreted():
-    from minitron.kernels import fused_adamw
+    from minitron.kernels import fused
 
     grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     grid = grid[grid.isfinite() & (grid.abs() >= 2.0**-6)]
@@ -39,7 +39,7 @@ def interpreted():
         scale = torch.tensor([0.0, 8.0])[1:]  # half of the largest ones saturate
         for wants_out, wants_amax in ((True, True), (True, False), (False, True)):
             results = []
-            for cast in (plain.cast_master, fused_adamw.cast_master):
+            for cast in (plain.cast_master, fused.cast_master):
                 data, amax = torch.full((n + 8,), 7, dtype=torch.uint8), torch.full((1,), 0.5)
                 out = data[:n].view(torch.float8_e4m3fn)
                 cast(master, scale, out if wants_out else None, amax if wants_amax else None)
@@ -53,7 +53,7 @@ def test_it_compiles_for_hopper_and_rounds_as_torch_does(given):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from minitron.kernels.fused_adamw import _cast_master
+    from minitron.kernels.fused import _cast_master
 
     values = dict(LIMIT=448.0, BLOCK=4096) | {name: None for name in ("out", "amax") if name not in given}
     types = dict(master="*fp32", scale="*fp32", out="*fp8e4nv", amax="*fp32", n="i32")

@@ -44,7 +44,7 @@ def test_in_tritons_interpreter():
 
 def interpreted():
     from minitron.kernels import fused_attention
-    from minitron.kernels.fused_activations import drop_elements
+    from minitron.kernels.fused import drop_elements
 
     backend = Backend("fused", fused_attention.forward, fused_attention.backward)
     for dtype, tolerance in TOLERANCE.items():

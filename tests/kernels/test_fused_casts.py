@@ -50,7 +50,7 @@ def inputs_of(of, m, f, dtype):
 
 
 def interpreted():
-    from minitron.kernels import fused_casts
+    from minitron.kernels import fused
 
     for of, (name, _, can_sum) in CASTS.items():
         for m, f, kind, dtype, columns, sums in [
@@ -64,8 +64,7 @@ def interpreted():
             what, more = f"{name} {m} x {f}", (sums,) if can_sum else ()
             amax = [torch.full((1,), 0.5) for _ in range(2)]
             mine, twin = (
-                getattr(ops, name)(*inputs, scale, top, kind, columns, *more)
-                for ops, top in zip((fused_casts, plain), amax)
+                getattr(ops, name)(*inputs, scale, top, kind, columns, *more) for ops, top in zip((fused, plain), amax)
             )
             # a last bit of exp, and after it now and then another float16 value
             assert_close_rel(*amax, 4e-3, what)
@@ -75,7 +74,7 @@ def interpreted():
             away = (ours - theirs).abs() - (1e-5 if dtype == torch.float32 else 1e-2) * SCALES[kind]
             assert ours.shape == theirs.shape and (away > 0).float().mean() < 0.1, what
             assert (away <= 0.5 * theirs.abs() + torch.finfo(kind).smallest_normal).all(), what
-            exact = (getattr(ops, name)(*inputs, scale, None, torch.float32, False) for ops in (fused_casts, plain))
+            exact = (getattr(ops, name)(*inputs, scale, None, torch.float32, False) for ops in (fused, plain))
             assert_close_rel(*(cast.rows for cast in exact), 1e-6 if dtype == torch.float32 else 1e-3, what)
             assert (mine.columns is not None) == columns and (mine.sums is not None) == bool(can_sum and sums)
             if columns:
@@ -90,27 +89,27 @@ def interpreted():
         norms(layer_norm, delta, kind)
     dy, x = (t.view(5, 20, 80) for t in inputs_of("gelu backward", 100, 80, torch.float32))
     for sums in False, True:
-        (mine, total), (twin, wanted) = (ops.gelu_backward(dy, x, sums) for ops in (fused_casts, plain))
+        (mine, total), (twin, wanted) = (ops.gelu_backward(dy, x, sums) for ops in (fused, plain))
         assert_close_rel(mine, twin, 1e-6, "gelu_backward")
         assert (total is None) == (not sums) and (not sums or assert_close_rel(total, wanted, 1e-6, "sums") is None)
 
 
 def norms(layer_norm, delta, kind):
     """What the interpreter makes of a cast is the cast of what it makes of the norm."""
-    from minitron.kernels import fused_casts, fused_norm
+    from minitron.kernels import fused
 
     x, weight, scale = randn(0, 5, 3, 72, dtype=torch.float16), randn(1, 72, dtype=torch.float16), torch.tensor([10.0])
     summed = (randn(2, 5, 3, 72, dtype=torch.float16), randn(3, 72, dtype=torch.float16)) if delta else (None, None)
     inputs = x, *summed, weight, randn(4, 72, dtype=torch.float16) if layer_norm else None, 1e-5
     amax = [torch.full((1,), 0.5) for _ in range(3)]
-    total, y, statistics = fused_norm.add_norm(*inputs)
-    expected = fused_casts.cast(y.flatten(0, -2), scale, amax[0], kind, False)
-    mine, cast, found = fused_norm.add_norm(*inputs, plain.CastInto(scale, amax[1], kind))
+    total, y, statistics = fused.add_norm(*inputs)
+    expected = fused.cast(y.flatten(0, -2), scale, amax[0], kind, False)
+    mine, cast, found = fused.add_norm(*inputs, plain.CastInto(scale, amax[1], kind))
     assert torch.equal(mine, total) and torch.equal(found, statistics) and cast.columns is None
     assert torch.equal(cast.rows.view(torch.uint8), expected.rows.view(torch.uint8))
     assert torch.equal(cast.inverse, expected.inverse) and torch.equal(amax[0], amax[1])
     twin = plain.add_norm(*inputs, plain.CastInto(scale, amax[2], torch.float32))
-    exact = fused_norm.add_norm(*inputs, plain.CastInto(scale, None, torch.float32))[1]
+    exact = fused.add_norm(*inputs, plain.CastInto(scale, None, torch.float32))[1]
     assert_close_rel(exact.rows, twin[1].rows, 1e-3, "norm and cast")
     assert_close_rel(amax[1], amax[2], 1e-3, "amax")
 
@@ -120,9 +119,9 @@ def test_kernels_compile_for_hopper(of):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from minitron.kernels import fused_casts
+    from minitron.kernels import fused
 
-    tile, kernel = fused_casts.TILES[of], fused_casts._cast
+    tile, kernel = fused.TILES[of], fused._cast
     values: dict[str, object] = dict(OF=of.removesuffix(" backward"), M=tile.rows, F=tile.columns)
     types = dict(dy="*bf16", x="*bf16", rows="*fp8e5", columns="*fp8e5") | dict.fromkeys(
         ("scale", "inverse", "amax", "sums"), "*fp32"

@@ -392,7 +392,7 @@ def test_sigusr1_is_heard_after_triton_has_compiled(stop):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from minitron.kernels.fused_activations import _swiglu_forward
+    from minitron.kernels.fused import _swiglu_forward
 
     source = triton.compiler.ASTSource(
         _swiglu_forward, {"x": "*fp32", "y": "*fp32", "f": "i32", "BLOCK": "constexpr"}, {(3,): 128}
