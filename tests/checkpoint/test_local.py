@@ -21,7 +21,7 @@ from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
 from minitron.runtime.log import Log
 from minitron.train import build
-from test_checkpoint import LONG, mesh_of, saving, train, whole
+from test_checkpoint import FP8, LONG, mesh_of, saving, train, whole
 
 WORLD = 4
 TENSOR_AND_DATA = config(LLAMA, LONG, {"parallel": {"tp": 2}})
@@ -108,6 +108,16 @@ def test_a_start_prefers_the_newest_local_save(ranks, begun, uninterrupted):
     assert [result["from"] for result in results] == [f"node{i}/step_00000007" for i in (0, 0, 1, 1)]
     assert repr(results[0]["figures"]) == repr(uninterrupted[7:]) and not warnings(results)
     assert steps_in(begun / "shared")[-1] == 8 and steps_in(begun / "node1") == [9, 10]
+
+
+def test_each_node_has_the_histories_of_its_stages(ranks, tmp_path):
+    """The data ranks of a stage are on both nodes, and have the same FP8 histories."""
+    cfg = config(LLAMA, LONG, FP8, {"parallel": {"tp": 2}})
+    expected = ranks(WORLD, whole, cfg, 10)[0]
+    ranks(WORLD, leg, cfg, tmp_path, 2, FIRST)
+    results = goes_on(ranks, tmp_path, cfg)
+    assert results[0]["from"] == "node0/step_00000007" and not warnings(results)
+    assert repr(results[0]["figures"]) == repr(expected[7:])
 
 
 def test_what_a_start_came_from_stays_until_there_are_two_newer_ones(ranks, begun):
