@@ -48,7 +48,7 @@ class Ledger:
     def begin(self, phase: str) -> str:
         """Begin a phase; return the one before."""
         for path, before in self.written.items():
-            if os.path.exists(path):
+            if exists(path):
                 self.add(f"{self._kind(path)}bytes", own_stat(path).st_size - before)
         self.written = {}
         before, self.phase = self.phase, phase
@@ -122,7 +122,7 @@ def count_files(ledger: Ledger) -> None:
     reader.safe_open = _telling(reader.safe_open, ledger.opened)
 
 
-def exists(path: Path) -> bool:
+def exists(path: str | Path) -> bool:
     """Look at a path without being counted."""
     try:
         own_stat(path)

@@ -45,32 +45,33 @@ class Limit(NamedTuple):
 
 # Per rank there is what torch needs (store, groups), an agreement's messages, and "own" files: its log, shards, data
 # and what is cached of it. All else that several nodes see is for one rank of the job, or of each node.
-ALWAYS = {
-    "own opens": Limit(once=40, rank=30),
-    "own looks": Limit(once=40, rank=50),
-    "own bytes": Limit(once=1 << 20, rank=1 << 19),
-    "agreements": Limit(rank=12),
-}
 START = {
     "opens": Limit(once=30),
     "folders": Limit(once=60, node=4),
-    "looks": Limit(once=60, node=4, rank=2),
+    "looks": Limit(once=60, node=4, rank=1),
     "bytes": Limit(once=1 << 20, rank=256),
+    "own opens": Limit(once=40, rank=20),
+    "own looks": Limit(once=40, rank=42),
+    "own bytes": Limit(once=1 << 20, rank=1 << 19),
     "local": Limit(node=60),
-    "store": Limit(rank=6),
-    "store bytes": Limit(rank=128),
     "polls": Limit(once=100, node=60),
+    "store": Limit(once=8, rank=5),
+    "store bytes": Limit(rank=128),
     "connections": Limit(rank=1),
-    "groups": Limit(rank=10),
-    "gloo members": Limit(rank=12),
+    "groups": Limit(rank=8),
+    "gloo members": Limit(rank=11),
+    "agreements": Limit(rank=10),
     "agreed bytes": Limit(rank=64 << 10),
 }
 LIMITS: dict[str, dict[str, Limit]] = {
     "start": START,
     "first step": {
-        "looks": Limit(once=8),
-        "folders": Limit(once=8),
-        "store": Limit(rank=2),
+        "looks": Limit(once=4),
+        "folders": Limit(once=4),
+        "own opens": Limit(once=4),
+        "own looks": Limit(once=4),
+        "own bytes": Limit(once=1 << 16),
+        "store": Limit(rank=1),
         "store bytes": Limit(rank=16),
     },
     "step": {"store": Limit(rank=4), "store bytes": Limit(rank=40)},  # of three steps; fewer if they are short
@@ -79,10 +80,21 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "folders": Limit(once=60),
         "looks": Limit(once=60),
         "bytes": Limit(once=1 << 16, rank=4096),
+        "own opens": Limit(rank=2),
+        "own looks": Limit(rank=2),
+        "own bytes": Limit(once=1 << 20, rank=4096),
+        "agreements": Limit(rank=4),
         "agreed bytes": Limit(rank=2048),
     },
-    "local save": {"local": Limit(node=60), "agreed bytes": Limit(rank=8192)},
-    "load": {"local": Limit(rank=2), "agreed bytes": Limit(rank=1024)},
+    "local save": {"local": Limit(node=60), "agreements": Limit(rank=4), "agreed bytes": Limit(rank=8192)},
+    "load": {
+        "own opens": Limit(once=80, rank=12),
+        "own looks": Limit(once=80, rank=12),
+        "own bytes": Limit(once=1 << 22, rank=1 << 16),
+        "local": Limit(rank=1),
+        "agreements": Limit(rank=4),
+        "agreed bytes": Limit(rank=1024),
+    },
     "restart": {**START, "agreed bytes": Limit(rank=64 << 10, index=1.1)},
     "end": {"opens": Limit(once=4), "looks": Limit(once=4), "bytes": Limit(once=1 << 16, rank=16)},
 }
@@ -108,7 +120,7 @@ class Sum(NamedTuple):
 
 
 def limit_of(phase: str, what: str) -> Limit:
-    return {**ALWAYS, **LIMITS[phase]}.get(what, Limit())
+    return LIMITS[phase].get(what, Limit())
 
 
 def count(worlds: Sequence[int], plant: Callable[[], None] | None = None) -> list[Sum]:
