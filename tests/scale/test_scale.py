@@ -33,7 +33,7 @@ def use_shared_files_on_each_rank():
 
     def open_first(self, cfg, *args, **options):
         opened(self, cfg, *args, **options)
-        Path(cfg.log.dir, "config.yaml").open("a").close()
+        Path(cfg.log.dir).with_name("notes").open("a").close()
 
     def look_first(self, *args, **options):
         os.listdir(self.directory)
