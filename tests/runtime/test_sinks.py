@@ -195,6 +195,7 @@ def test_prometheus_binds_the_address_that_is_named():
             socket.create_connection(("127.0.0.2", port), timeout=30)
 
 
+@pytest.mark.slow
 def test_idle_and_slow_clients_of_prometheus_cost_one_descriptor(tmp_path):
     """210 connections at a hard limit of 256 files: the training ends as without them, and a scrape gets its page."""
     pytest.importorskip("prometheus_client")

@@ -227,6 +227,7 @@ supervisor.main()
 """
 
 
+@pytest.mark.slow
 def test_a_leader_that_reads_slowly_is_not_taken_for_dead(tmp_path):
     """It reads the beats of all nodes between two of its own."""
     (tmp_path / "slow.py").write_text(SLOW_READS)
