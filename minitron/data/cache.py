@@ -140,6 +140,8 @@ def _check(folder: Path, checksums: bool) -> None:
         with suppress(OSError):  # a read-only or a full disk
             _write_contents(folder)
     known = read_json(contents) if contents.exists() else {}
+    if not isinstance(known, dict) or not all(Path(n).name == n and isinstance(x, list) for n, x in known.items()):
+        raise ValueError(f"{CONTENTS} is not as it was written")
     for name, (size, checksum) in known.items():
         path = folder / name
         if path.stat().st_size != size or checksums and _checksum(path) != checksum:

@@ -392,3 +392,14 @@ def test_the_last_sequences_that_an_int32_can_number_are_drawn(tmp_path):
     dataset = GPTDataset(file, sequences, 20, 8, 1, Cache(tmp_path), 100)
     assert all(len(dataset[i].tokens) == 9 for i in range(len(dataset)))
     assert set(drawn) == set(sequences)
+
+
+@pytest.mark.parametrize(
+    "text", ['["../x"]', '{"../x": [0, ""]}', '{"/etc/passwd": [0, ""]}', '{"first": 1}', '{"first": [1]}']
+)
+def test_a_list_of_files_from_elsewhere_is_refused(tmp_path, text):
+    """No name leads out of the folder, and what is no list of files is one error."""
+    folder = Cache(tmp_path).build_once("name", fill)
+    (folder / CONTENTS).write_text(text)
+    with pytest.raises(ValueError, match="this folder of data.cache_dir is damaged"):
+        Cache(tmp_path).build_once("name", fill)
