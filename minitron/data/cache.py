@@ -48,8 +48,8 @@ class Cache(NamedTuple):
 
         Every process checks the names and lengths of its files.  The first on a node checks the checksums too, unless
         it has built the folder.
-        Raises ValueError when the folder cannot be written or is damaged, and whatever else `build` raises (every
-        waiting process then tries in turn and reports the same error).
+        Raises ValueError when the folder cannot be written or is damaged, and what `build` raises (every waiting
+        process then tries in turn and reports the same error).
         """
         final, built = Path(self.directory) / name, False
         fix = "choose a directory that this job may write, with room in it"

@@ -342,18 +342,20 @@ class Gradients:
         self.slices.reduced()
         if self.norm_stream is not None:
             torch.cuda.current_stream().wait_stream(self.norm_stream)
-        recorded = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not (self.copies_compared or recorded):
+        # A comparison reads its result on the host, which a recording cannot.
+        if not self.copies_compared and not (
+            self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
             self._refuse_equal_copies()
         _sum_all((b.grad_slice for b in self.buckets if b.key.sum_over_tp), self.mesh.tp)
         _sum_all((b.grad_slice for b in self.buckets if b.key.tied), self.mesh.embedding)
 
     def _refuse_equal_copies(self) -> None:
-        """Raise ValueError, on all ranks, if a gradient that is to be summed over tp is already the same on all of tp.
+        """Raise ValueError, on all ranks, if tp ranks have equal copies of a gradient that the step sums over tp.
 
-        The sum would be tp times the gradient. Equal copies prove nothing if those of the parameter nearest to the loss
-        are as good as equal, too (every token is the same), or if they have so few bits that chance makes them equal.
-        Collective over the world.
+        The sum would be tp times the gradient. Equal copies prove nothing in two cases. The parameter nearest to the
+        loss has nearly equal copies, too, since every token is the same. Or the copies have so few bits that they may
+        be equal by chance. Collective over the world.
         """
         mesh, slices = self.mesh, [bucket.grad_slice for bucket in self.buckets]
         names = [span.name for bucket in self.buckets if bucket.key.sum_over_tp for span in bucket.plan.spans]
