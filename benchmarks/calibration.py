@@ -17,12 +17,11 @@ in_step, all fabrics the same share. Nothing is fitted on a published run, on Me
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -30,14 +29,13 @@ if __name__ == "__main__":
 
 from benchmarks import record
 from benchmarks.cases import CASES
-from minitron.config import cli, flops
-from minitron.config.schema import Config
-from minitron.planning.machine import SOFTWARE, Device, Fabric, Machine, read_machines
-from minitron.planning.plan import Plan, Step, plan
-from minitron.planning.work import HIDDEN
+from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, read_machines
+from minitron.planner.plan import Plan, Step, plan
+from minitron.planner.published import DEVICES, configuration, published_steps
+from minitron.planner.work import HIDDEN
 
 FOLDER = Path(__file__).resolve().parent
-DEVICES, PUBLISHED, RESULTS = FOLDER / "devices.json", FOLDER / "published.json", FOLDER / "results" / "results.jsonl"
+RESULTS = FOLDER / "results" / "results.jsonl"
 STEPS = {"in_step": 0.005, "copy_felt": 0.05, "piece_felt": 0.05}  # of the search, and its grid
 ROUNDS = 10  # each kind of row has its own error to make small, so that the two could chase each other
 
@@ -112,46 +110,8 @@ def own_rows(path: Path) -> list[Row]:
     return list(found.values())
 
 
-def published_rows(path: Path) -> list[Row]:
-    data, rows = json.loads(path.read_text(encoding="utf-8")), []
-    for table in data["tables"]:
-        for gpus, seconds in zip(table["cells"]["gpus"], table["cells"]["step_seconds"]):
-            arguments = _arguments(table, table["samples_per_gpu"] * int(gpus))
-            rows.append(Row(table["name"], int(gpus), arguments, table["device"], float(seconds)))
-    for entry in data["reports"] + data["single"] + [one for entry in data["sourced"] for one in _scales(entry)]:
-        batch = entry["global_batch_size"]
-        row = Row(entry["name"], entry["gpus"], _arguments(entry, batch), entry["device"], 0.0)
-        row = replace(row, fabric=entry.get("fabric"), source=entry.get("source", ""))
-        rows.append(replace(row, seconds=_seconds(entry, row)))
-    return rows
-
-
-def _scales(entry: dict) -> list[dict]:
-    """The entries that one with lists of GPUs, batches and figures stands for."""
-    if not isinstance(entry["gpus"], list):
-        return [entry]
-    listed = [key for key in ("gpus", "global_batch_size", "step_seconds") if key in entry]
-    return [entry | dict(zip(listed, values)) for values in zip(*(entry[key] for key in listed), strict=True)]
-
-
-def _seconds(entry: dict, row: Row) -> float:
-    """The seconds of a step, from what was printed: these, tokens a second, or a GPU's TFLOP/s with all scores."""
-    if "step_seconds" in entry:
-        return float(entry["step_seconds"])
-    if "tokens_per_second" in entry:
-        return entry["global_batch_size"] * entry["seq_len"] / float(entry["tokens_per_second"])
-    model = configuration(row.arguments).model
-    operations = flops.full(model, entry["seq_len"]) * entry["global_batch_size"]
-    return operations / (float(entry["tflops"]) * 1e12 * row.gpus)
-
-
-def _arguments(entry: dict, batch: int) -> tuple[str, ...]:
-    return (str(FOLDER.parent / entry["config"]), *entry["overrides"], f"train.global_batch_size={batch}")
-
-
-@lru_cache(None)
-def configuration(arguments: tuple[str, ...]) -> Config:
-    return cli.load([str(FOLDER.parent / arg) if arg.startswith("configs/") else arg for arg in arguments])
+def published_rows() -> list[Row]:
+    return [Row(**step._asdict()) for step in published_steps()]
 
 
 def predict(row: Row, machines: Machines) -> Plan:
@@ -537,7 +497,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     args = parser.parse_args(argv)
     try:
-        rows, machines = own_rows(args.results) + published_rows(PUBLISHED), read_machines(DEVICES)
+        rows, machines = own_rows(args.results) + published_rows(), read_machines(DEVICES)
         if args.fit:
             machines = fit(rows, machines)
             store(machines, DEVICES)

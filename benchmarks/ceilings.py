@@ -43,7 +43,7 @@ from benchmarks.floor import AttentionCall, Product, seconds
 from minitron.comm.collectives import gather_start, reduce_scatter_start
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels import attention
-from minitron.planning.machine import Device, Fabric, Machine, read_machines
+from minitron.planner.machine import Device, Fabric, Machine, read_machines
 
 # [m, n, k] of the linear layers of one block and the head, per rank.
 GEMMS = {

@@ -35,7 +35,7 @@ from benchmarks.fp8_curves import losses
 from benchmarks.workers import Workers
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from tools import pictures
+from minitron.planner import style
 
 POINTS = 100  # of a recorded curve, each a mean
 MOST_SECONDS = 1800  # after which a run counts as hanging
@@ -172,7 +172,7 @@ def table(found: dict[Run, dict]) -> str:
 
 def draw(found: dict[Run, dict], title: str):
     """Losses over each other above, and below their distance from the first run's, as far as batches are the same."""
-    figure, (above, below) = pictures.new(5.0, 2, sharex=True, height_ratios=(2, 1))
+    figure, (above, below) = style.new(5.0, 2, sharex=True, height_ratios=(2, 1))
     first, base = next(iter(found.items()))
     for run, row in found.items():
         steps = [row["steps"] * (i + 0.5) / len(row["curve"]) for i in range(len(row["curve"]))]
@@ -202,7 +202,7 @@ def write_page(results: Path) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     results.with_name("curves.md").write_text(text, encoding="utf-8")
     for name, (found, title) in pictured.items():
-        pictures.save(draw(found, title), results.with_name(name))
+        style.save(draw(found, title), results.with_name(name))
 
 
 def page(rows: list[dict]) -> tuple[str, dict[str, tuple[dict[Run, dict], str]]]:

@@ -41,7 +41,7 @@ from minitron.kernels.fp8_scales import ROLES, DelayedScaling, advance
 from minitron.kernels.gemm import Gemm
 from minitron.kernels.param import GradSlot
 from minitron.kernels.plain import AdamHyper, AdamState
-from minitron.planning.memory import Memory
+from minitron.planner.memory import Memory
 
 NAMES = "8b-1gpu", "2gpu-8b-16layers-s8192-dp2", "2gpu-70b-4layers-tp2", "2gpu-175b-2layers-tp2"
 ATTENDED, MULTIPLIED = ("out", "dq", "dk", "dv"), ("y", "dx", "dw")

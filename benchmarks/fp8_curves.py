@@ -29,9 +29,9 @@ from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
 from minitron.optim.lr import learning_rate
+from minitron.planner import style
 from minitron.pretrain import build_data
 from minitron.train import build
-from tools import pictures
 
 PARTS = 10
 GRADIENTS = "bf16-gradients"
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(table(result["curves"]))
     record.append(args, "fp8_curves", result)
     if args.plot:
-        pictures.save(draw_curves(result), Path(args.plot))
+        style.save(draw_curves(result), Path(args.plot))
     return result
 
 

@@ -21,13 +21,14 @@ if __name__ == "__main__":
 from benchmarks import record
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
+from minitron.config.sizes import stage_layers
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
 from minitron.kernels import meta
 from minitron.kernels.kernels import Kernels
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import make_layout
-from minitron.pipeline.schedule import make, stage_layers
+from minitron.pipeline.schedule import make
 
 RECIPE = str(record.ROOT / "configs" / "gpt3_175b.yaml")
 RANKS, MICROBATCHES = 2048, 10_000

@@ -42,7 +42,6 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import measure, record, shares
-from benchmarks.calibration import DEVICES
 from benchmarks.partners import partners
 from benchmarks.programs import launch
 from minitron import train
@@ -53,11 +52,12 @@ from minitron.config.schema import Config
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
 from minitron.optim.zero1 import Stats
+from minitron.pipeline import replay as recorded_steps
 from minitron.pipeline.schedule import TICKS, Forward, Operation
-from minitron.planning.dryrun import choose_ranks, fake_world, recorded
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import Step
-from minitron.runtime import graph as recorded_steps
+from minitron.planner.dryrun.dryrun import choose_ranks, fake_world, recorded
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import Step
+from minitron.planner.published import DEVICES
 
 LEFT_OUT = (
     "left out: traffic (job_step_seconds has the planner's), partners that are late, what posting a message to NCCL "

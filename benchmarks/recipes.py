@@ -37,9 +37,10 @@ from benchmarks.cases import CASES
 from benchmarks.workers import Workers
 from minitron.config import cli
 from minitron.config.schema import Config
-from minitron.planning.dryrun import choose_ranks
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import Step, plan
+from minitron.planner.dryrun.dryrun import choose_ranks
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import Step, plan
+from minitron.planner.published import DEVICES
 
 BOTH = (), ("precision.fp8=delayed",)
 FP16 = (), ("precision.dtype=bf16", "precision.fp8=delayed")
@@ -313,7 +314,7 @@ def _figure(value: float | None, digits: int) -> str:
 @lru_cache(None)
 def planned(cfg: Config, run: Run) -> float:
     """The planner's seconds of the job's step on H100."""
-    devices, fabrics = read_machines(calibration.DEVICES)
+    devices, fabrics = read_machines(DEVICES)
     return plan(cfg, run.world, Machine(devices["h100"], fabrics[run.fabric])).step_seconds
 
 
@@ -324,7 +325,7 @@ def published(cfg: Config, run: Run) -> str:
         t = cfg.train
         return t.seq_len, t.global_batch_size, cfg.model.num_layers, cfg.precision.dtype, cfg.precision.fp8
 
-    for row in calibration.published_rows(calibration.PUBLISHED):
+    for row in calibration.published_rows():
         same = Path(row.arguments[0]).stem == run.recipe and row.gpus == run.world
         if same and kind(calibration.configuration(row.arguments)) == kind(cfg):
             return f"{row.seconds:.2f} ({row.device})"

@@ -2,7 +2,7 @@
 
     python benchmarks/restart.py configs/llama3_8b.yaml model.num_layers=8 data.source=mock --ranks 2 --times 3
 
-A supervisor starts the ranks on this node (minitron/runtime/supervisor.py); after each save the last rank is killed.
+A supervisor starts the ranks on this node (minitron/supervise/supervisor.py); after each save the last rank is killed.
 The parts are those of minitron/runtime/startup.py; "away" is measured here, from the kill until the record of the new
 step. With --preload '' every rank is a new Python, as under torchrun: the difference is what the agents' forks are
 worth.
@@ -53,7 +53,7 @@ def measure(command: list[str], ranks: int, times: int, preload: str, folder: Pa
     """Kill a rank `times` times, each after a save; return the parts of each recovery, in seconds."""
     options = {"node": 0, "nodes": 1, "ranks": ranks, "dir": folder, "id": 1, "preload": preload}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    supervisor = subprocess.Popen([sys.executable, "-m", "minitron.runtime.supervisor", *words, "--", *command])
+    supervisor = subprocess.Popen([sys.executable, "-m", "minitron.supervise", *words, "--", *command])
     found = []
     try:
         for number in range(1, times + 1):

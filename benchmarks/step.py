@@ -27,8 +27,8 @@ from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels.kernels import choose
+from minitron.pipeline.replay import WARM_UP
 from minitron.pretrain import build_data, make_mesh
-from minitron.runtime.graph import WARM_UP
 from minitron.runtime.signals import Listener
 from minitron.train import build, keep_collector_out
 

@@ -16,12 +16,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, not this folder
 
 from benchmarks.cases import CASES
-from tools import pictures
+from minitron.planner import style
 
 RESULTS = Path(__file__).parent / "results" / "results.jsonl"
 PEERS = {"megatron": "Megatron-core", "huggingface": "Hugging Face", "torchtitan": "torchtitan"}
-COLORS = dict(zip(("ours", *PEERS), (pictures.BLUE, pictures.GREY, pictures.GOLD, pictures.GREEN)))
-FLOORS = {True: pictures.INK, False: pictures.RED}  # colour of the mark, by whether attention is counted
+COLORS = dict(zip(("ours", *PEERS), (style.BLUE, style.GREY, style.GOLD, style.GREEN)))
+FLOORS = {True: style.INK, False: style.RED}  # colour of the mark, by whether attention is counted
 FLOOR_WORDS = {
     True: "floor: the step's products and attention alone",
     False: "floor of packed documents: products alone",
@@ -138,7 +138,7 @@ def groups(entries: list[dict]) -> list[tuple[str, list[dict]]]:
     return list(found.items())
 
 
-@pictures.styled
+@style.styled
 def draw(entries: list[dict]):
     """Bars of both sides' TFLOP/s, each with its floor; MFU, the floor's share and the speeds' ratio beside them.
 
@@ -149,7 +149,7 @@ def draw(entries: list[dict]):
 
     rooms = groups(entries)
     sizes = [len(found) for _, found in rooms]
-    figure, all_axes = pictures.new(
+    figure, all_axes = style.new(
         1.2 + 0.5 * len(rooms) + 0.3 * len(entries), len(rooms), height_ratios=sizes, sharex=True, squeeze=False
     )
     lines = [
@@ -194,15 +194,15 @@ def draw(entries: list[dict]):
 def _cells(axes, row: float, right: float, *texts: str) -> None:
     """Write a row of the columns beside the bars, which end at `right`."""
     for share, text in zip((1.12, 1.27, 1.48), texts):
-        axes.text(share * right, row, text, ha="right", va="center", fontsize=pictures.SMALL)
+        axes.text(share * right, row, text, ha="right", va="center", fontsize=style.SMALL)
 
 
-@pictures.styled
+@style.styled
 def draw_curves(entry: dict):
     """The mean loss of every tenth of runs in bf16 and otherwise, and how far from bf16 they are."""
     curves, steps = entry["curves"], entry["steps"]
     middles = [steps * (i + 0.5) / len(curves["bf16"]) for i in range(len(curves["bf16"]))]
-    figure, (above, below) = pictures.new(4.2, 2, sharex=True, height_ratios=(3, 2))
+    figure, (above, below) = style.new(4.2, 2, sharex=True, height_ratios=(3, 2))
     for name, curve in curves.items():
         above.plot(middles, curve, "o-", ms=3, label=name if "bf16" in name else f"FP8, {name}")
         below.plot(middles, [100 * (loss / base - 1) for loss, base in zip(curve, curves["bf16"])], "o-", ms=3)
@@ -225,10 +225,10 @@ def main(argv: list[str] | None = None) -> int:
         text = markdown(entries)
         args.results.with_name("compare.md").write_text(text, encoding="utf-8")
         print(text, end="")
-        pictures.save(draw(entries), args.results.with_name("compare.png"))
+        style.save(draw(entries), args.results.with_name("compare.png"))
         if curves := [r for r in records(args.results) if r["kind"] == "fp8_curves" and r["gpu"]]:
-            pictures.save(draw_curves(curves[-1]), args.results.with_name("fp8_curves.png"))
-    except pictures.NoMatplotlib as error:
+            style.save(draw_curves(curves[-1]), args.results.with_name("fp8_curves.png"))
+    except style.NoMatplotlib as error:
         print(error)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -29,10 +29,10 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import record
-from benchmarks.calibration import DEVICES
 from minitron.config import cli, rules
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import Plan, plan, room_gib
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import Plan, plan, room_gib
+from minitron.planner.published import DEVICES
 
 LEAST_SECONDS = 60  # of a job, until one has been longer; with less left none is begun
 MOST_SECONDS = 300  # after which one counts as hanging

@@ -46,7 +46,7 @@ done
 if [ "${RESTARTS:-0}" != 0 ] && [ "$kind" != nsys ]; then
     address=$(hostname)
     [ "$SLURM_PROCID" != 0 ] || address=$MASTER_ADDR
-    exec "$python" -m minitron.runtime.supervisor --node "$SLURM_PROCID" --nodes "$nodes" --spares "${SPARE_NODES:-0}" \
+    exec "$python" -m minitron.supervise --node "$SLURM_PROCID" --nodes "$nodes" --spares "${SPARE_NODES:-0}" \
         --ranks "$ranks" --dir "$folder" --id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --max-restarts "$RESTARTS" \
         --host "${SLURMD_NODENAME:-$(hostname)}" --address "$address" --port "$MASTER_PORT" -- "$@"
 fi

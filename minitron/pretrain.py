@@ -37,13 +37,11 @@ from minitron.data.indexed import DataError
 from minitron.kernels import kernels
 from minitron.optim.replicas import ReplicasDiffer
 from minitron.optim.rerun import WrongResult
-from minitron.planning import dryrun
-from minitron.planning.fits import check_room
+from minitron.pipeline.replay import why_eager
 from minitron.runtime import profiling
-from minitron.runtime.graph import why_eager
 from minitron.runtime.log import Log
 from minitron.runtime.rendezvous import Signer, joined
-from minitron.runtime.room import OutOfMemory
+from minitron.runtime.room import OutOfMemory, check_room
 from minitron.runtime.startup import Startup
 from minitron.runtime.stop import Diverged, Stop
 from minitron.runtime.watch import watched
@@ -70,7 +68,11 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
     with cli.user_errors():
         rank, world, local_rank, ranks_here = place(os.environ)
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
-        options, argv = dryrun.split(sys.argv[1:] if argv is None else argv)
+        argv, options = sys.argv[1:] if argv is None else argv, None
+        if "--dry-run" in argv:  # the only use of the planner
+            from minitron.planner.dryrun import dryrun
+
+            options, argv = dryrun.split(argv)
         cfg = cli.configure(description, argv)
         if finetune != (cfg.finetune.kind is not None):
             raise ValueError(
@@ -157,7 +159,9 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                     raise
                 if finetune:
                     log.summary()
-                log.end(waited)
+                from minitron.supervise.goodput import of_run  # of use at the end alone
+
+                log.end(waited, of_run)
                 mesh.activity.begin("end")
                 all_reduce_(through := torch.zeros(1, device=device), mesh.world)
                 through.item()  # keep rank 0, which may host the store, alive until every rank is done with it

@@ -23,7 +23,7 @@ from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
-from minitron.config.sizes import stream_length
+from minitron.config.sizes import stage_layers, stream_length
 from minitron.data.batch import Batch
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
@@ -42,8 +42,7 @@ from minitron.optim.scaler import LossScaler
 from minitron.optim.zero1 import Stats, Zero1Optimizer
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.executor import Executor
-from minitron.pipeline.schedule import stage_layers
-from minitron.runtime.graph import StepGraph, why_eager
+from minitron.pipeline.replay import StepGraph, why_eager
 from minitron.runtime.log import Log
 from minitron.runtime.meter import Meter
 from minitron.runtime.profiling import profiled
@@ -88,7 +87,7 @@ class Trainer:
         """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum.
 
         Nothing here is read by the host. From step to step only the contents of device tensors differ: the batches, the
-        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (runtime/graph.py).
+        parameters, the scales of fp16 and FP8. So it can be recorded once and replayed (pipeline/replay.py).
         """
         replayed = None if self.graph is None else self.graph.replay(batches)
         if replayed is not None:

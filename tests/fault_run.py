@@ -48,7 +48,8 @@ from minitron.data.loader import Loader
 from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
-from minitron.runtime import graph, stop, stragglers
+from minitron.pipeline import replay as graph
+from minitron.runtime import stop, stragglers
 from minitron.runtime.stragglers import Stopwatch
 from minitron.train import Trainer
 

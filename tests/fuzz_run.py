@@ -48,11 +48,11 @@ def run(main, arguments: list[str]) -> tuple[int | None, str, float, int]:
 
 
 def entry(module: str):
-    """What starts a module: its `main`, under `tools.command.run` if it is a tool."""
+    """What starts a module: its `main`, under `minitron.config.command.run` if it is a tool."""
     main = importlib.import_module(module).main
     if not module.startswith("tools."):
         return main
-    from tools.command import run as tool
+    from minitron.config.command import run as tool
 
     return lambda arguments: tool(main)
 

@@ -19,7 +19,7 @@ from minitron.comm import collectives
 from minitron.comm.collectives import Pending
 from minitron.parallel import context
 from minitron.pipeline import executor
-from minitron.runtime.graph import StepGraph
+from minitron.pipeline.replay import StepGraph
 from minitron.train import Trainer
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def _again(func, args, kwargs, result) -> None:
 
 
 class CpuRecorder:
-    """Stands in for runtime/graph.py's CudaRecorder: what it records also runs, once, which a repetition must allow."""
+    """Stands in for the CudaRecorder: what it records also runs, once, which a repetition must allow."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer

@@ -2,23 +2,13 @@
 
     bash launch/soak.sh --faults 20 [--seed 1] [--nodes 4] [--ranks 2] [--apart 60]
 
-Every node is a supervisor on loopback (minitron/runtime/supervisor.py). Faults come in random order at random moments:
+Every node is a supervisor on loopback (minitron/supervise/). Faults come in random order at random moments:
 the steps from a recovery to the next fault are exponential, with mean `--apart`; the seed decides both. This program is
 also what the scheduler is: it starts a node again that ended alone, and the whole job when all nodes have ended before
 the last step. After each fault, the next record of restarts.jsonl must name it; at the end the loss must be that of the
-run that nobody hurt. Goodput is measured by the run's own record and predicted by the planner's formula
-(minitron/runtime/goodput.py) from four measured numbers: how often faults come, how long a recovery takes, what a save
+run that nobody hurt. Goodput is measured by the run's own record and predicted by
+minitron/planner/failures.py from four measured numbers: how often faults come, how long a recovery takes, what a save
 costs, how long it takes.
-
-    rank        SIGKILL of a rank
-    agent       SIGKILL of the process that forks a node's ranks
-    node        SIGKILL of a supervisor, as when a machine is lost
-    stop        SIGSTOP of a rank
-    exception   one in a rank
-    disk        full at the next save: no restart, but a line in errors.log
-    term        SIGTERM to a node
-    nan         a gradient of a rank is NaN, once: train.rerun=on names the rank, and its machine is not used again
-    spike       it is 10,000 times too large, once
 """
 
 from __future__ import annotations
@@ -149,7 +139,7 @@ class Job:
             "dead-seconds": DEAD_SECONDS,
             "rejoin-seconds": PATIENCE,
         }
-        command = [sys.executable, "-m", "minitron.runtime.supervisor"]
+        command = [sys.executable, "-m", "minitron.supervise"]
         command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command += ["--", __file__, "--orders", str(self.folder / "orders"), *MODEL]
         command += [f"train.steps={self.steps}", f"optimizer.decay_steps={self.steps}", "log.every=1000000"]
@@ -322,7 +312,8 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
     Faults come only while the run trains. So the formula, by which they come at any time, predicts which share of that
     time counts. Both shares of the whole have the same starts, loads and waits, which depend on the machine's load.
     """
-    from minitron.runtime import goodput
+    from minitron.planner.failures import predict
+    from minitron.supervise import goodput
 
     rows = list(goodput.read_rows(job.log / "metrics.jsonl"))
     measured = goodput.measure(rows)
@@ -337,7 +328,7 @@ def goodput_of(job: Job, recoveries: list[float]) -> dict:
         "stall": measured.seconds["saves"] / max(1, len(saves)),
         "save": sum(saves) / max(1, len(saves)),
     }
-    counts = goodput.predict(**inputs, recovery=0.0, mtbf=between)
+    counts = predict(**inputs, recovery=0.0, mtbf=between)
     return {
         "goodput": measured.shares["training"],
         "shares": measured.shares,

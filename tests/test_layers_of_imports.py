@@ -1,6 +1,8 @@
 """Rooms are layers: imports inside of minitron/ point only downwards, and some rooms know no torch."""
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -8,30 +10,33 @@ import pytest
 
 import minitron
 
-# Top to bottom: entry points, then a room a line. Within a layer any import is fine that closes no cycle, and what
-# `if TYPE_CHECKING` guards counts like any other import: who needs a name to be understood depends on it.
+# Top to bottom: commands, the three neighbours of the trainer, the trainer itself, a room a line. Within a layer any
+# import is fine that closes no cycle, and what `if TYPE_CHECKING` guards counts like any other import: it is needed to
+# understand the file. A command imports a neighbour inside of the function that needs it.
 LAYERS = [
     ("pretrain", "finetune"),
-    ("planning",),
+    ("planner", "supervise", "interop"),
     ("train",),
     ("checkpoint",),
     ("model",),
     ("data",),
     ("optim",),
     ("parallel",),
+    ("pipeline",),
     ("kernels",),
     ("runtime",),
     ("config",),
-    ("pipeline",),
     ("testing",),
     ("comm",),
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
+NEIGHBOURS = ("planner", "supervise", "interop")
 TORCH = {"torch", "triton", "transformer_engine", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda"}
-# Tools read configurations, datasets and schedules, and plan a job, without torch, whose import takes seconds.
-NO_TORCH = {"config", "data", "pipeline", "planning"}
-AND = {"runtime.goodput"}
-BUT = {"data.batch", "data.loader", "pipeline.executor", "planning.dryrun", "planning.fits", "planning.memory_walk"}
+# Tools read configurations, datasets and schedules, and plan a job, without torch, whose import takes seconds. So does
+# the supervisor.
+NO_TORCH = {"config", "data", "planner", "supervise"}
+AND = {"pipeline.schedule", "runtime.environment", "runtime.signals", "runtime.sinks", "runtime.status"}
+BUT = {"data.batch", "data.loader", "planner.dryrun.dryrun", "planner.dryrun.memory_walk"}
 
 
 def layer_of(module):
@@ -98,6 +103,23 @@ def test_imports_point_downwards():
     # Importing a package runs its __init__, so nothing stands in one but its docstring.
     for name in sources.keys() - modules.keys():
         assert [type(node) for node in ast.parse(sources[name]).body] == [ast.Expr], name
+
+
+@pytest.mark.parametrize(
+    "module, without",
+    [
+        ("minitron.train", NEIGHBOURS),
+        ("minitron.pretrain", NEIGHBOURS),
+        ("minitron.planner.command", ("torch",)),
+        ("minitron.planner.draw", ("torch",)),
+        ("minitron.supervise.supervisor", ("torch",)),
+    ],
+)
+def test_an_import_loads_no(module, without):
+    names = tuple(name if name == "torch" else f"minitron.{name}" for name in without)
+    code = f"import sys, {module}; print([m for m in sys.modules if m.startswith({names})])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
 def test_at_the_top_stand_the_entry_points_alone():

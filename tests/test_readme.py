@@ -95,7 +95,7 @@ def test_planned_jobs_have_the_batch_of_their_size():
     texts = [text for readme in READMES for text in typed(readme)]
     texts += [
         line
-        for path in (ROOT / "tools/plan.py", ROOT / "minitron/planning/dryrun.py")
+        for path in (ROOT / "tools/plan.py", ROOT / "minitron/planner/dryrun/dryrun.py")
         for line in path.read_text().splitlines()
     ]
     found = 0

@@ -15,8 +15,8 @@ from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
 from minitron.data.loader import Loader
 from minitron.kernels import attention
 from minitron.pipeline import executor
+from minitron.pipeline import replay as graph
 from minitron.pipeline.schedule import forward_only
-from minitron.runtime import graph
 from minitron.train import build
 from replay import CpuRecorder, replayed
 from test_invariance import axes

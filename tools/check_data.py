@@ -15,10 +15,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.config.command import Parser, run
 from minitron.data.gpt import scan_ids
 from minitron.data.indexed import DataError, IndexedDataset, check_index, read_sidecar
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
-from tools.command import Parser, run
 
 SHOWN_TOKENS = 64
 QUANTILES = (0, 0.25, 0.5, 0.75, 0.99, 1)

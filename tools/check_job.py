@@ -22,6 +22,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import cli, rules
+from minitron.config.command import Parser, run
 from minitron.config.files import errors_as, size_of
 from minitron.config.schema import Config
 from minitron.data.build import TRAIN, VALID, check_maker, check_vocabulary, parse_paths, split_part
@@ -29,13 +30,12 @@ from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
 from minitron.data.sft import encode_line
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
-from minitron.planning.failures import state_bytes
-from minitron.planning.machine import Machine
-from minitron.planning.plan import plan, room_gib
-from tools.command import Parser, run
-from tools.plan import DEVICES, chosen
-from tools.plan import layout as described
-from tools.plan_remedy import remedy
+from minitron.planner.command import DEVICES, chosen
+from minitron.planner.command import layout as described
+from minitron.planner.failures import state_bytes
+from minitron.planner.machine import Machine
+from minitron.planner.plan import plan, room_gib
+from minitron.planner.remedy import remedy
 
 
 class Unseen(ValueError):

@@ -40,10 +40,10 @@ from minitron.checkpoint.adapter import Merged, Weights, best_kind, config_of, o
 from minitron.checkpoint.boxes import Box, Piece
 from minitron.checkpoint.directory import begin, commit
 from minitron.checkpoint.format import Description, describe, header, index_bytes, index_tensors, write_shard
+from minitron.config.command import Parser, new_folder, run
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
 from tools import hf_export, hf_tokenizer
-from tools.command import Parser, new_folder, run
 
 SHARD_BYTES = 2 << 30  # at which a Writer begins another file
 BLOCK_VALUES = 1 << 26  # of a tensor, read at a time: 256 MB in float32

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.checkpoint import hf
 from minitron.checkpoint.format import NAMES
 from minitron.config import cli, rules
+from minitron.config.command import Parser, new_folder, run
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
 from minitron.kernels.gemm import DTYPES
-from tools.command import Parser, new_folder, run
 from tools.convert_hf import Writer
 from tools.torch_dist import Reader
 

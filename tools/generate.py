@@ -38,6 +38,7 @@ from minitron.checkpoint.adapter import best_kind, open_weights
 from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
+from minitron.config.command import Parser, run
 from minitron.config.schema import Config, DataConfig, PrecisionConfig
 from minitron.data.batch import Batch
 from minitron.data.cache import Cache
@@ -47,7 +48,6 @@ from minitron.data.tokenizers import Tokenizer, load_tokenizer
 from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES
 from minitron.model.gpt import GPT, whole_model
-from tools.command import Parser, run
 
 
 def main(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.reader import Reader
-from tools.command import Parser, run
+from minitron.config.command import Parser, run
 
 
 def main(argv: list[str]) -> None:

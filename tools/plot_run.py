@@ -24,8 +24,9 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.runtime.goodput import Goodput, measure, read_rows
-from tools import command, pictures
+from minitron.config import command
+from minitron.planner import style
+from minitron.supervise.goodput import Goodput, measure, read_rows
 
 WIDTH, HEIGHT = 80, 24  # of the terminal picture, in characters, axes and legend included
 MARGIN = 8  # columns left of the plot: tick labels and axis
@@ -289,7 +290,7 @@ def verdict(run: Run) -> str:
 # --------------------------------------------------------------------------------------------------------- the PNG
 
 
-@pictures.styled
+@style.styled
 def picture(runs: list[Run], window: int | None = None):
     """Loss (with validation points and the unigram entropy) above gradient norm, rate, tokens/s and memory, if known.
 
@@ -298,15 +299,15 @@ def picture(runs: list[Run], window: int | None = None):
     panels = {"gradient norm": "grad_norm", "learning rate": "learning_rate"}
     panels |= {"tokens/s": "tokens_per_second", "memory, GiB": "memory_gib"}
     panels = {label: name for label, name in panels.items() if any(finite(getattr(run, name)) for run in runs)}
-    figure, grid = pictures.new(
+    figure, grid = style.new(
         3.2 + 1.1 * len(panels), 1 + len(panels), sharex=True, squeeze=False, height_ratios=[3] + [1] * len(panels)
     )
     above, *below = grid.flat
     entropies = sorted({run.unigram_entropy for run in runs if run.unigram_entropy is not None})
     for entropy in entropies:
-        above.axhline(entropy, color=pictures.FAINT, linestyle="--", linewidth=1)
+        above.axhline(entropy, color=style.FAINT, linestyle="--", linewidth=1)
         above.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), xycoords=("axes fraction", "data"),
-                       textcoords="offset points", ha="right", color=pictures.FAINT)  # fmt: skip
+                       textcoords="offset points", ha="right", color=style.FAINT)  # fmt: skip
     names = short_names([run.name for run in runs])
 
     def curve(axes, run: Run, values: list[float], color: str, label: str | None) -> None:
@@ -314,13 +315,13 @@ def picture(runs: list[Run], window: int | None = None):
         width = window or max(1, len(values) // SMOOTH)
         point = "." if len(run.steps) == 1 else ""  # a line of one point would be invisible
         if width > 1:
-            axes.plot(run.steps, values, color=pictures.tint(color, 0.3), linewidth=0.6)
+            axes.plot(run.steps, values, color=style.tint(color, 0.3), linewidth=0.6)
             values = smoothed(values, width)
             label = label and f"{label}, mean of {width} steps"
         axes.plot(run.steps, values, color=color, marker=point, label=label, zorder=3)
 
     for i, run in enumerate(runs):
-        color = pictures.CURVES[i % len(pictures.CURVES)]
+        color = style.CURVES[i % len(style.CURVES)]
         name = "" if len(runs) == 1 else f"{names[i]}: "
         point = "." if len(run.steps) == 1 else ""
         curve(above, run, run.loss, color, f"{name}training")
@@ -349,7 +350,7 @@ def picture(runs: list[Run], window: int | None = None):
 
 def save_png(runs: list[Run], path: Path, window: int | None = None) -> None:
     """Write `picture` to a file. Raises ValueError if that cannot be, or without matplotlib."""
-    pictures.save_png(picture(runs, window), path)
+    style.save_png(picture(runs, window), path)
 
 
 def main(argv: list[str]) -> None:

@@ -39,9 +39,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.config.command import Parser, run
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.data.tokenizers import load_tokenizer
-from tools.command import Parser, run
 from tools.rows import Batch, documents, files_of, read_batches
 
 BATCHES_PER_WORKER = 3  # one at work, one waiting for it, one on the way back

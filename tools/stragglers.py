@@ -21,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from tools import command, pictures
+from minitron.config import command
+from minitron.planner import style
 
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
 LIMITS = (1.05, 1.1, 1.25, 1.5)  # from here on a cell is darker
@@ -116,14 +117,14 @@ def verdict(times: Times) -> str:
 def save_png(times: Times, path: Path) -> None:
     """Draw every rank and every comparison. Raises ValueError if that cannot be drawn or written."""
     ranks = times.ratio.shape[1]
-    figure, axes = pictures.new(min(12.0, 2.0 + 0.2 * ranks))
+    figure, axes = style.new(min(12.0, 2.0 + 0.2 * ranks))
     edges = [*times.steps, 2 * times.steps[-1] - times.steps[-2] if len(times.steps) > 1 else times.steps[-1] + 1]
     mesh = axes.pcolormesh(edges, np.arange(ranks + 1) - 0.5, times.ratio.T, cmap="Reds", vmin=1.0, vmax=LIMITS[-1])
     axes.invert_yaxis()
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel="rank", title="own time, by the median of the pipeline stage")
     figure.colorbar(mesh, ax=axes, extend="max")
-    pictures.save_png(figure, path)
+    style.save_png(figure, path)
 
 
 def main(argv: list[str]) -> None:

@@ -24,10 +24,10 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.config.command import Parser, new_folder, run
 from minitron.config.installed import pip_install
 from minitron.data.corpus import PIECES, UNCHANGED
 from minitron.data.tokenizers import LLAMA3_SPLIT, load_tokenizer
-from tools.command import Parser, new_folder, run
 from tools.rows import documents, files_of, read_batches
 
 END = "<|endoftext|>"

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import cli, flops
-from tools.command import Parser, run
+from minitron.config.command import Parser, run
 
 # Per sample, forward and backward, as the recipes that name these models count them.
 MODEL_FLOPS = {

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks import measure
 from minitron.config import cli, rules
 from minitron.config.schema import Config
-from minitron.pipeline.schedule import stage_layers
+from minitron.config.sizes import stage_layers
 
 try:
     from torchtitan.components.loss import build_cross_entropy_loss

@@ -2,7 +2,7 @@
 
 Problem: with rare saves a failure loses much work, and frequent ones cost time themselves. What is best depends on what
 a save costs training and on how long it takes, which nobody knows before the run. The idea: two early saves,
-FIRST_STEPS apart, are measured; each later one comes after the interval of `goodput.best_interval`.
+FIRST_STEPS apart, are measured; each later one comes after the interval of `save_interval.best_interval`.
 
     step  0 ... 10    the first save: the time of a step is known
                20     the second: so is what the first one cost. All ranks agree on the next interval
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
-from minitron.runtime.goodput import best_interval, duration
+from minitron.config.save_interval import best_interval, duration
 from minitron.runtime.log_formats import Iteration
 
 FIRST_STEPS = 10

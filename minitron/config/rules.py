@@ -20,8 +20,8 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import NamedTuple
 
 from minitron.config.schema import Config, ModelConfig
+from minitron.config.sizes import stage_layers
 from minitron.config.text import shown
-from minitron.pipeline.schedule import stage_layers
 
 MAX_OFFSET = (1 << 31) - 1  # elements of a tensor that a kernel with 32-bit offsets can take
 MAX_LAYERS = 10_000

@@ -6,6 +6,8 @@ become wrong. A size that only one of the two needs stands where it is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
@@ -22,6 +24,9 @@ PIECE_BYTES = 64 << 20
 FP8_WORKSPACE_BYTES = 33 << 20  # more than the 32 MiB that cuBLAS advises for Hopper
 NODES_PER_LAYER = 150  # kernels and copies of a block's forward and backward, the most that was counted: FP8, tp 4
 MOCK_DOCUMENT = 1 / 4  # mean length of the documents of mock data, in samples
+ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
+COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
+PERSISTENT = ("parameters", "gradients", "optimizer", "fp8 weights")
 ROUNDED_ONCE = 2  # attention blocks; a sum of more is kept in float32, since each addition in bf16 rounds once more
 
 
@@ -85,3 +90,142 @@ def linear_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
         "mlp.up": (h, f * (2 if m.family == "llama" else 1)),
         "mlp.down": (f, h),
     }
+
+
+def check_pipeline_sizes(pp: int, vp: int, num_microbatches: int = 1) -> None:
+    """Raise ValueError unless there is a schedule of these sizes."""
+    for name, value in (("pp", pp), ("vp", vp), ("num_microbatches", num_microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1; use 1 or more")
+    if pp == 1 and vp > 1:
+        raise ValueError(f"vp={vp} interleaves chunks of several pipeline ranks, but pp=1; use vp=1 or pp=2 or more")
+
+
+def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
+    """Divide the layers among the global stages: pp * vp ranges that follow each other.
+
+    Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
+    head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
+    Raises ValueError, in terms of the configuration's keys, when a stage would be empty or explicit counts do not fit.
+    """
+    check_pipeline_sizes(pp, vp)
+    stages = pp * vp
+    if layers_per_stage is None:
+        if num_layers < stages:
+            raise ValueError(
+                f"model.num_layers={num_layers} leaves stages empty: parallel.pp={pp} x parallel.vp={vp} are {stages} "
+                f"stages of at least one layer; use {stages} layers or more, or a smaller parallel.pp or parallel.vp"
+            )
+        share, extra = divmod(num_layers, stages)
+        counts = [share + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
+    else:
+        counts = list(layers_per_stage)
+        given = f"parallel.layers_per_stage={counts}"
+        if len(counts) != stages:
+            raise ValueError(
+                f"{given} has {len(counts)} entries; give one for each of the parallel.pp={pp} x parallel.vp={vp} = "
+                f"{stages} stages"
+            )
+        if min(counts) < 1:
+            raise ValueError(f"{given} leaves a stage empty; give every stage at least one layer")
+        if sum(counts) != num_layers:
+            raise ValueError(f"{given} sums to {sum(counts)}, but model.num_layers={num_layers}; make them equal")
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends))
+
+
+class AdapterSize(NamedTuple):
+    """LoRA beside one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
+
+    layer: str
+    rank: int
+    targets: int
+    inputs: int
+    outputs: int
+
+    def elements(self, tp: int) -> int:
+        """Count the elements of A and B on a rank; the side that the layer itself splits is split."""
+        split = (1, tp) if self.layer in COLUMN_PARALLEL else (tp, 1)
+        return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
+
+
+def adapters(cfg: Config) -> dict[str, AdapterSize]:
+    """Return the adapters of a block by layer; none without LoRA."""
+    if cfg.finetune.kind != "lora":
+        return {}
+    inputs = {layer: size for layer, (size, _) in linear_sizes(cfg.model).items()}
+    return {
+        layer: AdapterSize(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
+        for layer, spans in adapted(cfg.model, cfg.lora.targets).items()
+        if spans
+    }
+
+
+class StateBytes:
+    """Bytes that a rank of a layout over `world` ranks holds between steps."""
+
+    def __init__(self, cfg: Config, world: int):
+        m, p = cfg.model, cfg.parallel
+        self.cfg, self.frozen, self.adapters = cfg, cfg.finetune.kind == "lora", adapters(cfg)
+        self.llama, self.tp, self.grad_bytes = m.family == "llama", p.tp, GRAD_BYTES[cfg.optimizer.grad_dtype]
+        self.shards = cfg.dp(world) * p.cp
+        self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
+        in_fp8 = fp8_layers(cfg.precision, m.num_layers)
+        self.fp8_blocks = [sum(i in in_fp8 for i in layers) for layers in self.layers]
+        self.fp8_head = cfg.precision.fp8_head
+
+    def lasting(self) -> tuple[int, int, int, int]:
+        """Count the bytes of PERSISTENT on the rank that has most of them: a lower bound of its peak."""
+        return max(map(self.lasting_parts, range(self.cfg.parallel.pp)), key=sum)
+
+    def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
+        """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
+        count, trained, kept = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained, self.kept))
+        casts = 2 * self.cast(rank) - kept
+        return ITEM * count - kept, self.grad_bytes * trained, 12 * trained // self.shards, casts
+
+    def stages(self, rank: int) -> range:
+        """Return the stages of a pipeline rank, by chunk."""
+        return range(rank, len(self.layers), self.cfg.parallel.pp)
+
+    def cast(self, rank: int) -> int:
+        """Count the elements of the rank's weights that are cast to FP8."""
+        head = self.table if self.fp8_head and len(self.layers) - 1 in self.stages(rank) else 0
+        return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp]) + head
+
+    def kept(self, stage: int) -> int:
+        """Count the elements on a rank of this stage that are kept as FP8 bytes: a byte less than bf16 has."""
+        return self.block_matrices * self.fp8_blocks[stage] if self.cfg.precision.fp8_params else 0
+
+    def gathered_bytes(self, stage: int) -> int:
+        """Count the bytes of the parameters that data ranks gather on this stage."""
+        return ITEM * self.trained(stage) - self.kept(stage)
+
+    def trained(self, stage: int) -> int:
+        """Count the elements on a rank of this stage that have gradients: all, or those of adapters."""
+        if not self.frozen:
+            return self.parameters(stage)
+        return len(self.layers[stage]) * sum(adapter.elements(self.tp) for adapter in self.adapters.values())
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of a block's four matrices on this rank."""
+        return sum(inputs * outputs for inputs, outputs in linear_sizes(self.cfg.model).values()) // self.tp
+
+    def parameters(self, stage: int) -> int:
+        """Count the parameters, in elements, on a rank of this stage."""
+        m, h = self.cfg.model, self.cfg.model.hidden_size
+        vectors = 2 * h
+        if not self.llama:  # biases of norms, of rows, of columns
+            vectors += 4 * h + (m.head_dim * (m.num_heads + 2 * m.kv_heads) + m.ffn_hidden_size) // self.tp
+        count = len(self.layers[stage]) * (self.block_matrices + vectors)
+        if stage == 0:
+            count += self.table + (m.max_positions * h if m.positions == "learned" else 0)
+        if stage == len(self.layers) - 1:
+            count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else self.table)
+        return count + (self.trained(stage) if self.frozen else 0)
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding or the head on this rank."""
+        return self.cfg.model.padded_vocab_size * self.cfg.model.hidden_size // self.tp

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from minitron.comm.activity import Stopwatch
 from minitron.comm.collectives import Pending, all_reduce_, exchange
 from minitron.comm.mesh import Axis
 from minitron.pipeline import deferred
@@ -142,14 +143,13 @@ class Run:
         """Run these actions, which follow on those that were run before."""
         executor, activity = self.executor, self.executor.pp.activity
         forwards = sum(isinstance(action, Forward) for action in actions)
-        stopwatch = None if self.seed is None else activity.stopwatch
         executor.begin_pass()
         with executor.mode(training=self.seed is not None):
             for action in actions:
                 activity.begin(action)
-                timed = stopwatch if stopwatch is not None and stopwatch.takes(action, len(self.batches)) else None
-                if timed is not None:
-                    timed.begin()
+                stopwatch = self._stopwatch(action)
+                if stopwatch is not None:
+                    stopwatch.begin()
                 if isinstance(action, Forward):
                     self.forward(action)
                     forwards -= 1
@@ -162,9 +162,21 @@ class Run:
                 else:
                     self.exchange(action)  # the device is through with it when it begins what waits for it
                     continue
-                if timed is not None:
-                    timed.end()
+                if stopwatch is not None:
+                    stopwatch.end()
                 activity.ended()
+
+    def _stopwatch(self, action: Action) -> Stopwatch | None:
+        """Return what times this action: in training, the rank's own work and no messages.
+
+        A stopwatch of one microbatch takes the last forward, which waits for no gathered parameters, and the first
+        backward, beside which no gradients are reduced.
+        """
+        stopwatch = self.executor.pp.activity.stopwatch
+        if stopwatch is None or self.seed is None or isinstance(action, Exchange):
+            return None
+        timed = len(self.batches) - 1 if isinstance(action, Forward) else 0
+        return stopwatch if not stopwatch.one_microbatch or action.mb == timed else None
 
     def forward(self, op: Forward) -> None:
         x = self._input(op)

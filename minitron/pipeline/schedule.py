@@ -54,9 +54,10 @@ that change in the middle of a batch (PipeDream).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
+
+from minitron.config.sizes import check_pipeline_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def make(pp: int, vp: int, num_microbatches: int, kind: Kind = "1f1b") -> Schedu
     weights' gradients read. That is about as much: pp microbatches on every rank, as rank 0 holds in 1F1B.
     Source: Narayanan et al. 2021, PipeDream-Flush; and "Efficient large-scale language model training on GPU clusters".
     """
-    _check_sizes(pp, vp, num_microbatches)
+    check_pipeline_sizes(pp, vp, num_microbatches)
     if kind == "zb-h1" and vp > 1:
         raise ValueError(f"{kind} has one chunk a rank, but vp={vp}; use vp=1 or the schedule 1f1b")
     ranks = [operations(pp, vp, num_microbatches, rank, kind) for rank in range(pp)]
@@ -205,18 +206,10 @@ def operations(pp: int, vp: int, num_microbatches: int, rank: int, kind: Kind = 
 
 def forward_only(pp: int, vp: int, num_microbatches: int) -> Schedule:
     """Make a schedule of the forwards alone, in the order of training, for evaluation."""
-    _check_sizes(pp, vp, num_microbatches)
+    check_pipeline_sizes(pp, vp, num_microbatches)
     forwards = [Forward(mb, chunk) for mb, chunk in _order(pp, vp, num_microbatches)]
     ranks = _with_exchanges(pp, vp, num_microbatches, [forwards] * pp)
     return Schedule(pp, vp, num_microbatches, ranks, training=False)
-
-
-def _check_sizes(pp: int, vp: int, num_microbatches: int) -> None:
-    for name, value in (("pp", pp), ("vp", vp), ("num_microbatches", num_microbatches)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1; use 1 or more")
-    if pp == 1 and vp > 1:
-        raise ValueError(f"vp={vp} interleaves chunks of several pipeline ranks, but pp=1; use vp=1 or pp=2 or more")
 
 
 def _groups(pp: int, m: int) -> list[int]:
@@ -320,36 +313,3 @@ def output_of(op: Operation, rank: int, pp: int, vp: int) -> Transfer | None:
     if type(op) is Forward:
         return Transfer("activation", op.mb, stage + 1, (rank + 1) % pp) if stage < pp * vp - 1 else None
     return Transfer("gradient", op.mb, stage - 1, (rank - 1) % pp) if stage > 0 else None
-
-
-def stage_layers(num_layers: int, pp: int, vp: int, layers_per_stage: Sequence[int] | None = None) -> tuple[range, ...]:
-    """Divide the layers among the global stages: pp * vp ranges that follow each other.
-
-    Layers that do not divide evenly go one each to the stages just before the last: the last stage also computes the
-    head and the loss, and of two ranks the later one holds fewer activations.  `layers_per_stage` gives the counts.
-    Raises ValueError, in terms of the configuration's keys, when a stage would be empty or explicit counts do not fit.
-    """
-    _check_sizes(pp, vp, 1)
-    stages = pp * vp
-    if layers_per_stage is None:
-        if num_layers < stages:
-            raise ValueError(
-                f"model.num_layers={num_layers} leaves stages empty: parallel.pp={pp} x parallel.vp={vp} are {stages} "
-                f"stages of at least one layer; use {stages} layers or more, or a smaller parallel.pp or parallel.vp"
-            )
-        share, extra = divmod(num_layers, stages)
-        counts = [share + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
-    else:
-        counts = list(layers_per_stage)
-        given = f"parallel.layers_per_stage={counts}"
-        if len(counts) != stages:
-            raise ValueError(
-                f"{given} has {len(counts)} entries; give one for each of the parallel.pp={pp} x parallel.vp={vp} = "
-                f"{stages} stages"
-            )
-        if min(counts) < 1:
-            raise ValueError(f"{given} leaves a stage empty; give every stage at least one layer")
-        if sum(counts) != num_layers:
-            raise ValueError(f"{given} sums to {sum(counts)}, but model.num_layers={num_layers}; make them equal")
-    ends = list(accumulate(counts))
-    return tuple(range(end - count, end) for count, end in zip(counts, ends))

@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 
 DEFAULTS = {
-    # Segments that grow do not fragment; the second is for recorded steps (runtime/graph.py): without it a recording
+    # Segments that grow do not fragment; the second is for recorded steps (pipeline/replay.py): without it a recording
     # keeps every message between pipeline stages to its end, since another stream has read it.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,graph_capture_record_stream_reuse:True",
     # NCCL would register the buffers of recorded collectives, which segments that grow do not allow.

@@ -33,24 +33,29 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 from minitron.config import flops
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 from minitron.runtime import log_formats
 from minitron.runtime.errors import ErrorLog
-from minitron.runtime.goodput import measure, read_rows
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import FULL, SINKS, File, Sink
 from minitron.runtime.startup import Startup
 
 RECENT = 20  # how many steps the summary covers
+
+
+class Goodput(Protocol):
+    """What the time of a run was spent on: the share of each part, and a line that names them."""
+
+    shares: dict[str, float]
 
 
 class Log(AbstractContextManager):
@@ -137,18 +142,14 @@ class Log(AbstractContextManager):
         """Record that a save of `step` is whole, so long after it began. From any thread."""
         self._record("save", step=step, seconds=seconds, local=local)
 
-    def end(self, stall_seconds: float) -> None:
-        """Record the end of the training, and what the time of all its starts went to; write that to the log, too.
+    def end(self, stall_seconds: float, goodput_of: Callable[[Path, dict], Goodput | None]) -> None:
+        """Record the end of the training, and where the time of all its starts went; write that to the log, too.
 
-        stall_seconds: how long the end waited for a save.
+        stall_seconds: how long the end waited for a save. goodput_of: measures a metrics.jsonl and the row behind it.
         """
         if self._metrics is None or not self._recent:
             return
-        last = {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds}
-        try:
-            goodput = measure(chain(read_rows(self._metrics.path), [last]))
-        except OSError:  # the disk has failed
-            goodput = None
+        goodput = goodput_of(self._metrics.path, {"kind": "end", "time": time.time(), "stall_seconds": stall_seconds})
         shares = {} if goodput is None else goodput.shares
         self._record("end", step=self._recent[-1].step, stall_seconds=stall_seconds, shares=shares)
         if goodput is not None:

@@ -1,11 +1,15 @@
-"""Name the part of the model for which a device has no room."""
+"""Refuse a model that a device cannot hold, and name the part for which there is no memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from minitron.config.schema import Config
+from minitron.config.sizes import PERSISTENT, StateBytes
 
 ADVICE = (
     "use more ranks (parallel.tp, parallel.pp) or a smaller model; tools/plan.py says what each part of a layout takes"
@@ -26,3 +30,19 @@ def room_for(part: str) -> Iterator[None]:
         if not (full or "can't allocate memory" in str(error)):
             raise
         raise OutOfMemory(f"out of memory at {part}; {ADVICE}") from error
+
+
+def check_room(cfg: Config, world: int, device: torch.device) -> None:
+    """Raise OutOfMemory if a rank's parameters, gradients and optimizer alone are more than the device's memory.
+
+    A host would not refuse too large an allocation: it would swap for hours, or kill the process.
+    """
+    parts = StateBytes(cfg, world).lasting()
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device).total_memory
+    else:
+        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(parts) > has:
+        sizes = ", ".join(f"{part} {size / 2**30:,.1f}" for part, size in zip(PERSISTENT, parts) if size)
+        needs = f"a rank's part of the model needs {sum(parts) / 2**30:,.1f} GiB ({sizes})"
+        raise OutOfMemory(f"{needs}, and this {device.type} has {has / 2**30:.1f}; {ADVICE}")

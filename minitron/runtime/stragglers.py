@@ -41,7 +41,6 @@ from minitron.comm.activity import listed
 from minitron.comm.collectives import all_gather_into
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
-from minitron.pipeline.schedule import Action, Exchange, Forward
 from minitron.runtime.log import Log
 
 STEPS = 20  # that are looked at together
@@ -50,7 +49,7 @@ PLACE_BYTES = 64
 
 
 class Stopwatch:
-    """Adds up the nanoseconds of the actions that it `takes`, without those between a pause and its resume.
+    """Adds up the nanoseconds between a begin and its end, without those between a pause and its resume.
 
     add_now(total, sign): adds sign times the time to total, 0-d int64 on a GPU, when the current stream comes to it.
     None: there is no GPU, and the host's clock is asked.
@@ -58,18 +57,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, add_now: Callable[[Tensor, int], None] | None):
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self.add_now, self.on_host = add_now, 0
+        self.add_now, self.on_host, self.one_microbatch = add_now, 0, add_now is not None
         self.running = self.paused = False
         self.scheduler = None
         with suppress(OSError):  # no Linux
             self.scheduler = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self.stream: torch.cuda.Stream | None = None
-
-    def takes(self, action: Action, num_microbatches: int) -> bool:
-        """Tell whether an action of a training step is timed."""
-        if isinstance(action, Exchange):
-            return False
-        return self.add_now is None or action.mb == (num_microbatches - 1 if isinstance(action, Forward) else 0)
 
     def begin(self) -> None:
         """Begin an action that is timed."""

@@ -42,12 +42,12 @@ from benchmarks import (
 from benchmarks.cases import CASES, FP8_RECIPES
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, flops, rules
+from minitron.config.sizes import stage_layers
 from minitron.data.loader import Loader
 from minitron.kernels import kernels
 from minitron.model.gpt import GPT, whole_model
 from minitron.parallel.layout import make_layout
 from minitron.parallel.packed import as_documents
-from minitron.pipeline.schedule import stage_layers
 from minitron.pretrain import build_data
 
 TINY = [

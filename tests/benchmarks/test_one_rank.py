@@ -23,9 +23,9 @@ from minitron.kernels import plain
 from minitron.kernels.gemm import Payload
 from minitron.parallel.overlap import SymmetricMemoryComm
 from minitron.pipeline.schedule import Backward, Exchange, Forward, Transfer
-from minitron.planning.dryrun import fake_world
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import Step
+from minitron.planner.dryrun.dryrun import fake_world
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import Step
 from replay import replayed
 
 TOY = [

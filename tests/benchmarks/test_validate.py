@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import validate
 from minitron.config import cli
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import plan
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import plan
 
 ROOT = Path(__file__).parents[2]
 DEVICES, FABRICS = read_machines(validate.DEVICES)

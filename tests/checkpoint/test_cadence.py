@@ -10,7 +10,7 @@ from fault_run import TINY
 from minitron import pretrain
 from minitron.checkpoint.cadence import FIRST_STEPS, Cadence, Costs
 from minitron.config import cli
-from minitron.runtime.goodput import best_interval
+from minitron.config.save_interval import best_interval
 
 
 def figures(step, seconds):

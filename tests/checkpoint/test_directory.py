@@ -22,7 +22,7 @@ from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_
 from minitron.checkpoint.format import CheckpointError, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.reader import Reader
 from minitron.config.cli import user_errors
-from minitron.runtime.lead import TAKEN
+from minitron.supervise.lead import TAKEN
 from test_checkpoint_format import write
 from tools import convert_hf
 

@@ -11,7 +11,7 @@ from minitron.comm import agree
 from minitron.comm.activity import PeerLost
 from minitron.comm.agree import FAN_OUT, Agreement, tree
 from minitron.comm.mesh import Mesh
-from minitron.planning.dryrun import fake_world
+from minitron.planner.dryrun.dryrun import fake_world
 
 
 class Broken(ValueError):

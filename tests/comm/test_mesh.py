@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitron.comm.mesh import AXES, Mesh
-from minitron.planning.dryrun import fake_world
+from minitron.planner.dryrun.dryrun import fake_world
 
 NAMES = (*AXES, "dp_cp", "embedding", "world")
 sizes = st.integers(1, 3)

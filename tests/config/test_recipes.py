@@ -20,18 +20,18 @@ import yaml
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
+from minitron.config.sizes import stage_layers
 from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.optim.lr import learning_rate
 from minitron.parallel.layout import make_layout
-from minitron.pipeline.schedule import stage_layers
-from minitron.planning.dryrun import dry_run
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.plan import plan, room_gib
+from minitron.planner.dryrun.dryrun import dry_run
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.plan import plan, room_gib
+from minitron.planner.remedy import changes, written
+from minitron.planner.search import search
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration
-from tools.plan_remedy import changes, written
-from tools.plan_search import search
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -22,7 +22,7 @@ from run_layouts import FORMATS, LAYOUTS, make, wanted
 from layouts import GPT3, LLAMA, adapters_that_do_something
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
-from minitron.runtime import graph
+from minitron.pipeline import replay as graph
 from minitron.train import build
 
 STEPS = graph.WARM_UP + 4  # of which three are replayed

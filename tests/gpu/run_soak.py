@@ -65,7 +65,7 @@ MODEL = (
 TOY = ("model.num_layers=4", "model.max_positions=32", "train.global_batch_size=8")
 STEPS = 300
 SKIPPED = 23
-LEAST, MOST = 12, 90  # steps of a start: more than are made before one is recorded, see runtime/graph.py
+LEAST, MOST = 12, 90  # steps of a start: more than are made before one is recorded, see pipeline/replay.py
 SETTLED = 12  # steps after which all memory has been taken
 GIB = 0.05  # by which memory may differ
 FIGURES = "loss", "grad_norm", "loss_scale"

@@ -47,7 +47,7 @@ GPT_175B = dict(
 @pytest.mark.parametrize("fp8", ["none", "delayed", "block"])
 def test_peak_memory_of_a_step(model, seq_len, micro, gib, recompute, fp8):
     from minitron.comm.mesh import Mesh
-    from minitron.planning.dryrun import dry_run, prepare, run_step
+    from minitron.planner.dryrun.dryrun import dry_run, prepare, run_step
 
     if fp8 != "none":
         pytest.importorskip("transformer_engine")

@@ -25,7 +25,7 @@ import yaml
 
 from minitron.config import cli, rules
 from minitron.config.schema import Config, keys, kinds
-from minitron.runtime.lead import REQUEUE
+from minitron.supervise.lead import REQUEUE
 from slurm_cluster import until
 
 ROOT = Path(__file__).parents[2]

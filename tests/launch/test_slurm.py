@@ -596,7 +596,7 @@ def test_the_documented_commands_at_their_documented_sizes(stage, tmp_path, size
         "--address": "node1",
         "--port": "10007",
     }
-    assert words[:2] == ["-m", "minitron.runtime.supervisor"]
+    assert words[:2] == ["-m", "minitron.supervise"]
     assert words[command + 1 : command + 3] == ["-m", "minitron.pretrain"]
     cfg = cli.load([str(ROOT / words[command + 3]), *words[command + 4 :]])
     assert cfg.train.global_batch_size == 16 * nodes and cfg.train.steps == 50 and cfg.log.format == "nemo"

@@ -17,7 +17,7 @@ from minitron.kernels import plain
 from minitron.kernels.fp8 import Fp8Gemm
 from minitron.kernels.fp8_scales import DelayedScaling, WeightScales, advance
 from minitron.optim.buckets import Gradients
-from minitron.planning import dryrun
+from minitron.planner.dryrun import dryrun
 from minitron.train import build
 from test_invariance import axes
 

@@ -23,7 +23,7 @@ from minitron.model.layers import split_heads
 from minitron.optim.replicas import ReplicasDiffer, checksum
 from minitron.optim.slices import ProcessGroupSlices
 from minitron.parallel import context
-from minitron.planning.dryrun import Recorder, recorded
+from minitron.planner.dryrun.dryrun import Recorder, recorded
 from minitron.runtime.log import Log
 from minitron.train import build, train
 

@@ -15,7 +15,7 @@ from minitron.comm.mesh import Mesh
 from minitron.data.loader import Loader
 from minitron.optim import rerun
 from minitron.optim.rerun import Rerun, WrongResult
-from minitron.runtime.lead import BROKEN, LOST
+from minitron.supervise.lead import BROKEN, LOST
 from minitron.train import build
 from replay import replayed
 from test_replay import APART, DROPOUT, FP16, fp8

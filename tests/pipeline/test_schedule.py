@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitron.config.sizes import stage_layers
 from minitron.pipeline import schedule as schedule_module
-from minitron.pipeline.check import check
 from minitron.pipeline.schedule import (
     IN_FLIGHT,
     Backward,
@@ -27,11 +27,11 @@ from minitron.pipeline.schedule import (
     make,
     output_of,
     routed,
-    stage_layers,
 )
-from minitron.planning.simulate import simulate
-from tools import pictures
-from tools.draw_pipeline import MAX_COLUMNS, NAMES, PLOT, describe, draw_svg, draw_text, peak_activations, windows
+from minitron.planner import style
+from minitron.planner.check import check
+from minitron.planner.draw import MAX_COLUMNS, NAMES, PLOT, describe, draw_svg, draw_text, peak_activations, windows
+from minitron.planner.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 15)).map(
@@ -635,7 +635,7 @@ def test_the_svg_of_a_short_step_has_a_numbered_box_for_every_operation(layout):
     kinds = {NAMES[type(event.action)] for event in timeline.events}
     assert {f"rank {rank}" for rank in range(layout[0])} | kinds | {"idle"} <= set(texts)
     assert set(NAMES.values()) & set(texts) == kinds  # the legend has what is drawn
-    assert max(left + width for _, _, left, width, _ in boxes) < 72 * pictures.WIDTH
+    assert max(left + width for _, _, left, width, _ in boxes) < 72 * style.WIDTH
 
 
 @pytest.mark.parametrize("layout", [(8, 1, 64), (4, 1, 128, "zb-h1"), (8, 12, 64), (4, 2, 2048)])
@@ -650,7 +650,7 @@ def test_the_svg_of_a_long_step_has_its_warm_up_and_a_steady_window_with_numbers
     boxes, texts = drawn(timeline)
     assert len(boxes) == len(shown)
     for (_, number, left, width, _), event in zip(boxes, shown):
-        assert left + width <= 72 * pictures.WIDTH
+        assert left + width <= 72 * style.WIDTH
         whole = start <= event.start and event.end <= end or steady <= event.start and event.end <= steady_end
         assert number == str(event.action.mb) or not whole and number is None
     # Steady is what it is called: nobody waits in it, and each rank does as many forwards as backwards.
@@ -742,5 +742,5 @@ def test_tool_refuses_with_one_line(args, message):
 
 
 def test_schedules_need_no_torch():
-    code = "import sys, tools.draw_pipeline; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, minitron.planner.draw; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0

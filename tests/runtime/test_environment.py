@@ -47,7 +47,7 @@ def started(tmp_path, *words, **variables) -> tuple[dict, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are raised on Linux")
 @pytest.mark.parametrize(
-    "words", [("minitron.pretrain",), ("minitron.finetune",), ("minitron.runtime.agent", "FD", "minitron.train")]
+    "words", [("minitron.pretrain",), ("minitron.finetune",), ("minitron.supervise.agent", "FD", "minitron.train")]
 )
 def test_entry_points_raise_the_limit_and_cache_on_the_node_before_torch_loads(tmp_path, words):
     found, parent = started(tmp_path, *words)

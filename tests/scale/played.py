@@ -48,7 +48,7 @@ from minitron.config import cli
 from minitron.data import cache
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
-from minitron.planning.dryrun import fake_world
+from minitron.planner.dryrun.dryrun import fake_world
 from minitron.runtime import rendezvous, stop
 from minitron.runtime.log import Log
 from minitron.train import build

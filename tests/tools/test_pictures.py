@@ -1,4 +1,4 @@
-"""tools/pictures.py: whoever draws, draws in one style, and says in one line what is missing."""
+"""minitron/planner/style.py: whoever draws, draws in one style, and says in one line what is missing."""
 
 import re
 import sys
@@ -9,25 +9,26 @@ import pytest
 
 from benchmarks import table
 from minitron.pipeline.schedule import make
-from minitron.planning.simulate import simulate
-from tools import pictures, plan, plan_pictures, plot_run
-from tools.draw_pipeline import draw_svg
+from minitron.planner import command, pictures, style
+from minitron.planner.draw import draw_svg
+from minitron.planner.simulate import simulate
+from tools import plot_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def planned():
     argv = ["llama3_8b", "train.global_batch_size=32", "--world", "8", "--device", "h200"]
-    options = plan.parse(argv)
-    return plan.plan(plan.cli.load(options.config), options.world, plan.chosen(options))
+    options = command.parse(argv)
+    return command.plan(command.cli.load(options.config), options.world, command.chosen(options))
 
 
 def figures():
     """One figure of every program that draws with matplotlib."""
     job = planned()
-    yield plan_pictures.memory(job)
-    yield plan_pictures.time_bars([job])
-    yield plan_pictures.curves([job], [job], [(8, 1e5)])
+    yield pictures.memory(job)
+    yield pictures.time_bars([job])
+    yield pictures.curves([job], [job], [(8, 1e5)])
     run = plot_run.Run("run", 5.0, [1, 2], [3.0, 2.0], evals=[(2, 2.5)])
     run.tokens_per_second, run.memory_gib, run.grad_norm, run.learning_rate = ([1.0, 2.0] for _ in range(4))
     yield plot_run.picture([run])
@@ -40,20 +41,20 @@ def test_all_pictures_have_one_width_one_font_and_three_sizes(tmp_path):
     from matplotlib.text import Text
 
     for number, figure in enumerate(figures()):
-        pictures.save(figure, tmp_path / f"{number}.png")
-        assert figure.get_figwidth() == pictures.WIDTH
+        style.save(figure, tmp_path / f"{number}.png")
+        assert figure.get_figwidth() == style.WIDTH
         texts = [text for text in figure.findobj(Text) if text.get_text()]
         sizes = {text.get_fontsize() for text in texts}
-        assert sizes <= {pictures.SMALL, pictures.TEXT, pictures.TITLE, pictures.TITLE + 1} and len(texts) > 10
-        assert {tuple(text.get_fontfamily()) for text in texts} == {(pictures.FONT,)}
+        assert sizes <= {style.SMALL, style.TEXT, style.TITLE, style.TITLE + 1} and len(texts) > 10
+        assert {tuple(text.get_fontfamily()) for text in texts} == {(style.FONT,)}
         inside = figure.get_tightbbox()  # nothing is cut off at the page's edge
-        assert -0.05 <= inside.x0 and inside.x1 <= pictures.WIDTH + 0.05
+        assert -0.05 <= inside.x0 and inside.x1 <= style.WIDTH + 0.05
     root = ElementTree.fromstring(draw_svg(simulate(make(2, 1, 2), 1, 2)))
-    assert root.get("width") == f"{pictures.WIDTH}in" and root.get("font-family").startswith(pictures.FONT)
+    assert root.get("width") == f"{style.WIDTH}in" and root.get("font-family").startswith(style.FONT)
     assert {float(size) for size in re.findall(r'font-size="(\d+)"', ElementTree.tostring(root, "unicode"))} == {
-        pictures.SMALL,
-        pictures.TEXT,
-        pictures.TITLE,
+        style.SMALL,
+        style.TEXT,
+        style.TITLE,
     }
 
 
@@ -67,14 +68,14 @@ def test_nobody_draws_in_a_style_of_its_own():
 
 
 def test_a_tint_is_between_the_color_and_white():
-    assert pictures.tint("#2a6fbb", 1) == "#2a6fbb" and pictures.tint("#2a6fbb", 0) == "#ffffff"
-    assert pictures.tint("#000000", 0.5) == "#808080"
+    assert style.tint("#2a6fbb", 1) == "#2a6fbb" and style.tint("#2a6fbb", 0) == "#ffffff"
+    assert style.tint("#000000", 0.5) == "#808080"
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="matplotlib is not installed; .*pip install .*plot.*, or do without"):
-        list(plan_pictures.draw(planned(), tmp_path / "plan", 1e12))
+        list(pictures.draw(planned(), tmp_path / "plan", 1e12))
     results = tmp_path / "results.jsonl"
     results.write_text(table.RESULTS.read_text(encoding="utf-8"), encoding="utf-8")
     assert table.main(["--results", str(results)]) == 0  # the table is there

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tools import pictures, plot_run
+from minitron.planner import style
+from tools import plot_run
 
 FINITE = st.floats(-50, 50, allow_nan=False)
 
@@ -221,8 +222,8 @@ def test_runs_are_compared_by_short_names_smoothed_with_gradient_norm_and_rate(t
     raw, mean = [(1, 8), (2, 7), (3, 5), (4, 5)], [(1, 8), (2, 7.5), (3, 6), (4, 5)]
     for i, run in enumerate("ab"):
         smooth, pale = by_label[f"{run}: training, mean of 2 steps"], loss.lines[1 + 3 * i]
-        assert points(smooth) == mean and smooth.get_color() == pictures.CURVES[i]
-        assert points(pale) == raw and pale.get_color() == pictures.tint(pictures.CURVES[i], 0.3)
+        assert points(smooth) == mean and smooth.get_color() == style.CURVES[i]
+        assert points(pale) == raw and pale.get_color() == style.tint(style.CURVES[i], 0.3)
         assert points(by_label[f"{run}: validation"]) == [(4, 5.5)]
         values, others = [1e-3, 3e-4][i], [line for axes in (norm, rate, speed, memory) for line in axes.lines]
         drawn = [[y for _, y in points(line)] for line in others if line.get_color() == smooth.get_color()]

@@ -41,7 +41,7 @@ fi
 # Of 143 the run goes on without this node. torchrun adds a page of its own to the line of the rank that failed: its copy of the line is said again, last.
 logs=$(mktemp -d)
 if [ "$RESTARTS" != 0 ] && [ ${#profiler[@]} = 0 ]; then
-    start=(python -m minitron.runtime.supervisor --node "$NODE_RANK" --nodes "$NNODES" --spares "$SPARE_NODES"
+    start=(python -m minitron.supervise --node "$NODE_RANK" --nodes "$NNODES" --spares "$SPARE_NODES"
         --ranks "$GPUS_PER_NODE" --dir "$ARTIFACTS" --rounds "${ROUNDS:-$ARTIFACTS/rounds}"
         --id "$(basename "$ARTIFACTS")" --host "$(hostname)" --address "${MASTER_ADDR/-0./-$NODE_RANK.}"
         --port "$MASTER_PORT" --max-restarts "$RESTARTS" --rejoin-seconds 3600 --)

@@ -7,7 +7,9 @@ import pytest
 
 from fault_run import Run
 from kill_run import MODEL
-from minitron.runtime.goodput import FIRST_STEPS, PARTS, best_interval, measure, predict, read_rows
+from minitron.config.save_interval import best_interval
+from minitron.planner.failures import predict
+from minitron.supervise.goodput import FIRST_STEPS, PARTS, measure, read_rows
 
 
 def run_row(first_step, started, load, now):

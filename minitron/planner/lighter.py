@@ -1,6 +1,6 @@
 """What would make a job lighter: each key of the trainer that saves memory, by how much, and at what cost.
 
-The layout stays, and with it the number of GPUs; other layouts are tools/plan_search.py's. A job that fits, but not
+The layout stays, and with it the number of GPUs; other layouts are search.py's. A job that fits, but not
 with its CUDA graphs, stays eager, and is to make room for them. A key alone that does it is the smallest change; where
 none does, all of them together, each added to those before, are listed too.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from minitron.config import rules
 from minitron.config.schema import Config
-from minitron.planning.plan import Plan, plan
+from minitron.planner.plan import Plan, plan
 
 # In the order in which they are added: what changes no result first, then what changes rounding, last what costs most.
 KEYS: tuple[tuple[str, str, Any], ...] = (

@@ -1,4 +1,4 @@
-"""minitron/planning: operations, bytes and seconds against plain twins, the search against trying everything."""
+"""minitron/planner: operations, bytes and seconds against plain twins, the search against trying everything."""
 
 import itertools
 import json
@@ -19,15 +19,15 @@ from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import BackwardWeight, Exchange, make, operations
-from minitron.planning.machine import SOFTWARE, Device, Fabric, Machine, read_machines
-from minitron.planning.memory import Memory
-from minitron.planning.plan import Step, plan, room_gib
-from minitron.planning.simulate import simulate
-from minitron.planning.work import FUSED_ATTENTION, Work, document_tokens, total
-from tools import plan_remedy
-from tools import plan_search as search_module
-from tools.plan_remedy import changes, remedy
-from tools.plan_search import RECOMPUTE, layouts, search
+from minitron.planner import remedy as remedy_module
+from minitron.planner import search as search_module
+from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, read_machines
+from minitron.planner.memory import Memory
+from minitron.planner.plan import Step, plan, room_gib
+from minitron.planner.remedy import changes, remedy
+from minitron.planner.search import RECOMPUTE, layouts, search
+from minitron.planner.simulate import simulate
+from minitron.planner.work import FUSED_ATTENTION, Work, document_tokens, total
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
@@ -274,7 +274,7 @@ def test_parameters_are_those_of_the_model(family, layout):
 )
 def test_memory_is_what_the_trainer_allocates(layout):
     """Against the dry run's walk over a step, on the first and the last pipeline rank."""
-    dryrun = pytest.importorskip("minitron.planning.dryrun")
+    dryrun = pytest.importorskip("minitron.planner.dryrun.dryrun")
     name, world, overrides = layout
     cfg = recipe(name, "train.global_batch_size=8", *overrides)
     memory, pp = Memory(cfg, world, gpus_per_node=1), cfg.parallel.pp  # the walk shares no memory between ranks
@@ -1011,7 +1011,7 @@ def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
     assert not list(everything(job.cfg, gpus // 2, machine))
     tiny = replace(H100, device=replace(H100.device, memory_gib=3.001))
     with monkeypatch.context() as patch:
-        patch.setattr(plan_remedy, "MICRO_BATCHES", (1,))
+        patch.setattr(remedy_module, "MICRO_BATCHES", (1,))
         job = plan(cli.load(SMALL), 1, tiny)
         assert "GPUs fits either: use a smaller model, or another device" in remedy(job, job.cfg)
     assert room_gib(tiny) == pytest.approx(0.001)

@@ -8,10 +8,10 @@ from test_planner import GPT3, IDEAL, SMALL
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.config.sizes import bucket_limit
-from minitron.planning.machine import SOFTWARE
-from minitron.planning.memory import Memory
-from minitron.planning.plan import Step, plan
-from minitron.planning.work import PACKED_KEYS, SHARES, Work, total
+from minitron.planner.machine import SOFTWARE
+from minitron.planner.memory import Memory
+from minitron.planner.plan import Step, plan
+from minitron.planner.work import PACKED_KEYS, SHARES, Work, total
 from minitron.train import build
 
 FP8 = "precision.fp8=delayed"

@@ -16,8 +16,7 @@ the time its process began, and rows of all starts are in one file. So the time 
     waiting       from the last row of a start to the next start: the step that was cut off, finding out, the queue
     other         what no row tells of
 
-`predict` says what to expect: failures come at random, on average one in `mtbf` seconds, also while a run recovers;
-each costs the recovery and what was not yet on the disk. `best_interval` balances that with what saves cost. No torch.
+planner/failures.py predicts these shares.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from minitron.config.files import parse_json, size_of
+from minitron.config.save_interval import duration
 
 PARTS = ("training", "start", "load", "lost", "saves", "evaluation", "waiting", "other")
 FIRST_STEPS = 11  # of a start, in which kernels are compiled and steps are recorded (graph.py)
@@ -38,7 +39,6 @@ FIRST_TIMES = 2.0  # how many times the median one of them takes before what is 
 NEEDED = {"run": ("first_step",), "step": ("step", "step_seconds")}  # numbers in rows of these kinds
 OPTIONAL = "time", "started", "load_seconds", "stall_seconds", "seconds"  # numbers, where a row has them
 LARGEST = 1e15  # of these numbers
-IDLE_BETWEEN = 2.0  # saves begin this many times their own duration apart, so that disks are idle for half of the time
 
 
 class Goodput(NamedTuple):
@@ -72,16 +72,6 @@ class Goodput(NamedTuple):
         return f"{head} ({starts}{steps}); {rest or 'nothing else'}"
 
 
-def duration(seconds: float) -> str:
-    """Write seconds in the largest unit of which there are two or more: "95.0 s", "2.5 min", "47.0 h", "3.1 days"."""
-    units = ("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)
-    name, size = next((unit for unit in units if seconds >= 2 * unit[1]), units[-1])
-    return f"{seconds / size:.1f} {name}"
-
-
-# ---- measured --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Attempt:
     """One start of a run. steps: (number, seconds without stalls). end: when its last row was written."""
@@ -94,6 +84,14 @@ class Attempt:
     evaluation: float = 0.0
     first_begun: float | None = None
     steps: list[tuple[int, float]] = field(default_factory=list)
+
+
+def of_run(path: Path, last: dict) -> Goodput | None:
+    """Measure a run that writes its metrics.jsonl at `path` and is about to write the row `last`; None if it cannot."""
+    try:
+        return measure(chain(read_rows(path), [last]))
+    except OSError:  # the disk has failed
+        return None
 
 
 def measure(rows: Iterable[dict]) -> Goodput | None:
@@ -171,30 +169,3 @@ def read_rows(path: Path) -> Iterator[dict]:
             with suppress(ValueError):
                 row = parse_json(line)
             yield row if isinstance(row, dict) else {}
-
-
-# ---- predicted -------------------------------------------------------------------------------------------------------
-
-
-def best_interval(stall: float, save: float, mtbf: float) -> float:
-    """Return the seconds of training between two saves that cost least; all in seconds.
-
-    stall: how long training waits for a save. save: until it is whole on the disk, which bounds the interval from
-    below. mtbf: mean time between failures. Source: Daly 2006 (Future Generation Computer Systems 22), of which the
-    first term, sqrt(2 stall mtbf), is Young's.
-    """
-    x = stall / (2 * mtbf)
-    seconds = mtbf if x >= 1 else math.sqrt(2 * stall * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - stall
-    return max(seconds, IDLE_BETWEEN * save)
-
-
-def predict(interval: float, stall: float, save: float, recovery: float, mtbf: float) -> float:
-    """Predict the share of time that becomes training which counts; all in seconds.
-
-    interval: of training between two saves. recovery: from a failure to the first new step. Of the time T to the next
-    failure, which is exponential with mean mtbf, the k-th save counts if T > recovery + k (interval + stall) + save, so
-    the expected number of saves that count is a geometric series.
-    """
-    lost = math.exp(-(recovery + save) / mtbf)
-    growth = (interval + stall) / mtbf
-    return 0.0 if growth > 700 else interval / mtbf * lost / math.expm1(growth)

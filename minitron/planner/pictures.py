@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import calibration
 from minitron.config import rules
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
-from minitron.planning.machine import read_machines
-from minitron.planning.plan import Plan, Step, plan, room_gib
-from tools import pictures, plan_cost
-from tools.draw_pipeline import draw_svg
-from tools.pictures import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
+from minitron.planner import cost, style
+from minitron.planner.draw import draw_svg
+from minitron.planner.machine import read_machines
+from minitron.planner.plan import Plan, Step, plan, room_gib
+from minitron.planner.published import DEVICES, configuration, published_steps
+from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
 MOST_GPUS = 4096
 SAME = 1e-3  # of a step: parts whose seconds differ by less are the same in all plans
@@ -60,7 +60,7 @@ COLORS = {
 
 
 def draw(
-    job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float] = plan_cost.without_failures
+    job: Plan, folder: Path, tokens: float, goodput: Callable[[Plan], float] = cost.without_failures
 ) -> Iterator[Path]:
     """Write the pictures and yield their paths.
 
@@ -77,10 +77,10 @@ def draw(
             ("memory", memory(job)),
             ("time", time_bars(scaled)),
             ("scaling", curves(scaled, scaling(job, in_proportion=False), published(job))),
-            ("cost", plan_cost.curves(scaled, tokens, goodput)),
+            ("cost", cost.curves(scaled, tokens, goodput)),
         ):
             path = folder / f"{name}.png"
-            pictures.save(picture, path)
+            style.save(picture, path)
             yield path
     except OSError as error:
         raise ValueError(f"--draw {folder} cannot be written ({error}); name another folder") from None
@@ -130,15 +130,15 @@ def published(job: Plan) -> list[tuple[int, float]]:
     """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
     the plan or as much for each GPU; dropout and the kernel of attention may differ.
     """
-    devices, fabrics = read_machines(calibration.DEVICES)
+    devices, fabrics = read_machines(DEVICES)
 
     def kind(cfg):
         model = replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0, attention="auto")
         return model, cfg.train.seq_len, cfg.finetune.kind, cfg.precision.fp8 != "none"
 
     found, batch = [], job.cfg.train.global_batch_size
-    for row in calibration.published_rows(calibration.PUBLISHED):
-        cfg, device = calibration.configuration(row.arguments), devices[row.device]
+    for row in published_steps():
+        cfg, device = configuration(row.arguments), devices[row.device]
         samples, fabric = cfg.train.global_batch_size, fabrics[row.fabric or device.fabric]
         same_machine = (device.gpu, fabric.network_gb_s) == (job.machine.device.gpu, job.machine.fabric.network_gb_s)
         if same_machine and kind(cfg) == kind(job.cfg) and samples in (batch, batch * row.gpus / job.world):
@@ -146,13 +146,13 @@ def published(job: Plan) -> list[tuple[int, float]]:
     return found
 
 
-@pictures.styled
+@style.styled
 def memory(job: Plan):
     """Bars of every pipeline rank's peak by part, and how its memory grows and shrinks during a step."""
     pp, sizes = job.cfg.parallel.pp, Step(job.cfg, job.world, job.machine).memory
     ranks = [sizes.of(rank) for rank in range(pp)]
     names = [f"rank {rank}" for rank in range(pp)]
-    figure, (bars, lines) = pictures.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))
+    figure, (bars, lines) = style.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))
     left: list[float] = [0.0] * pp
     for part in (part for part in ranks[0] if any(of[part] for of in ranks)):
         widths = [of[part] / 2**30 for of in ranks]
@@ -160,8 +160,8 @@ def memory(job: Plan):
         left = [x + width for x, width in zip(left, widths)]
     graphs = [sizes.graph(rank) / 2**30 for rank in range(pp)]
     if any(graphs):
-        style = {"color": "white", "edgecolor": pictures.FAINT, "hatch": "//////", "lw": 0.5}
-        bars.barh(names, graphs, 0.75, left, label="CUDA graphs, if there is room", **style)
+        hatched = {"color": "white", "edgecolor": style.FAINT, "hatch": "//////", "lw": 0.5}
+        bars.barh(names, graphs, 0.75, left, label="CUDA graphs, if there is room", **hatched)
     room, full = room_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
     bars.axvline(room, color=RED, ls="--", label=f"room: {room:.1f} GiB")
     for rank, (total, end) in enumerate(zip(left, full)):
@@ -175,7 +175,7 @@ def memory(job: Plan):
         fullest = rank == job.fullest
         times, sizes_gib = zip(*memory_curve(job, rank))
         label = f"rank {rank}, the fullest" if fullest else f"rank {rank}"
-        shade = BLUE if fullest else tint(pictures.INK, 0.2 + 0.5 * rank / pp)
+        shade = BLUE if fullest else tint(style.INK, 0.2 + 0.5 * rank / pp)
         lines.plot(times, sizes_gib, color=shade, lw=1.2 if fullest else 0.7, zorder=3 if fullest else 2, label=label)
     lines.set(xlabel="seconds of a step", ylabel="GiB", xlim=(0, job.timeline.makespan))
     lines.set_title("During a step: what lasts, and activations")
@@ -187,7 +187,7 @@ def memory(job: Plan):
     return figure
 
 
-@pictures.styled
+@style.styled
 def time_bars(plans: list[Plan]):
     """Bars of the parts of a step that differ between the plans, of one plan all; each has its seconds."""
     first = plans[0]
@@ -210,19 +210,19 @@ def time_bars(plans: list[Plan]):
         for row in range(len(plans))
     ]
     lines = 1 + max(map(len, beside))
-    figure, axes = pictures.new(1.3 + max(0.36, 0.13 * lines) * len(plans))
+    figure, axes = style.new(1.3 + max(0.36, 0.13 * lines) * len(plans))
     left = [0.0] * len(plans)
     for part, widths in values.items():
         axes.barh(range(len(plans)), widths, 0.7, left, color=COLORS[part], label=MEANINGS[part])
-        ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else pictures.INK
+        ink = "white" if COLORS[part] in (BLUE, ORANGE, RED, GREEN) else style.INK
         for row, width in enumerate(widths):
             if width >= NARROW * scale * longest:
                 middle = left[row] + width / 2
-                axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=pictures.SMALL)
+                axes.text(middle, row, f"{width:.3g}", color=ink, ha="center", va="center", fontsize=style.SMALL)
         left = [x + width for x, width in zip(left, widths)]
     for row, p in enumerate(plans):
         text = "\n".join([f"{p.step_seconds:.3f} s a step", *beside[row]])
-        axes.text(left[row] + 0.01 * scale * longest, row, text, va="center", fontsize=pictures.SMALL)
+        axes.text(left[row] + 0.01 * scale * longest, row, text, va="center", fontsize=style.SMALL)
     axes.set_yticks(range(len(plans)), [f"{p.world} GPUs" for p in plans])
     axes.set(xlim=(0, 1.5 * scale * longest), ylim=(len(plans) - 0.5, -0.5), xlabel=unit)
     axes.set_title("Where the time of a step goes")
@@ -240,10 +240,10 @@ def spread(plans: list[Plan], part: str) -> float:
     return max(seconds) - min(seconds)
 
 
-@pictures.styled
+@style.styled
 def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, float]] = ()):
     """Tokens per second over GPUs, with MFU; points: (GPUs, tokens/s) that others published."""
-    figure, axes = pictures.new(4.2)
+    figure, axes = style.new(4.2)
     first = proportional[0]
     worlds = [p.world for p in proportional]
     linear = [first.tokens_per_second * world / first.world for world in worlds]
@@ -259,7 +259,7 @@ def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, 
                     f"{p.mfu_percent:.1f} %",
                     (p.world, p.tokens_per_second),
                     xytext=(0, above),
-                    fontsize=pictures.SMALL,
+                    fontsize=style.SMALL,
                     ha="right" if above > 0 else "left",
                     textcoords="offset points",
                     color=color,

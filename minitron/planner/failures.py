@@ -1,7 +1,7 @@
 """A job on paper that fails now and then: how much of its time counts, and how often it had best save.
 
 Problem: a plan's days are those of machines that never fail. The idea: four numbers say what failures cost, and
-`runtime/goodput.py` the rest: how often they come, how long a recovery takes, what a save costs training, and how long
+the formulas below the rest: how often they come, how long a recovery takes, what a save costs training, and how long
 it takes. The first is the user's, the others have defaults, each with its source in `SOURCES`:
 
     a save costs     its wait for the copy, and the share by which steps are slower while files are written
@@ -13,11 +13,12 @@ Left out: failures of half a job, spare nodes that are missing, evaluations, and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from minitron.config.save_interval import best_interval
 from minitron.config.schema import Config
-from minitron.planning.memory import Memory
-from minitron.runtime.goodput import best_interval, predict
+from minitron.planner.memory import Memory
 
 STATE_BYTES = 12  # of a trained parameter: master and two moments, float32
 WRITE_GB_S, READ_GB_S = 0.91, 0.95  # of a GPU
@@ -77,3 +78,15 @@ def state_bytes(cfg: Config) -> int:
     alone = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, layers_per_stage=None)
     memory = Memory(replace(cfg, parallel=alone), cfg.train.global_batch_size, gpus_per_node=1)
     return STATE_BYTES * memory.trained(0)
+
+
+def predict(interval: float, stall: float, save: float, recovery: float, mtbf: float) -> float:
+    """Predict the share of time that becomes training which counts; all in seconds.
+
+    interval: of training between two saves. recovery: from a failure to the first new step. Of the time T to the next
+    failure, which is exponential with mean mtbf, the k-th save counts if T > recovery + k (interval + stall) + save, so
+    the expected number of saves that count is a geometric series.
+    """
+    lost = math.exp(-(recovery + save) / mtbf)
+    growth = (interval + stall) / mtbf
+    return 0.0 if growth > 700 else interval / mtbf * lost / math.expm1(growth)

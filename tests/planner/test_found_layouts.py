@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from minitron.config import cli
-from minitron.planning.dryrun import choose_ranks, dry_run
-from minitron.planning.machine import Machine, read_machines
-from minitron.planning.memory import Memory
-from tools.plan_search import search
+from minitron.planner.dryrun.dryrun import choose_ranks, dry_run
+from minitron.planner.machine import Machine, read_machines
+from minitron.planner.memory import Memory
+from minitron.planner.search import search
 
 ROOT = Path(__file__).parents[2]
 DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")

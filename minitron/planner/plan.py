@@ -20,13 +20,13 @@ from functools import lru_cache
 
 from minitron.config import flops
 from minitron.config.schema import Config
-from minitron.config.sizes import bucket_limit
-from minitron.pipeline.check import check
+from minitron.config.sizes import ITEM, bucket_limit
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
-from minitron.planning.machine import Machine
-from minitron.planning.memory import ITEM, Memory
-from minitron.planning.simulate import Meetings, Timeline, meetings, simulate
-from minitron.planning.work import Parts, Work, document_tokens, total
+from minitron.planner.check import check
+from minitron.planner.machine import Machine
+from minitron.planner.memory import Memory
+from minitron.planner.simulate import Meetings, Timeline, meetings, simulate
+from minitron.planner.work import Parts, Work, document_tokens, total
 
 STATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
 

@@ -32,13 +32,12 @@ from typing import NamedTuple
 
 from minitron.config import rules
 from minitron.config.schema import Config
-from minitron.config.sizes import fp8_layers
-from minitron.pipeline.schedule import stage_layers
-from minitron.planning.machine import Machine
-from minitron.planning.memory import Memory
-from minitron.planning.plan import Plan, Step, made_eager, no_room_for_graphs, plan, room_gib
-from minitron.planning.simulate import Timeline
-from minitron.planning.work import Work, total
+from minitron.config.sizes import fp8_layers, stage_layers
+from minitron.planner.machine import Machine
+from minitron.planner.memory import Memory
+from minitron.planner.plan import Plan, Step, made_eager, no_room_for_graphs, plan, room_gib
+from minitron.planner.simulate import Timeline
+from minitron.planner.work import Work, total
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -23,8 +23,8 @@ and the gradients of what the products gave, in a block
 With LoRA only adapters have gradients and states, and a product whose weight is frozen leaves no input: no norm's
 result, no activation, but where an adapter reads it, and then in bf16.
 
-A step that is recorded as CUDA graphs (runtime/graph.py) needs more: 4 to 8 KiB in the driver for a kernel or copy, and
-what the pool of its activations leaves unused beyond the fragments of eager steps. Ranks of GPT-3 175B, Llama 70B and
+A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy,
+and what the pool of its activations leaves unused beyond the fragments of eager steps. Ranks of GPT-3 175B, 70B and
 405B with 23,000 to 53,000 kernels and copies took 0.48 to 0.80 GiB more than eagerly on an H200; `graph` says 0.52 to
 0.63. What an evaluation casts lies where a step's casts lay. All this is no part of the peak: a recording that finds no
 room leaves the steps eager.
@@ -39,65 +39,29 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from typing import NamedTuple
 
 from minitron.config import sizes
 from minitron.config.schema import Config
-from minitron.pipeline.schedule import BackwardInput, BackwardWeight, Forward, operations, stage_layers
+from minitron.config.sizes import COLUMN_PARALLEL, ITEM, PERSISTENT, StateBytes
+from minitron.pipeline.schedule import BackwardInput, BackwardWeight, Forward, operations
 
-ITEM = 2  # bytes of bf16 and fp16; in float32 nothing is planned
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
-COLUMN_PARALLEL = ("attention.qkv", "mlp.up")
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
 NODE_BYTES = 8 << 10  # of a kernel or copy in a CUDA graph
 GRAPHS_OF_ONE_STAGE = 3  # with one pipeline stage: of the first microbatch, one in the middle, the last
 GRAPH_BYTES = 350 << 20  # what the pool of recorded steps leaves unused, as measured
-LASTING = ("parameters", "gradients", "optimizer", "fp8 weights")
-PARTS = (*LASTING, "activations", "working", "messages")
+PARTS = (*PERSISTENT, "activations", "working", "messages")
 _operations = lru_cache(256)(operations)
 
 
-class AdapterSize(NamedTuple):
-    """LoRA beside one layer: its number of targets, the inputs it reads and the outputs it adds to, whole sizes."""
-
-    layer: str
-    rank: int
-    targets: int
-    inputs: int
-    outputs: int
-
-    def elements(self, tp: int) -> int:
-        """Count the elements of A and B on a rank; the side that the layer itself splits is split."""
-        split = (1, tp) if self.layer in COLUMN_PARALLEL else (tp, 1)
-        return self.rank * (self.targets * self.inputs // split[0] + self.outputs // split[1])
-
-
-def adapters(cfg: Config) -> dict[str, AdapterSize]:
-    """Return the adapters of a block by layer; none without LoRA."""
-    if cfg.finetune.kind != "lora":
-        return {}
-    inputs = {layer: size for layer, (size, _) in sizes.linear_sizes(cfg.model).items()}
-    return {
-        layer: AdapterSize(layer, cfg.lora.rank, len(spans), inputs[layer], sum(span.size for span in spans.values()))
-        for layer, spans in sizes.adapted(cfg.model, cfg.lora.targets).items()
-        if spans
-    }
-
-
-class Memory:
+class Memory(StateBytes):
     """Bytes on the ranks of a layout over `world` ranks; in a node of `gpus_per_node` they read each other's memory."""
 
     def __init__(self, cfg: Config, world: int, *, gpus_per_node: int):
-        m, p, t = cfg.model, cfg.parallel, cfg.train
-        self.cfg, self.gpus_per_node = cfg, gpus_per_node
-        self.frozen, self.adapters = cfg.finetune.kind == "lora", adapters(cfg)
-        self.llama, self.tp, self.grad_bytes = m.family == "llama", p.tp, sizes.GRAD_BYTES[cfg.optimizer.grad_dtype]
-        self.shards, self.microbatches = cfg.dp(world) * p.cp, cfg.num_microbatches(cfg.dp(world))
-        self.layers = stage_layers(m.num_layers, p.pp, p.vp, p.layers_per_stage)
-        in_fp8 = sizes.fp8_layers(cfg.precision, m.num_layers)
-        self.fp8_blocks = [sum(i in in_fp8 for i in layers) for layers in self.layers]
-        self.fp8_head = cfg.precision.fp8_head
-        self.tokens = t.seq_len * t.micro_batch_size // p.cp
+        super().__init__(cfg, world)
+        self.gpus_per_node, self.microbatches = gpus_per_node, cfg.num_microbatches(cfg.dp(world))
+        t = cfg.train
+        self.tokens = t.seq_len * t.micro_batch_size // cfg.parallel.cp
         self.rows = sizes.stream_length(cfg) * t.micro_batch_size  # between the products
 
     def peak(self) -> tuple[int, Counter]:
@@ -109,10 +73,6 @@ class Memory:
         """Count the bytes of a pipeline rank by part."""
         return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
 
-    def lasting(self) -> tuple[int, int, int, int]:
-        """Count the bytes of LASTING on the rank that has most of them: a bound that is quick to compute."""
-        return max(map(self.lasting_parts, range(self.cfg.parallel.pp)), key=sum)
-
     def graph(self, rank: int) -> int:
         """Estimate the bytes that a pipeline rank needs beside these where its steps are recorded."""
         t, pp = self.cfg.train, self.cfg.parallel.pp
@@ -123,55 +83,6 @@ class Memory:
         if t.eval_every:  # forwards alone
             nodes += nodes // 3
         return NODE_BYTES * nodes + GRAPH_BYTES
-
-    # ---- what lasts
-
-    def lasting_parts(self, rank: int) -> tuple[int, int, int, int]:
-        """Count the bytes of parameters, gradients, optimizer and FP8 weights."""
-        count, trained, kept = (sum(map(of, self.stages(rank))) for of in (self.parameters, self.trained, self.kept))
-        casts = 2 * self.cast(rank) - kept
-        return ITEM * count - kept, self.grad_bytes * trained, 12 * trained // self.shards, casts
-
-    def stages(self, rank: int) -> range:
-        """Return the stages of a pipeline rank, by chunk."""
-        return range(rank, len(self.layers), self.cfg.parallel.pp)
-
-    def cast(self, rank: int) -> int:
-        """Count the elements of the rank's weights that are cast to FP8."""
-        head = self.table if self.fp8_head and len(self.layers) - 1 in self.stages(rank) else 0
-        return self.block_matrices * sum(self.fp8_blocks[rank :: self.cfg.parallel.pp]) + head
-
-    def kept(self, stage: int) -> int:
-        """Count the elements on a rank of this stage that are kept as FP8 bytes: a byte less than bf16 has."""
-        return self.block_matrices * self.fp8_blocks[stage] if self.cfg.precision.fp8_params else 0
-
-    def gathered_bytes(self, stage: int) -> int:
-        """Count the bytes of the parameters that data ranks gather on this stage."""
-        return ITEM * self.trained(stage) - self.kept(stage)
-
-    def trained(self, stage: int) -> int:
-        """Count the elements on a rank of this stage that have gradients: all, or those of adapters."""
-        if not self.frozen:
-            return self.parameters(stage)
-        return len(self.layers[stage]) * sum(adapter.elements(self.tp) for adapter in self.adapters.values())
-
-    @property
-    def block_matrices(self) -> int:
-        """Elements of a block's four matrices on this rank."""
-        return sum(inputs * outputs for inputs, outputs in sizes.linear_sizes(self.cfg.model).values()) // self.tp
-
-    def parameters(self, stage: int) -> int:
-        """Count the parameters, in elements, on a rank of this stage."""
-        m, h = self.cfg.model, self.cfg.model.hidden_size
-        vectors = 2 * h
-        if not self.llama:  # biases of norms, of rows, of columns
-            vectors += 4 * h + (m.head_dim * (m.num_heads + 2 * m.kv_heads) + m.ffn_hidden_size) // self.tp
-        count = len(self.layers[stage]) * (self.block_matrices + vectors)
-        if stage == 0:
-            count += self.table + (m.max_positions * h if m.positions == "learned" else 0)
-        if stage == len(self.layers) - 1:
-            count += (1 if self.llama else 2) * h + (0 if m.tie_embeddings and stage == 0 else self.table)
-        return count + (self.trained(stage) if self.frozen else 0)
 
     # ---- what a microbatch leaves
 
@@ -214,11 +125,6 @@ class Memory:
             share = 2 if self.fp8_head else 1
             left += (self.logits + m.hidden_size * ITEM * self.rows) // share
         return left
-
-    @property
-    def table(self) -> int:
-        """Elements of the embedding or the head on this rank."""
-        return self.cfg.model.padded_vocab_size * self.cfg.model.hidden_size // self.tp
 
     @property
     def logits(self) -> int:

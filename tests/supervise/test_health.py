@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitron.runtime import health
-from minitron.runtime.health import Health
+from minitron.supervise import health
+from minitron.supervise.health import Health
 
 FIRST, SECOND = "00000000:3B:00.0", "00000000:AF:00.0"
 XID = "[ 12.5] NVRM: Xid (PCI:{}): {}, pid=1, name=python, a message\n"

@@ -1,7 +1,7 @@
 """Seconds of one microbatch in one pipeline stage, forward and backward, by what they are spent on.
 
 The idea: a stage is a list of products, attention calls, passes over memory and messages at this rank's *local* sizes,
-and `minitron.planning.machine` knows the seconds of each. Per block and token (h hidden, f ffn, w = (n + 2 g) d the
+and `minitron.planner.machine` knows the seconds of each. Per block and token (h hidden, f ffn, w = (n + 2 g) d the
 width of q, k, v, all divided by tp; s_ = s / tp with sequence parallelism):
 
     products      4 forward: h -> w, n d -> h, h -> f (gated: 2 f), f -> h; each again for dx and for dW
@@ -42,16 +42,18 @@ from math import log2
 
 from minitron.config.schema import Config
 from minitron.config.sizes import (
+    COLUMN_PARALLEL,
     GRAD_BYTES,
+    ITEM,
     MOCK_DOCUMENT,
     ROUNDED_ONCE,
+    adapters,
     fp8_layers,
     in_pieces,
     linear_sizes,
     stream_length,
 )
-from minitron.planning.machine import Machine
-from minitron.planning.memory import COLUMN_PARALLEL, ITEM, adapters
+from minitron.planner.machine import Machine
 
 Parts = Counter  # seconds by part: gemm, attention, pointwise, host, {tp,cp}_exposed, {tp,cp}_hidden
 # Time of kernels/fused_attention.py with dropout over that of attention without: see benchmarks/ceilings.py

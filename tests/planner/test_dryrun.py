@@ -20,11 +20,20 @@ from minitron.config import cli
 from minitron.config.schema import FinetuneConfig
 from minitron.kernels import kernels, meta, plain
 from minitron.pipeline.schedule import Exchange, Forward, Operation, make
-from minitron.planning import dryrun, repeats
-from minitron.planning.dryrun import Recorder, choose_ranks, dry_run, fake_world, make_mesh, prepare, recorded, run_step
-from minitron.planning.memory import Memory
-from minitron.planning.memory_walk import MemoryWalk
-from minitron.planning.simulate import simulate
+from minitron.planner.dryrun import dryrun, repeats
+from minitron.planner.dryrun.dryrun import (
+    Recorder,
+    choose_ranks,
+    dry_run,
+    fake_world,
+    make_mesh,
+    prepare,
+    recorded,
+    run_step,
+)
+from minitron.planner.dryrun.memory_walk import MemoryWalk
+from minitron.planner.memory import Memory
+from minitron.planner.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from minitron.pipeline.check import match_exchanges
 from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Exchange, Forward, Operation, Schedule
+from minitron.planner.check import match_exchanges
 
 Seconds = float | Sequence[float]  # one for all stages, or per global stage
 Meetings = Sequence[Sequence[Sequence[tuple[int, int]]]]  # of each rank's Exchanges

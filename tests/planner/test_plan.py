@@ -14,16 +14,17 @@ from benchmarks import calibration, ceilings, record
 from benchmarks.cases import CASES
 from layouts import DATA_PARALLEL
 from minitron.config import cli, flops
-from minitron.planning.lighter import lighter
-from minitron.planning.machine import read_machines
-from minitron.planning.memory import Memory
-from minitron.planning.plan import plan, room_gib
-from minitron.planning.work import HIDDEN
-from minitron.runtime.goodput import best_interval, predict
-from tools import plan as tool
-from tools import plan_cost, plan_pictures
-from tools.draw_pipeline import draw_svg
-from tools.plan_remedy import written
+from minitron.config.save_interval import best_interval
+from minitron.planner import command as tool
+from minitron.planner import cost, pictures
+from minitron.planner.draw import draw_svg
+from minitron.planner.failures import predict
+from minitron.planner.lighter import lighter
+from minitron.planner.machine import read_machines
+from minitron.planner.memory import Memory
+from minitron.planner.plan import plan, room_gib
+from minitron.planner.remedy import written
+from minitron.planner.work import HIDDEN
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = [str(ROOT / "configs" / "llama3_8b.yaml"), *DATA_PARALLEL]
@@ -305,23 +306,23 @@ def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
     path.write_text(
         head + "\n".join(rows) + "\n" + head.replace("Held out", "Fitted") + "| r | h100 | 8 | 1 | 7 | x |\n"
     )
-    off = plan_cost.error_range("H100", path)
+    off = cost.error_range("H100", path)
     assert (off.low, off.high, off.rows) == (pytest.approx(0.93), pytest.approx(1.14), 7)
-    assert plan_cost.error_range("A100", path).rows == 8  # one row is no range
-    assert plan_cost.error_range("H100", tmp_path / "none.md") is None
-    text, off = printed(capsys, *DP8), plan_cost.error_range("H100")
+    assert cost.error_range("A100", path).rows == 8  # one row is no range
+    assert cost.error_range("H100", tmp_path / "none.md") is None
+    text, off = printed(capsys, *DP8), cost.error_range("H100")
     job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     hours = 1e12 / job.tokens_per_second / 3600 * 8
     assert f"cost   {hours:,.0f} GPU-hours; {hours * off.low:,.0f} to {hours * off.high:,.0f}, or " in text
     assert off.low < 1 < off.high and off.rows > 20
-    figure = plan_cost.curves(plan_pictures.scaling(job, in_proportion=True)[:3], 1e12)
+    figure = cost.curves(pictures.scaling(job, in_proportion=True)[:3], 1e12)
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(hours)
-    scaled = plan_pictures.scaling(job, in_proportion=True)[:3]
+    scaled = pictures.scaling(job, in_proportion=True)[:3]
     # the third has no end
-    figure = plan_cost.curves(scaled, 1e12, lambda job: {8: 0.5, 16: 0.25, 32: 0.005}[job.world])
+    figure = cost.curves(scaled, 1e12, lambda job: {8: 0.5, 16: 0.25, 32: 0.005}[job.world])
     assert list(figure.axes[0].lines[0].get_xdata()) == [8, 16] and "with failures" in figure.axes[0].get_title("left")
     assert figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(2 * hours)
-    never = plan_cost.curves(scaled, 1e12, lambda job: 0.001)  # 1e45 days were drawn of such a job
+    never = cost.curves(scaled, 1e12, lambda job: 0.001)  # 1e45 days were drawn of such a job
     assert [axis.texts[0].get_text() for axis in never.axes] == ["no end at any size"] * 2
 
 
@@ -342,20 +343,20 @@ def test_pictures(capsys, tmp_path):
     assert names == ["timeline.svg", "memory.png", "time.png", "scaling.png", "cost.png"]
     assert all((tmp_path / "plan" / name).stat().st_size > 1000 for name in names)
     timeline = (tmp_path / "plan" / "timeline.svg").read_text()
-    assert timeline == draw_svg(job_of(PP2, 8, "h200").timeline, plan_pictures.bubble(job_of(PP2, 8, "h200")))
+    assert timeline == draw_svg(job_of(PP2, 8, "h200").timeline, pictures.bubble(job_of(PP2, 8, "h200")))
     # The bubble of the picture is that of the table, seconds and share; it was another measure.
     seconds, share = re.search(r"bubble +([\d.]+) s +([\d.]+) %", out).groups()
     assert f">bubble {seconds} s, {share} % of the step: waiting for other stages<" in timeline
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--draw .*file cannot be written"):
-        list(plan_pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file", 1e12))
+        list(pictures.draw(job_of(PP2, 8, "h200"), tmp_path / "file", 1e12))
 
 
 @pytest.mark.parametrize("keys", [["parallel.vp=2"], ["parallel.vp=1", "parallel.schedule=zb-h1"]])
 def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
     job = job_of([*PP2, *keys], 8, "h200")
     sizes = Memory(job.cfg, 8, gpus_per_node=job.machine.fabric.gpus_per_node)
-    bars, lines = plan_pictures.memory(job).axes
+    bars, lines = pictures.memory(job).axes
     assert bars.get_title(loc="left") == "Memory of all ranks: 2 pipeline ranks of 4 GPUs each"
     assert [label.get_text() for label in bars.get_yticklabels()] == ["rank 0", "rank 1"]
     for container in bars.containers:
@@ -373,7 +374,7 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
     assert set(bars.lines[0].get_xdata()) == {room_gib(job.machine)}
     # Each rank's line is its curve, which reaches the peak but for what an operation works with, and comes back.
     for rank, line in enumerate(lines.lines):
-        curve = plan_pictures.memory_curve(job, rank)
+        curve = pictures.memory_curve(job, rank)
         assert [tuple(pair) for pair in line.get_xydata()] == curve
         assert line.get_label() == f"rank {rank}" + ", the fullest" * (rank == job.fullest)
         assert curve[-1][1] == pytest.approx(curve[0][1])
@@ -386,25 +387,25 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
 
 def test_the_bars_of_one_plan_have_all_parts_with_their_values():
     job = job_of(PP2, 8, "h200")
-    axes = plan_pictures.time_bars([job]).axes[0]
+    axes = pictures.time_bars([job]).axes[0]
     bars = axes.patches  # a part that is small leaves no gap
     assert sum(bar.get_width() for bar in bars) == pytest.approx(job.step_seconds, rel=1e-6)
     assert all(a.get_x() + a.get_width() == pytest.approx(b.get_x(), abs=2e-6) for a, b in zip(bars, bars[1:]))
     assert axes.get_title(loc="left") == "Where the time of a step goes" and axes.get_xlabel() == "s"
     texts = " ".join(text.get_text() for text in axes.texts)
     assert f"{job.step_seconds:.3f} s a step" in texts
-    assert all(f"{job.seconds[part]:.3g}" in texts for part in plan_pictures.MEANINGS if job.seconds[part] > 1e-6)
+    assert all(f"{job.seconds[part]:.3g}" in texts for part in pictures.MEANINGS if job.seconds[part] > 1e-6)
 
 
 def test_the_bars_of_several_plans_have_what_differs_and_name_what_does_not():
-    plans = plan_pictures.scaling(job_of(PP2, 8, "h200"), in_proportion=True)[:3]
-    figure = plan_pictures.time_bars(plans)
+    plans = pictures.scaling(job_of(PP2, 8, "h200"), in_proportion=True)[:3]
+    figure = pictures.time_bars(plans)
     axes, shown = figure.axes[0], {}
     for container in figure.axes[0].containers:
-        (part,) = (part for part, name in plan_pictures.MEANINGS.items() if name == container.get_label())
+        (part,) = (part for part, name in pictures.MEANINGS.items() if name == container.get_label())
         shown[part] = [bar.get_width() / 1e3 for bar in container]
         assert shown[part] == pytest.approx([p.seconds[part] for p in plans])
-    values = {part: [job.seconds[part] for job in plans] for part in plan_pictures.MEANINGS}
+    values = {part: [job.seconds[part] for job in plans] for part in pictures.MEANINGS}
     apart = {part: max(seconds) - min(seconds) for part, seconds in values.items()}
     assert set(shown) == {part for part in apart if apart[part] > 1e-3 * plans[0].step_seconds} >= {"optimizer"}
     assert "gemm" not in shown and f"matrix products {plans[0].seconds['gemm']:.3f}" in axes.get_xlabel()
@@ -422,25 +423,25 @@ def test_scaling_stands_beside_what_others_published_of_the_same_job():
     for name, keys in (("GPT-3 175B bf16", []), ("GPT-3 175B FP8", ["precision.fp8=delayed"])):
         cells = next(t["cells"] for t in tables if t["name"] == name)
         job = job_of(["gpt3_175b", "train.global_batch_size=256", *keys], 128, "h100")
-        points = plan_pictures.published(job)
+        points = pictures.published(job)
         for gpus, tokens in zip(cells["gpus"], cells["tokens_per_second"]):  # the document's own, from rounded seconds
             assert any(at == int(gpus) and rate == pytest.approx(float(tokens), rel=2e-3) for at, rate in points)
-        scaled = plan_pictures.scaling(job, in_proportion=True)
-        axes = plan_pictures.curves(scaled, [job], points).axes[0]
+        scaled = pictures.scaling(job, in_proportion=True)
+        axes = pictures.curves(scaled, [job], points).axes[0]
         drawn = {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
         assert drawn["published by others"] == points
         assert drawn["planned, batch in proportion"] == [(p.world, p.tokens_per_second) for p in scaled]
         assert [text.get_text() for text in axes.texts] == [f"{p.mfu_percent:.1f} %" for p in scaled]
         assert axes.get_title(loc="left") == "Scaling on H100, with MFU"
     for other in (["train.global_batch_size=384"], ["train.global_batch_size=256", "model.num_layers=48"]):
-        assert not plan_pictures.published(job_of(["gpt3_175b", *other, "parallel.vp=1"], 128, "h100"))
-    assert not plan_pictures.published(job_of(["gpt3_175b", "train.global_batch_size=256"], 128, "h200"))
+        assert not pictures.published(job_of(["gpt3_175b", *other, "parallel.vp=1"], 128, "h100"))
+    assert not pictures.published(job_of(["gpt3_175b", "train.global_batch_size=256"], 128, "h200"))
 
 
 def test_scaling_doubles_as_long_as_every_rank_has_a_sample():
     job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     for in_proportion, worlds in ((True, [8 << i for i in range(10)]), (False, [8, 16, 32, 64])):
-        assert [p.world for p in plan_pictures.scaling(job, in_proportion=in_proportion)] == worlds
+        assert [p.world for p in pictures.scaling(job, in_proportion=in_proportion)] == worlds
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

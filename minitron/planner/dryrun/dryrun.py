@@ -35,15 +35,16 @@ from minitron.comm.mesh import Axis, Mesh
 from minitron.config import cli, rules
 from minitron.config.describe import DRY_RUN
 from minitron.config.schema import Config
+from minitron.config.sizes import PERSISTENT
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
 from minitron.pipeline.schedule import Schedule, make
-from minitron.planning import repeats
-from minitron.planning.memory import LASTING, Memory
-from minitron.planning.memory_walk import MemoryWalk
+from minitron.planner.dryrun import repeats
+from minitron.planner.dryrun.memory_walk import MemoryWalk
+from minitron.planner.memory import Memory
 from minitron.train import Trainer, build
 
-PARTS = (*LASTING, "activations", "other")
+PARTS = (*PERSISTENT, "activations", "other")
 
 
 class Record(NamedTuple):

@@ -51,7 +51,7 @@ class Agent:
         if self.process is None or self.process.poll() is not None:
             self.wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.wire.setblocking(False)
-            argv = [sys.executable, "-m", "minitron.runtime.agent", str(theirs.fileno()), self.preload, *self.command]
+            argv = [sys.executable, "-m", "minitron.supervise.agent", str(theirs.fileno()), self.preload, *self.command]
             self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], start_new_session=True)
             theirs.close()
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
 
-from minitron.planning.plan import Plan
-from tools import pictures
-from tools.pictures import BLUE, tint
+from minitron.config.installed import ROOT
+from minitron.planner import style
+from minitron.planner.plan import Plan
+from minitron.planner.style import BLUE, tint
 
-CALIBRATION = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "calibration.md"
+CALIBRATION = ROOT / "benchmarks" / "results" / "calibration.md"
 LEAST = 0.01  # of the time must count, or a job is said to have no end: it has hardly one save between failures
 FEWEST = 5  # rows of one GPU that make a range; with less those of all GPUs do
 
@@ -87,13 +88,13 @@ def without_failures(job: Plan) -> float:
     return 1.0
 
 
-@pictures.styled
+@style.styled
 def curves(plans: list[Plan], tokens: float, goodput: Callable[[Plan], float] = without_failures):
     """Draw GPU-hours and days over GPUs, with their range: plans of one job at growing scale, and their goodput."""
     shares, off = [goodput(job) for job in plans], error_range(plans[0].machine.device.gpu)
     plans = [job for job, share in zip(plans, shares) if share >= LEAST]  # beyond these the job never ends
     failing = ", with failures" if min(shares) < 1 else ""
-    figure, axes = pictures.new(3.8, columns=2)
+    figure, axes = style.new(3.8, columns=2)
     worlds, costs = [job.world for job in plans], [cost(job, tokens, goodput(job)) for job in plans]
     hours, days = [one.gpu_hours for one in costs], [one.days for one in costs]
     for axis, name, values in zip(axes, ("GPU-hours", "days"), (hours, days)):

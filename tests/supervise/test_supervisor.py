@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from fault_run import PATIENCE, PYTHONPATH
-from minitron.runtime import agent, lead, supervisor
-from minitron.runtime.lead import BROKEN, HUNG, LOST, REQUEUE, START, STUCK, TAKEN, Leader, repeated, replace
-from minitron.runtime.supervisor import Supervisor, parse
+from minitron.supervise import agent, lead, supervisor
+from minitron.supervise.lead import BROKEN, HUNG, LOST, REQUEUE, START, STUCK, TAKEN, Leader, repeated, replace
+from minitron.supervise.supervisor import Supervisor, parse
 
 # A rank without torch: so many steps of 0.1 s, from the last "save" on, and what a file do-RANK asks for.
 RANK = """
@@ -63,7 +63,7 @@ class Nodes:
         environment=None,
     ):
         self.folder, self.stack, self.processes, self.environment = folder, ExitStack(), {}, environment or {}
-        self.supervisor = supervisor or ["-m", "minitron.runtime.supervisor"]
+        self.supervisor = supervisor or ["-m", "minitron.supervise"]
         (folder / "rank.py").write_text(RANK)
         command = command or ["rank.py", ".", "20"]
         self.options = ["--nodes", nodes, "--spares", spares, "--ranks", ranks, "--dir", folder, "--id", "job"]
@@ -217,7 +217,7 @@ def test_a_node_whose_gpu_is_lost_is_left_out_of_the_next_round(tmp_path, broken
 # A supervisor of which node 0 takes longer for the beats of all nodes than dead_seconds.
 SLOW_READS = """
 import time
-from minitron.runtime import lead, supervisor
+from minitron.supervise import lead, supervisor
 alive = lead.Leader.alive
 def slow(self, node):
     if self.args.node == 0: time.sleep(0.4 * self.args.dead_seconds)
@@ -569,7 +569,7 @@ while not Path("told").exists(): time.sleep(0.02)
 SLOW = """
 import time
 from pathlib import Path
-from minitron.runtime import supervisor
+from minitron.supervise import supervisor
 replace = supervisor.replace
 def slow(*args):
     if Path("slow").exists() and not Path("stalled").exists():

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from minitron.config import rules
 from minitron.config.schema import Config
-from minitron.planning.machine import Machine
-from minitron.planning.memory import Memory
-from minitron.planning.plan import Plan, Step, made_eager, no_room_for_graphs, room_gib
-from tools.plan_search import MICRO_BATCHES, RECOMPUTE
+from minitron.planner.machine import Machine
+from minitron.planner.memory import Memory
+from minitron.planner.plan import Plan, Step, made_eager, no_room_for_graphs, room_gib
+from minitron.planner.search import MICRO_BATCHES, RECOMPUTE
 
 
 def remedy(job: Plan, given: Config) -> str:

@@ -1,0 +1,249 @@
+"""Draw a pipeline schedule, with its bubble and the activations that each rank holds.
+
+    python tools/draw_pipeline.py --pp 4 --vp 2 --microbatches 8
+    python tools/draw_pipeline.py --pp 4 --microbatches 16 --backward 3 --transfer 0.1 --svg schedule.svg
+    python tools/draw_pipeline.py --pp 4 --microbatches 8 --schedule zb-h1 --weight 0.9
+
+Times are in seconds for one microbatch through one chunk.  One row is a rank, one column a slice of time.  3a is the
+forward of microbatch 3 through the rank's first chunk, 3A its backward; dashes carry an operation on, dots are idle:
+
+    0 0a1a....0A--..1A--        pp = 2, two microbatches, forward 1 s, backward 2 s
+    1 ..0a0A--1a1A--....
+
+Of a split backward 3A is the gradient of the input and 3w are those of the weights, which are part of --backward.
+The SVG is as wide as a page, with a microbatch's number in every box: of a long step it has the warm-up and a window
+of the steady part.  Forwards are blue, backwards orange, or gold and green where they are split; later chunks darker,
+idle time hatched.  Needs no torch and no GPU.
+"""
+
+from itertools import accumulate
+from math import ceil, floor, inf, log10
+from pathlib import Path
+from string import ascii_lowercase
+
+from minitron.config.command import Parser
+from minitron.pipeline.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Exchange,
+    Forward,
+    Operation,
+    Schedule,
+    make,
+)
+from minitron.planner import style
+from minitron.planner.check import check
+from minitron.planner.simulate import Event, Timeline, simulate
+
+WIDE = 200  # columns; most terminals wrap such a text beyond recognition
+MAX_COLUMNS = 10_000  # of text; nobody reads more, and a thousandfold spread of durations would fill the memory
+LEFT, TOP, ROW, GAP = 44, 58, 13, 2  # points: left of the plot, above it, a row's height, space between rows
+PLOT = 72 * style.WIDTH - LEFT - 12
+DIGIT = 0.65 * style.SMALL
+COLOURS = {Forward: style.BLUE, Backward: style.ORANGE, BackwardInput: style.GOLD, BackwardWeight: style.GREEN}
+NAMES = {Forward: "forward", Backward: "backward", BackwardInput: "input gradient", BackwardWeight: "weight gradients"}
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(description="Draw a pipeline schedule: who computes what when, and who waits.")
+    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--vp", type=int, default=1, help="model chunks per rank (default 1; more: interleaved)")
+    parser.add_argument("--schedule", choices=("1f1b", "zb-h1"), default="1f1b", help="default 1f1b")
+    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per step and replica")
+    parser.add_argument("--forward", type=float, default=1.0, help="seconds of a chunk's forward (default 1)")
+    parser.add_argument("--backward", type=float, default=2.0, help="seconds of a chunk's backward (default 2)")
+    parser.add_argument("--weight", type=float, help="seconds of it for gradients of weights (default: half of it)")
+    parser.add_argument("--transfer", type=float, default=0.0, help="seconds between two ranks (default 0)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
+    args = parser.parse_args(argv)
+    schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
+    check(schedule)
+    timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight)
+    text = draw_text(timeline)
+    if args.svg is not None:
+        try:
+            args.svg.write_text(draw_svg(timeline), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--svg {args.svg} cannot be written ({error}); name another file") from error
+    print(describe(timeline))
+    print(text)
+    peaks = ", ".join(map(str, peak_activations(schedule)))
+    print(f"step {timeline.makespan:g} s; activations held at most, in chunks x microbatches, by rank: {peaks}")
+    columns = text.index("\n") if args.pp > 1 else len(text)
+    if columns > WIDE and args.svg is None:
+        print(f"The drawing is {columns} columns wide; --svg FILE makes one for the browser.")
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the most chunk activations alive at once: forwards run minus whole backwards run."""
+    change = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1, Exchange: 0}
+    return tuple(max(accumulate(change[type(action)] for action in actions)) for actions in schedule.ranks)
+
+
+def describe(timeline: Timeline) -> str:
+    """One line: the schedule and its bubble."""
+    return f"{heading(timeline.schedule)}, {bubble_of(timeline)}"
+
+
+def bubble_of(timeline: Timeline) -> str:
+    """The idle time of all ranks over their compute time."""
+    return f"bubble {100 * timeline.bubble:.1f} % of the compute time"
+
+
+def heading(s: Schedule) -> str:
+    """The schedule's name and sizes."""
+    kind = "Interleaved 1F1B" if s.vp > 1 else s.kind.upper()
+    kind = kind if s.training else "Forward only"
+    return f"{kind}: pp {s.pp}, vp {s.vp}, microbatches {s.num_microbatches}"
+
+
+def draw_text(timeline: Timeline) -> str:
+    """One row per rank; the shortest operation is as wide as its label, all others in proportion.
+
+    Raises ValueError for more than 26 chunks (letters) or MAX_COLUMNS columns.
+    """
+    s = timeline.schedule
+    if s.vp > len(ascii_lowercase):
+        raise ValueError(f"vp={s.vp} has more chunks than the alphabet has letters; use vp=26 or less")
+    label = len(str(s.num_microbatches - 1)) + 1
+    shortest = min(event.end - event.start for event in timeline.events)
+    wide = label * timeline.makespan / shortest if shortest else inf  # a transfer can be too long to count beside
+    if not wide <= MAX_COLUMNS:  # a NaN is not: seconds without end less seconds without end
+        raise ValueError(
+            f"the drawing would have {wide:.6g} columns, the limit is {MAX_COLUMNS}; use fewer microbatches, or times "
+            f"that differ less"
+        )
+
+    def column(seconds: float) -> int:
+        return floor(label * seconds / shortest + 0.5)
+
+    rows = [["."] * column(timeline.makespan) for _ in range(s.pp)]
+    for event in timeline.events:
+        start, end = column(event.start), column(event.end)
+        text = f"{event.action.mb}{_letter(event.action)}"
+        rows[event.rank][start:end] = text.ljust(end - start, "-")[: end - start]
+    width = len(str(s.pp - 1))
+    return "\n".join(f"{rank:>{width}} {''.join(row)}" for rank, row in enumerate(rows))
+
+
+def _letter(op: Operation) -> str:
+    if type(op) is BackwardWeight:
+        return "w"
+    letter = ascii_lowercase[op.chunk]
+    return letter if type(op) is Forward else letter.upper()
+
+
+def windows(timeline: Timeline) -> list[tuple[str, float, float]]:
+    """Choose what of a step a page can show with a number in every box: (name, start, end) in seconds, one a row.
+
+    A short step is there as a whole, a longer one in two halves, of a long one the warm-up and as much from the middle
+    of what is steady: between the last rank's first backward and the first rank's last forward. Where durations differ
+    so much that five of the longest would not fit, the shortest go without a number.
+    """
+    s, end = timeline.schedule, timeline.makespan
+    seconds = [event.end - event.start for event in timeline.events]
+    span = max(PLOT * min(seconds) / (DIGIT * len(str(s.num_microbatches - 1)) + 2), 5 * max(seconds))
+    if end <= span:
+        return [("whole step", 0.0, end)]
+    if end <= 2 * span:
+        return [("first half", 0.0, end / 2), ("second half", end / 2, end)]
+    forwards = [event.end for event in timeline.events if event.rank == 0 and type(event.action) is Forward]
+    backwards = [
+        event.start for event in timeline.events if event.rank == s.pp - 1 and type(event.action) is not Forward
+    ]
+    middle = (min(backwards, default=0.0) + max(forwards)) / 2
+    start = min(max(middle - span / 2, span), end - span)
+    return [("warm-up", 0.0, span), ("steady", start, start + span)]
+
+
+def draw_svg(timeline: Timeline, bubble: str | None = None) -> str:
+    """Draw `windows` of the step as an SVG document a page wide, in points; boxes have tooltips.
+
+    bubble: what to say of it; default: what `describe` does.
+    """
+    pp, shown = timeline.schedule.pp, windows(timeline)
+    panel = pp * (ROW + GAP) + 36
+    width, height = 72 * style.WIDTH, TOP + len(shown) * panel
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{style.WIDTH}in" height="{height / 72:.2f}in" '
+        f'viewBox="0 0 {width:g} {height}" font-family="{style.FONT}, Verdana, sans-serif" '
+        f'font-size="{style.SMALL}" fill="{style.INK}">',
+        '<defs><pattern id="idle" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="4" height="4" fill="white"/>'
+        f'<rect width="1" height="4" fill="{style.tint(style.GREY, 0.6)}"/></pattern></defs>',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{LEFT}" y="14" font-size="{style.TITLE}" font-weight="bold">{heading(timeline.schedule)}</text>',
+        f'<text x="{LEFT}" y="26" font-size="{style.TEXT}">{bubble or bubble_of(timeline)}</text>',
+        *_legend(timeline),
+    ]
+    for i, (name, start, end) in enumerate(shown):
+        top, scale = TOP + i * panel + 14, PLOT / (end - start)  # points per second
+        of = "" if len(shown) == 1 else f", {start:.4g} to {end:.4g} s of {timeline.makespan:.4g}"
+        parts.append(f'<text x="{LEFT}" y="{top - 5}" font-weight="bold">{name}{of}</text>')
+        for rank in range(pp):
+            y = top + rank * (ROW + GAP)
+            parts.append(f'<text x="{LEFT - 4}" y="{y + ROW / 2 + 2.5}" text-anchor="end">rank {rank}</text>')
+            parts.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="url(#idle)"/>')
+        for event in timeline.events:
+            left, right = max(event.start, start), min(event.end, end)
+            if left < right:
+                y = top + event.rank * (ROW + GAP)
+                parts.append(
+                    _box(event, timeline.schedule.vp, LEFT + (left - start) * scale, y, (right - left) * scale)
+                )
+        parts += _axis(start, end, scale, top + pp * (ROW + GAP))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _colour(kind: type[Operation], chunk: int, vp: int) -> str:
+    return style.tint(COLOURS[kind], 0.5 if vp == 1 else 0.25 + 0.5 * chunk / (vp - 1))
+
+
+def _box(event: Event, vp: int, x: float, y: float, width: float) -> str:
+    op, kind = event.action, type(event.action)
+    tooltip = (
+        f"rank {event.rank}: {NAMES[kind]} of microbatch {op.mb} through chunk {op.chunk}, "
+        f"{event.start:g} to {event.end:g} s"
+    )
+    text = ""
+    if width >= DIGIT * len(str(op.mb)):
+        text = f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 2.5}" text-anchor="middle">{op.mb}</text>'
+    return (
+        f'<g><title>{tooltip}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" '
+        f'fill="{_colour(kind, op.chunk, vp)}" stroke="white" stroke-width="0.5"/>{text}</g>'
+    )
+
+
+def _legend(timeline: Timeline) -> list[str]:
+    """Each kind of operation that the step has, with the tints of its chunks, and idle."""
+    parts, x, vp = [], float(LEFT), timeline.schedule.vp
+    present = {type(event.action) for event in timeline.events}
+    for kind in (kind for kind in NAMES if kind in present):
+        width = max(8, 24 / vp)
+        for chunk in range(vp):
+            fill = _colour(kind, chunk, vp)
+            parts.append(f'<rect x="{x:.2f}" y="33" width="{width:.2f}" height="8" fill="{fill}"/>')
+            x += width
+        parts.append(f'<text x="{x + 4:.2f}" y="39.5">{NAMES[kind]}</text>')
+        x += 14 + DIGIT * len(NAMES[kind])
+    parts.append(f'<rect x="{x:.2f}" y="33" width="8" height="8" fill="url(#idle)"/>')
+    chunks = f"; chunks 0 to {vp - 1} from light to dark" if vp > 1 else ""
+    parts.append(f'<text x="{x + 12:.2f}" y="39.5">idle</text>')
+    parts.append(f'<text x="{LEFT}" y="51.5">number: microbatch{chunks}</text>')
+    return parts
+
+
+def _axis(start: float, end: float, scale: float, y: float) -> list[str]:
+    """A time axis with 5 to 12 ticks at 1, 2 or 5 times a power of ten seconds."""
+    span = end - start
+    power = 10.0 ** floor(log10(span / 5))
+    step = max(factor * power for factor in (1, 2, 5) if factor * power <= span / 5)
+    colour = style.FAINT
+    parts = [f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + PLOT}" y2="{y}" stroke="{colour}" stroke-width="0.7"/>']
+    for n in range(ceil(start / step - 1e-9), floor(end / step + 1e-9) + 1):
+        x = LEFT + (n * step - start) * scale
+        parts.append(f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 3}" stroke="{colour}" stroke-width="0.7"/>')
+        parts.append(f'<text x="{x:.2f}" y="{y + 11}" text-anchor="middle">{n * step:g}</text>')
+    parts.append(f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">seconds</text>')
+    return parts

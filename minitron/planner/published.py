@@ -1,0 +1,69 @@
+"""Steps that others published (benchmarks/published.json), as configurations that can be planned."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from minitron.config import cli, flops
+from minitron.config.installed import ROOT
+from minitron.config.schema import Config
+
+DEVICES, PUBLISHED = ROOT / "benchmarks" / "devices.json", ROOT / "benchmarks" / "published.json"
+
+
+class PublishedStep(NamedTuple):
+    """One measured step. arguments: of minitron.pretrain. device, fabric: names in devices.json; None: the device's."""
+
+    name: str
+    gpus: int
+    arguments: tuple[str, ...]
+    device: str
+    seconds: float
+    fabric: str | None = None
+    source: str = ""
+
+
+def published_steps(path: Path = PUBLISHED) -> list[PublishedStep]:
+    """Read all published steps, one for each number of GPUs."""
+    data, rows = json.loads(path.read_text(encoding="utf-8")), []
+    for table in data["tables"]:
+        for gpus, seconds in zip(table["cells"]["gpus"], table["cells"]["step_seconds"]):
+            arguments = _arguments(table, table["samples_per_gpu"] * int(gpus))
+            rows.append(PublishedStep(table["name"], int(gpus), arguments, table["device"], float(seconds)))
+    for entry in data["reports"] + data["single"] + [one for entry in data["sourced"] for one in _scales(entry)]:
+        batch = entry["global_batch_size"]
+        row = PublishedStep(entry["name"], entry["gpus"], _arguments(entry, batch), entry["device"], 0.0)
+        row = row._replace(fabric=entry.get("fabric"), source=entry.get("source", ""))
+        rows.append(row._replace(seconds=_seconds(entry, row)))
+    return rows
+
+
+def _scales(entry: dict) -> list[dict]:
+    """The entries that one with lists of GPUs, batches and figures stands for."""
+    if not isinstance(entry["gpus"], list):
+        return [entry]
+    listed = [key for key in ("gpus", "global_batch_size", "step_seconds") if key in entry]
+    return [entry | dict(zip(listed, values)) for values in zip(*(entry[key] for key in listed), strict=True)]
+
+
+def _seconds(entry: dict, row: PublishedStep) -> float:
+    """The seconds of a step, from what was printed: these, tokens a second, or a GPU's TFLOP/s with all scores."""
+    if "step_seconds" in entry:
+        return float(entry["step_seconds"])
+    if "tokens_per_second" in entry:
+        return entry["global_batch_size"] * entry["seq_len"] / float(entry["tokens_per_second"])
+    model = configuration(row.arguments).model
+    operations = flops.full(model, entry["seq_len"]) * entry["global_batch_size"]
+    return operations / (float(entry["tflops"]) * 1e12 * row.gpus)
+
+
+def _arguments(entry: dict, batch: int) -> tuple[str, ...]:
+    return (str(ROOT / entry["config"]), *entry["overrides"], f"train.global_batch_size={batch}")
+
+
+@lru_cache(None)
+def configuration(arguments: tuple[str, ...]) -> Config:
+    return cli.load([str(ROOT / arg) if arg.startswith("configs/") else arg for arg in arguments])

@@ -1,1 +1,0 @@
-"""The job before the job: dry run, planner, simulation."""

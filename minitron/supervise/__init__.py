@@ -1,0 +1,1 @@
+"""Keep a run going: supervisors of nodes, their leader, health, goodput. No torch."""

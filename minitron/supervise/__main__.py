@@ -1,0 +1,5 @@
+"""python -m minitron.supervise: see supervisor.py."""
+
+from minitron.supervise.supervisor import main
+
+main()
