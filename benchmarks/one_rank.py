@@ -203,7 +203,8 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
         train_samples=t.steps * t.global_batch_size,
         valid_samples=0,
     )
-    trainer, loader, steps = train.build(cfg, mesh), Loader(data.train, cfg, mesh), iter(range(1, 10**9))
+    trainer = train.build(cfg, mesh, log=SimpleNamespace(info=print, warn=print, alarm=print))
+    loader, steps = Loader(data.train, cfg, mesh), iter(range(1, 10**9))
     train.keep_collector_out()
     laps.end("build")
 
@@ -213,9 +214,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
         batches = loader.step(number % t.steps * t.global_batch_size, number)
         return trainer.step(batches, cfg.optimizer.lr)
 
-    graph = trainer.graph
-    if graph is not None:
-        graph.log = SimpleNamespace(info=print, warn=print, alarm=print)
+    graph = trainer.runner if isinstance(trainer.runner, recorded_steps.Replay) else None
     for _ in range(measure.WARMUP - 1):
         step()
         measure.synchronize(device)
@@ -263,8 +262,7 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, clock: Clock, laps: L
     laps.end("profile")
     print(trainer.describe())
     loader.close()
-    if graph is not None:
-        graph.close()  # before the process group
+    trainer.runner.close()  # before the process group
     return result
 
 
@@ -273,7 +271,7 @@ def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
 
     In an ordinary step the host waits there, too, whenever the device's queue is full.
     """
-    work, ended = trainer.forward_backward, []
+    work, ended = trainer.runner.forward_backward, []
 
     def wait_after(batches: list) -> torch.Tensor:
         loss = work(batches)
@@ -281,7 +279,7 @@ def host_of_update(trainer: train.Trainer, step: Callable[[], object]) -> float:
         ended.append(time.perf_counter())
         return loss
 
-    with mock.patch.object(trainer, "forward_backward", wait_after):
+    with mock.patch.object(trainer.runner, "forward_backward", wait_after):
         step()
     return time.perf_counter() - ended[0]
 

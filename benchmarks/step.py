@@ -27,7 +27,7 @@ from minitron.config.schema import Config
 from minitron.data.build import Datasets
 from minitron.data.loader import Loader
 from minitron.kernels.kernels import choose
-from minitron.pipeline.replay import WARM_UP
+from minitron.pipeline.replay import WARM_UP, Replay
 from minitron.pretrain import build_data, make_mesh
 from minitron.runtime.signals import Listener
 from minitron.train import build, keep_collector_out
@@ -79,19 +79,18 @@ def run(cfg: Config, args: argparse.Namespace, mesh: Mesh, data: Datasets) -> tu
     def step(i: int) -> None:
         trainer.step(loader.step(i % cfg.train.steps * batch, i), cfg.optimizer.lr)
 
-    for i in range(WARM_UP + 1 if trainer.graph is not None else 0):  # the last of these is recorded
+    for i in range(WARM_UP + 1 if isinstance(trainer.runner, Replay) else 0):  # the last of these is recorded
         step(i)
     seconds = measure.median_seconds(step, args.steps, mesh.device)
     result = measure.figures(cfg, seconds, mesh.world.size, mesh.device, measure.squared_lengths(cfg, data.train))
     if mesh.device.type == "cuda":  # memory that ranks share is none of the caching allocator's
         result["peak_gib"] += measure.highest(trainer.shared_bytes / 2**30, mesh.device)
-    if trainer.graph is not None:
-        result |= {"graph": trainer.graph.replaying, "nodes": trainer.graph.nodes}
-        result["capture_seconds"] = trainer.graph.capture_seconds
+    if isinstance(trainer.runner, Replay):
+        result |= {"graph": trainer.runner.replaying, "nodes": trainer.runner.nodes}
+        result["capture_seconds"] = trainer.runner.capture_seconds
     kernels = shares.record(lambda i: step(args.steps + i), PROFILED_STEPS) if args.profile else []
     loader.close()
-    if trainer.graph is not None:
-        trainer.graph.close()
+    trainer.runner.close()
     return result, floor.step_work(trainer), kernels, trainer.describe()
 
 

@@ -116,8 +116,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 mesh.activity.begin("datasets")
                 data = open_data(cfg, start, mesh, first_on_node=local_rank == 0)
             mesh.activity.begin("start")
-            trainer = build(cfg, mesh, chosen)
-            trainer.base = start.mark
+            trainer = build(cfg, mesh, chosen, log, start.mark)
             startup.mark("build")
             mesh.activity.begin("load")
             start = prefer_local(cfg, start, data.info, trainer.state, log, first_on_node=local_rank == 0)
@@ -154,8 +153,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
                 try:
                     waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root)
                 except ValueError:  # a run's own error, raised between steps: graphs must end before NCCL does
-                    if trainer.graph is not None:
-                        trainer.graph.close()
+                    trainer.runner.close()
                     raise
                 if finetune:
                     log.summary()

@@ -49,6 +49,7 @@ from minitron.optim.buckets import Bucket
 from minitron.optim.zero1 import Zero1Optimizer
 from minitron.pipeline import executor
 from minitron.pipeline import replay as graph
+from minitron.pipeline.replay import Replay
 from minitron.runtime import stop, stragglers
 from minitron.runtime.stragglers import Stopwatch
 from minitron.train import Trainer
@@ -238,7 +239,7 @@ def overflow(every):
 
 
 def wrong(rank, step, factor):
-    reduce, compute, done = Bucket.reduce, Trainer.forward_backward, set()
+    reduce, replay, done = Bucket.reduce, Replay.forward_backward, set()
 
     def spoil(bucket):
         if os.environ["RANK"] == rank and bucket.slices.axis.activity.step == int(step) and id(bucket) not in done:
@@ -251,14 +252,14 @@ def wrong(rank, step, factor):
         spoil(bucket)
         return reduce(bucket)
 
-    def computed(trainer, batches):
-        loss = compute(trainer, batches)
-        if trainer.graph is not None and trainer.graph.replaying:
-            for bucket in trainer.gradients.buckets:
+    def replayed(runner, batches):
+        loss = replay(runner, batches)
+        if runner.replaying:
+            for bucket in runner.eager.finish.__self__.buckets:  # of Gradients.finish
                 spoil(bucket)
         return loss
 
-    Bucket.reduce, Trainer.forward_backward = reduced, computed
+    Bucket.reduce, Replay.forward_backward = reduced, replayed
 
 
 def batch(step, factor):
@@ -297,8 +298,7 @@ def replay():
     build = pretrain.build
 
     def recorded(*args):
-        twin.replayed(trainer := build(*args))
-        return trainer
+        return twin.replayed(build(*args), log=args[3])
 
     pretrain.build = recorded
 

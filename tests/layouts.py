@@ -100,7 +100,7 @@ def train_steps(cfg: Config) -> tuple[list[dict], dict]:
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
     for step in range(cfg.train.steps):
         batches = loader.step(step * cfg.train.global_batch_size, step)
-        figures.append(trainer.step(batches, cfg.optimizer.lr).read() | {"loss_scale": float(trainer.loss_scale())})
+        figures.append(trainer.step(batches, cfg.optimizer.lr).read() | {"loss_scale": float(trainer.scaler.scale)})
     loss, count = trainer.evaluate(loader.step(cfg.train.steps * cfg.train.global_batch_size, 0)).tolist()
     figures.append({"loss": loss / count})
     loader.close()
@@ -113,8 +113,9 @@ def first_gradients(trainer: Trainer) -> dict:
     `how` says which slices of the whole tensor that is: None, or (dim, [(local, full, length)...], full size).
     """
     params = {p.spec.name: p for chunk in trainer.chunks for p in chunk.parameters()}
-    gradients, finish = {}, trainer.gradients.finish
-    scale = float(trainer.backward_scale(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
+    eager = getattr(trainer.runner, "eager", trainer.runner)
+    gradients, finish = {}, eager.finish
+    scale = float(trainer.scaler.backward_scale(trainer.cfg.num_microbatches(trainer.mesh.dp.size)))
 
     def finish_and_look():
         finish()
@@ -126,7 +127,7 @@ def first_gradients(trainer: Trainer) -> dict:
                 }
             )
 
-    trainer.gradients.finish = finish_and_look
+    eager.finish = finish_and_look
     return gradients
 
 

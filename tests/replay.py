@@ -9,6 +9,7 @@ read and wrote, and every collective, and `replay` does all of it again without 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from minitron.comm import collectives
 from minitron.comm.collectives import Pending
 from minitron.parallel import context
 from minitron.pipeline import executor
-from minitron.pipeline.replay import StepGraph
+from minitron.pipeline.replay import Replay
 from minitron.train import Trainer
 
 aten = torch.ops.aten
@@ -116,15 +117,7 @@ class Recorded:
         self.recording.replay()
 
 
-def replayed(trainer: Trainer, recorder: Callable | None = None) -> None:
-    """Let `trainer` run its first steps eagerly and replay the others, as on a GPU."""
-    trainer.graph = StepGraph(
-        trainer.executor,
-        trainer.backward_scale,
-        trainer.finish,
-        trainer.reset,
-        trainer.mesh,
-        trainer.cfg.model.num_layers,
-        True,  # evaluations come
-        recorder or partial(CpuRecorder, trainer),
-    )
+def replayed(trainer: Trainer, recorder: Callable | None = None, log=None) -> Trainer:
+    """The trainer, with a runner that runs its first steps eagerly and replays the others, as on a GPU."""
+    layers, recorder = trainer.cfg.model.num_layers, recorder or partial(CpuRecorder, trainer)
+    return replace(trainer, runner=Replay(trainer.runner, trainer.mesh, layers, True, log, recorder))

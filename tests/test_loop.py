@@ -146,7 +146,7 @@ def test_the_logged_loss_scale_is_the_one_that_the_step_had(tmp_path):
     trainer, data = build(cfg, Mesh.offline(1)), pretrain.build_data(cfg)
     loader, expected, steps = Loader(data.train, cfg, trainer.mesh), [], records_in(tmp_path)["step"]
     for step in range(1, STEPS + 1):
-        expected.append((float(trainer.loss_scale()), trainer.step(loader.step((step - 1) * BATCH, step), 0.0).skipped))
+        expected.append((float(trainer.scaler.scale), trainer.step(loader.step((step - 1) * BATCH, step), 0.0).skipped))
     loader.close()
     assert expected[0][1] == 1 and expected[1][0] == expected[0][0] / 2
     skipped = [float(sum(flag for _, flag in expected[: i + 1])) for i in range(STEPS)]

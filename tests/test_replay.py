@@ -49,20 +49,20 @@ def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
 def run_steps(cfg, again: bool):
     trainer, figures = build(cfg, mesh_of(cfg)), []
     if again:
-        replayed(trainer)
+        trainer = replayed(trainer)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
     for step in range(cfg.train.steps):
         batches = loader.step(step * batch, step)
         if step >= 2:  # before the one that is recorded and between replays, where it is recorded, too
             figures.append(trainer.evaluate(batches).tolist())
         stats = trainer.step(batches, cfg.optimizer.lr * (1 + step))
-        figures.append(stats.read() | {"loss_scale": float(trainer.loss_scale())})
+        figures.append(stats.read() | {"loss_scale": float(trainer.scaler.scale)})
     loader.close()
-    assert not again or trainer.graph.replaying and trainer.graph.replays_evaluations
+    assert not again or trainer.runner.replaying and trainer.runner.replays_evaluations
     trainer.gradients.wait_parameters()
     params = [(p.spec.name, p.detach().clone()) for chunk in trainer.chunks for p in chunk.parameters()]
     weights = {name: p if p.itemsize > 1 else p.view(torch.uint8) for name, p in params}  # ranks send no float8
-    return figures, weights, 0 if trainer.graph is None else trainer.graph.graphs
+    return figures, weights, trainer.runner.graphs if again else 0
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,13 @@ def run_and_tell(cfg, recorder_of):
     torch.set_num_threads(1)
     with mock.patch.object(graph, "WARM_UP", 2):
         trainer, figures = build(cfg, mesh_of(cfg)), []
-        replayed(trainer, partial(recorder_of, trainer))
-        trainer.graph.log = log = Lines()
+        log = Lines()
+        trainer = replayed(trainer, partial(recorder_of, trainer), log)
         loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
         for step in range(cfg.train.steps):
             figures.append(trainer.step(loader.step(step * batch, step), cfg.optimizer.lr * (1 + step)).read())
         loader.close()
-        return figures, log.lines, trainer.graph.replaying
+        return figures, log.lines, trainer.runner.replaying
 
 
 @pytest.mark.parametrize("steps", [2, 3])

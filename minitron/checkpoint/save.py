@@ -66,7 +66,7 @@ class State(NamedTuple):
 
     chunks: Sequence[GPT]
     optimizer: Zero1Optimizer
-    scaler: LossScaler | None
+    scaler: LossScaler
     base: str | None = None  # fingerprint of frozen weights, which are not saved
     rerun: Rerun | None = None
 
@@ -77,9 +77,7 @@ class State(NamedTuple):
 
     def scalars(self) -> dict[str, Tensor]:
         """Map names in the index to 0-d tensors, the same on every rank."""
-        s = self.scaler
-        scaler = {} if s is None else {"loss_scale": s.scale, "clean_steps": s.clean, "loss_tolerance": s.tolerance}
-        return {"optimizer_steps": self.optimizer.steps, **scaler}
+        return {"optimizer_steps": self.optimizer.steps, **self.scaler.state()}
 
     def facts(self) -> dict:
         """Map names in the index to what the host knows, the same on every rank."""

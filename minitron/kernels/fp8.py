@@ -5,7 +5,7 @@ Problem: an FP8 GEMM takes half the time of a bf16 one, but a cast reads and wri
 
     every tensor is cast once, for all products that read it       x: forward, weight gradient
                                                                    dy: input and weight gradient
-    weights are cast once per optimizer step, not per microbatch   `end_step` drops the casts
+    weights are cast once per optimizer step, not per microbatch   `Fp8States.advance` drops the casts
     what ranks gather is the cast                                  half the traffic, one scale for all of them
     norms and activations cast what they compute, activations'     one pass less each, where the scale is known before
     gradients too, which are summed for the bias there
@@ -253,12 +253,22 @@ class Fp8State:
             gemm.drop_casts()
 
 
-def end_step(states: Sequence[Fp8State]) -> None:
-    """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
+class Fp8States:
+    """The FP8 states of all chunks of a rank."""
 
-    states: of all chunks of this rank. Collective over tp and dp_cp with delayed scaling.
-    """
-    for state in states:
-        state.drop_casts()
-    if scalings := [state.scaling for state in states if state.scaling is not None]:
-        advance(scalings)
+    def __init__(self, states: Sequence[Fp8State]):
+        self.states = states
+
+    def advance(self) -> None:
+        """Drop the weights' casts and move the magnitudes of the step to the histories, just before the update.
+
+        Collective over tp and dp_cp with delayed scaling.
+        """
+        self.drop_casts()
+        if scalings := [state.scaling for state in self.states if state.scaling is not None]:
+            advance(scalings)
+
+    def drop_casts(self) -> None:
+        """Drop the FP8 casts of weights: every training step begins without them."""
+        for state in self.states:
+            state.drop_casts()

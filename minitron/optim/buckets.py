@@ -330,6 +330,7 @@ class Gradients:
 
         The first call with finite gradients also raises ValueError if a sum over tp would add equal copies.
         """
+        self.mesh.activity.begin("update")
         for bucket in self.buckets:
             owner = next(iter(bucket.params))
             assert bucket.pending is not None, f"no last backward was announced for the chunk of {owner}"

@@ -36,6 +36,7 @@ from minitron.comm.collectives import all_reduce_, gather_json
 from minitron.config.schema import TrainConfig
 from minitron.kernels.param import params_of
 from minitron.optim.buckets import Gradients
+from minitron.runtime.observer import Observer, StepDone
 
 PIECE_BYTES = 64 << 20
 
@@ -44,10 +45,10 @@ class ReplicasDiffer(ValueError):
     """Ranks hold different copies of a parameter."""
 
 
-class Replicas:
+class Replicas(Observer):
     """Compares this rank's parameters with other ranks' copies, unless cfg.check_replicas_every is 0.
 
-    `step`, `flush` and `require_equal` are collective over the world and raise ReplicasDiffer on all of its ranks.
+    `after`, `close` and `require_equal` are collective over the world and raise ReplicasDiffer on all of its ranks.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], gradients: Gradients, cfg: TrainConfig):
@@ -64,19 +65,19 @@ class Replicas:
         self.compared: int | None = None  # the last step that was compared
         self.equal: int | None = None  # and the last that was found equal
 
-    def step(self, step: int) -> None:
-        """Read the last comparison's result, and begin another if one is due after `step`. No GPU waits for it."""
-        self.flush()
-        if self.every and step % self.every == 0:
-            self._begin(step)
+    def after(self, done: StepDone) -> None:
+        """Read the last comparison's result, and begin another if one is due after this step."""
+        self.close()
+        if self.every and done.step % self.every == 0:
+            self._begin(done.step)
 
     def require_equal(self, step: int) -> None:
         """Compare what `step` has left and is to be saved, and wait for the result."""
         if self.every:
             self._begin(step)
-            self.flush()
+            self.close()
 
-    def flush(self) -> None:
+    def close(self) -> None:
         """Read the result of the comparison under way, if there is one."""
         if self.waiting is None:
             return

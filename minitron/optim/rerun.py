@@ -72,13 +72,11 @@ class Samples(Protocol):
 class Rerun:
     """Checks each step before its update. Its methods are collective over the world; `check` waits for the device.
 
-    log: where verdicts go; to be set before the first step.
+    log: where verdicts go; None: nowhere.
     """
 
-    log: Log
-
-    def __init__(self, gradients: Gradients):
-        self.gradients, self.mesh = gradients, gradients.mesh
+    def __init__(self, gradients: Gradients, log: Log | None = None):
+        self.gradients, self.mesh, self.log = gradients, gradients.mesh, log
         self.history: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in FLOORS}
         self.in_a_row = 0
 
@@ -130,10 +128,12 @@ class Rerun:
         ending = (
             "the update is skipped" if skip or not finite else "spikes in a row are a new level: the update is made"
         )
-        self.log.warn(
+        verdict = (
             f"iteration {self.mesh.activity.step}: {why}. Computed again it is the same on all ranks, so the reason "
             f"is the data or the model, and no GPU; {ending}. Look at {samples} of the run's order"
         )
+        if self.log is not None:
+            self.log.warn(verdict)
         return loss_sum, skip
 
     def _suspicion(self, figures: dict[str, float]) -> str | None:

@@ -11,7 +11,7 @@ scalar, so everything here is a `torch.where` and the host never waits.
                                 tolerance 2 1 1 0 -1-1-1 2 2        until a clean window doubles and forgives again
 
 This is Megatron-LM's rule: clean steps in between do not restore the tolerance, only a whole clean window does.
-bf16 and fp32 need no scale and make no scaler.
+bf16 and fp32 need no scale: theirs is 1.
 """
 
 from __future__ import annotations
@@ -25,20 +25,38 @@ MIN_SCALE = 1.0
 
 
 class LossScaler:
-    """scale: 0-d float32, what to multiply the loss sum with. clean, tolerance: 0-d int32, the counters behind it.
+    """The loss scale of a run: dynamic in fp16, 1 in other formats.
 
-    The three tensors are changed in place and are the whole state.
+    scale: 0-d float32. clean, tolerance: 0-d int32, the counters behind it. The three are changed in place and are the
+    whole state.
     """
 
-    def __init__(self, cfg: PrecisionConfig, device: torch.device):
+    def __init__(self, cfg: PrecisionConfig, device: torch.device, microbatch_tokens: int):
+        self.dynamic, self.microbatch_tokens = cfg.dtype == "fp16", microbatch_tokens
         self.window, self.hysteresis = cfg.loss_scale_window, cfg.loss_scale_hysteresis
-        self.scale = torch.full((), cfg.loss_scale, dtype=torch.float32, device=device)
+        scale = cfg.loss_scale if self.dynamic else 1.0
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
         self.clean = torch.zeros((), dtype=torch.int32, device=device)  # steps since the last overflow or doubling
         # Overflows left before the scale halves.
         self.tolerance = torch.full((), self.hysteresis, dtype=torch.int32, device=device)
 
+    def backward_scale(self, num_microbatches: int) -> Tensor | float:
+        """Return the factor of a microbatch's loss sum before its backward; the optimizer divides by it.
+
+        fp16 cannot hold the gradient of a sum over all tokens times the loss scale, so there the sum becomes a mean.
+        """
+        return self.scale / (self.microbatch_tokens * num_microbatches) if self.dynamic else 1.0
+
+    def state(self) -> dict[str, Tensor]:
+        """Map the names in a checkpoint to 0-d tensors; empty if the scale is constant."""
+        if not self.dynamic:
+            return {}
+        return {"loss_scale": self.scale, "clean_steps": self.clean, "loss_tolerance": self.tolerance}
+
     def update(self, overflow: Tensor) -> None:
         """Adapt the scale to a step: `overflow` 0-d, not 0 if its gradients were not finite (`Stats.skipped`)."""
+        if not self.dynamic:
+            return
         overflow = overflow != 0
         clean = (self.clean + 1).masked_fill(overflow, 0)
         tolerance = self.tolerance - overflow.int()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,12 @@ from minitron.pipeline.schedule import (
     BackwardWeight,
     Exchange,
     Forward,
-    Kind,
     Schedule,
     Transfer,
     forward_only,
-    make,
 )
+
+MakeSchedule = Callable[[int, int, int], Schedule]  # pp, vp, microbatches
 
 
 class Executor:
@@ -51,7 +51,7 @@ class Executor:
     shape, dtype: of every tensor that travels between stages, [s/cp/tp, b, h]. begin_backward(chunk, first, last):
     called before each backward and each BackwardWeight; `first` and `last` of the chunk's in this step. begin_pass():
     called before the first of some actions. put_off: where layers hand in the weight gradients of a split backward.
-    kind: of the training schedule. forwards_done: on a GPU, where the device is through with a step's last forward.
+    make: the schedule of a training step. forwards_done: on a GPU, the end of a step's last forward.
     """
 
     def __init__(
@@ -64,20 +64,24 @@ class Executor:
         begin_backward: Callable[[int, bool, bool], None],
         begin_pass: Callable[[], None],
         put_off: Deferred,
-        kind: Kind,
+        make: MakeSchedule,
     ):
         self.chunks, self.pp, self.shape, self.dtype, self.device = chunks, pp, shape, dtype, device
         self.begin_backward, self.begin_pass, self.put_off = begin_backward, begin_pass, put_off
-        self.make = partial(make, kind=kind)
+        self.make = make
         self.actions = lru_cache(4)(self._actions)
         self.forwards_done = torch.cuda.Event(external=True) if device.type == "cuda" else None
+        # NCCL sets up a communicator in its first operation, in which every rank must take part.
+        all_reduce_(torch.zeros(1, device=device), pp)
 
-    def connect(self) -> None:
-        """Set up the communicator of the pipeline's ranks, before the first message. Collective over pp.
+    def wait_last_forward(self) -> None:
+        """Wait until the device is through with the last forward of the step.
 
-        NCCL does it at a communicator's first operation, in which every rank must take part.
+        Its backward and the update are time enough to queue the next step, so the device does not see the wait. The
+        host has not started the next step, which a signal may cancel.
         """
-        all_reduce_(torch.zeros(1, device=self.device), self.pp)
+        if self.forwards_done is not None:
+            self.forwards_done.synchronize()
 
     def train(self, batches: Sequence[object], seed: Tensor | float) -> Tensor:
         """Run forward and backward of every microbatch; the backward of a loss sum begins with `seed`.
@@ -122,7 +126,7 @@ class Executor:
             for chunk in self.chunks:
                 chunk.train()
 
-    def _actions(self, kind: Callable[[int, int, int], Schedule], num_microbatches: int) -> tuple[Action, ...]:
+    def _actions(self, kind: MakeSchedule, num_microbatches: int) -> tuple[Action, ...]:
         return kind(self.pp.size, len(self.chunks), num_microbatches).ranks[self.pp.rank]
 
 

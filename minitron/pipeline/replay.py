@@ -203,15 +203,14 @@ def _launched(planned: Sequence[Segment]) -> Iterator[object]:
                     yield replace(action, mb=microbatches[0]) if len(segment.launches) > 1 else action
 
 
-class StepGraph:
-    """Replays forward and backward of steps, after WARM_UP eager ones. Collective over the world.
+class Eager:
+    """Runs the passes of steps and evaluations by launching each kernel from the host.
 
-    scale(microbatches): what a loss is multiplied with. finish(): completes the sums of gradients. reset(): drops what
-    the host holds of an unfinished pass, before a recording and after one that failed. layers: blocks on this rank.
-    evaluates: whether evaluations will come, which are then recorded with the step.
-
-    nodes, capture_seconds: of the recorded step.
+    scale(microbatches): the factor of a loss sum before its backward. finish(): completes the sums of gradients.
+    reset(): drops what the host holds of a pass that was begun and will not end.
     """
+
+    replaying, nodes, capture_seconds = False, 0, 0.0  # as of Replay
 
     def __init__(
         self,
@@ -219,14 +218,47 @@ class StepGraph:
         scale: Callable[[int], Tensor | float],
         finish: Callable[[], None],
         reset: Callable[[], None],
+    ):
+        self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
+
+    def forward_backward(self, batches: Sequence[object]) -> Tensor:
+        """Run forward and backward of all microbatches and complete the sums of gradients; return the loss sum, 0-d.
+
+        The host reads nothing here. From step to step only the contents of device tensors differ: batches, parameters,
+        the scales of fp16 and FP8. So it can be recorded once and replayed.
+        """
+        loss_sum = self.executor.train(batches, self.scale(len(batches)))
+        self.finish()
+        return loss_sum
+
+    def evaluate(self, batches: Sequence[object]) -> Tensor:
+        """Run the forwards of an evaluation; return their loss sum, 0-d."""
+        return self.executor.evaluate(batches)
+
+    def close(self) -> None:
+        """Nothing has to be given up."""
+
+
+class Replay:
+    """Replays the passes of steps and evaluations, after WARM_UP eager steps. Collective over the world.
+
+    eager: runs what is not recorded. layers: blocks on this rank. evaluates: whether evaluations will come, which are
+    then recorded with the step. log: None writes nothing.
+
+    nodes, capture_seconds: of the recorded step.
+    """
+
+    def __init__(
+        self,
+        eager: Eager,
         mesh: Mesh,
         layers: int,
         evaluates: bool,
+        log: Log | None = None,
         recorder: Callable[[], CudaRecorder] = CudaRecorder,
     ):
-        self.executor, self.scale, self.finish, self.reset = executor, scale, finish, reset
-        self.mesh, self.layers, self.evaluates, self.recorder = mesh, layers, evaluates, recorder
-        self.log: Log | None = None
+        self.eager, self.mesh, self.layers, self.evaluates = eager, mesh, layers, evaluates
+        self.log, self.recorder = log, recorder
         self.nodes, self.capture_seconds, self._calls = 0, 0.0, 0
         self._training: Recording | None = None
         self._evaluation: Recording | None = None
@@ -246,24 +278,24 @@ class StepGraph:
         """How many graphs a replayed step has."""
         return 0 if self._training is None else len(self._training.graphs)
 
-    def replay(self, batches: Sequence[StaticBatch]) -> Tensor | None:
-        """Run a recorded step up to the sums of gradients; return the loss sum, 0-d. None: it is to be run eagerly."""
+    def forward_backward(self, batches: Sequence[StaticBatch]) -> Tensor:
+        """As Eager has it; a replay overwrites the loss sum of the one before."""
         self._calls += 1
         if self._calls == WARM_UP + 1:
             self._record_all(batches)
         if self._training is None:
-            return None
-        self.mesh.activity.replay(self._training.actions)
-        loss = self._training.replay(batches)
+            return self.eager.forward_backward(batches)
+        loss_sum = self._replay(self._training, batches)
         self.mesh.activity.begin("update")
-        return loss
+        return loss_sum
 
     def evaluate(self, batches: Sequence[StaticBatch]) -> Tensor:
-        """Run an evaluation's forwards, replayed if steps are: graphs keep the memory that eager ones would need."""
-        if self._evaluation is None:
-            return self.executor.evaluate(batches)
-        self.mesh.activity.replay(self._evaluation.actions)
-        return self._evaluation.replay(batches)
+        """As Eager has it; replayed if steps are, because graphs keep the memory that eager forwards would need."""
+        return self.eager.evaluate(batches) if self._evaluation is None else self._replay(self._evaluation, batches)
+
+    def _replay(self, recording: Recording, batches: Sequence[StaticBatch]) -> Tensor:
+        self.mesh.activity.replay(recording.actions)
+        return recording.replay(batches)
 
     def close(self) -> None:
         """Give the graphs up. To be called before the process groups end whose operations they hold."""
@@ -274,7 +306,7 @@ class StepGraph:
     def _record_all(self, batches: Sequence[StaticBatch]) -> None:
         """Record a step, and an evaluation if any will come."""
         if self.evaluates:
-            self.executor.evaluate(batches)  # compiles what steps have not needed
+            self.eager.evaluate(batches)  # compiles what steps have not needed
         recorder = self.recorder()
         self._training = self._on_all("steps", partial(self._record, recorder, batches, True))
         if self.evaluates and self.replaying:
@@ -294,7 +326,7 @@ class StepGraph:
         all_reduce_(everywhere, self.mesh.world, op=dist.ReduceOp.MIN)
         if everywhere.item():
             return recording
-        self.reset()
+        self.eager.reset()
         text = f"train.cuda_graph: {what} stay eager on all ranks: {problem or 'another rank could not record them'}"
         if self.log is not None and problem:
             self.log.alarm(f"warning: {text}", where)
@@ -303,15 +335,15 @@ class StepGraph:
         return None
 
     def _record(self, recorder: CudaRecorder, batches: Sequence[StaticBatch], training: bool) -> Recording:
-        begun, m, executor = time.perf_counter(), len(batches), self.executor
+        begun, m, executor = time.perf_counter(), len(batches), self.eager.executor
         recorder.used()  # the device has to be through with what a reset drops
-        self.reset()
+        self.eager.reset()
         # Only now, for what it dropped, an eager evaluation's casts among it, is given back here.
         used, actions = recorder.used(), executor.training(m) if training else executor.evaluation(m)
         planned = segments(actions, executor.pp.size, m, NODES_PER_LAYER * self.layers * m / len(actions))
         with self.mesh.activity.recording():
             if training:
-                start, end = lambda x: executor.begin(x, self.scale(m)), self.finish
+                start, end = lambda x: executor.begin(x, self.eager.scale(m)), self.eager.finish
             else:
                 start, end = lambda x: Run(executor, x, None), lambda: None
             recording = Recording(recorder, planned, batches, start, end)

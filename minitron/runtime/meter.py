@@ -8,7 +8,7 @@ log it. A step's time is taken on the device, between the copies of two steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.runtime.log import Iteration, Log
+from minitron.runtime.observer import Observer, StepDone
 
 GIB = 2**30
 
 
 class Watcher(Protocol):
-    """Whoever looks at the figures of every step."""
+    """Receives the figures of each step."""
 
     def saw(self, it: Iteration) -> None: ...
 
@@ -34,14 +35,22 @@ class Stall(Protocol):
     def seconds(self) -> float: ...
 
 
-class Meter:
+class Meter(Observer):
     """Logs the figures of each step, device tensors, one step late. Collective over the world.
 
-    watchers: whom each step's figures are handed to, after the log.
+    memory(): bytes of the GPU in use at the peak, and now. stalls(): what training has waited for since the last call.
+    watchers: receive each step's figures after the log.
     """
 
-    def __init__(self, log: Log, mesh: Mesh, *watchers: Watcher):
-        self.log, self.mesh, self.watchers = log, mesh, watchers
+    def __init__(
+        self,
+        log: Log,
+        mesh: Mesh,
+        memory: Callable[[], tuple[int, int]],
+        stalls: Callable[[], Sequence[Stall]],
+        *watchers: Watcher,
+    ):
+        self.log, self.mesh, self.memory, self.stalls, self.watchers = log, mesh, memory, stalls, watchers
         self.waiting: tuple[dict, Tensor, Mark, Sequence[Stall]] | None = None
         self.restart()
 
@@ -49,31 +58,30 @@ class Meter:
         """Begin the next step's time now, so that it does not include an evaluation since the last step."""
         self.last = Mark(self.mesh.device)
 
-    def step(self, values: Tensor, memory: tuple[int, int], stalls: Sequence[Stall] = (), **known) -> None:
-        """Take the figures of a step that may still run, log those of the step before.
-
-        values: loss, grad_norm, skipped, nan, loss_scale, float64 on the device and equal on all ranks. memory: bytes
-        of the GPU at the peak, and now. stalls: the saves that the step waited for. known: the other fields of
-        `Iteration` that the host has; squared_lengths and padding are those of this data rank, and missing if each
-        sample is one document.
-        """
+    def after(self, done: StepDone) -> None:
+        """Take the figures of a step that may still run, log those of the step before."""
         self.mesh.activity.begin("figures")
+        values, known = done.figures, {"step": done.step, "consumed_samples": done.consumed_samples, "lr": done.lr}
         extra = torch.zeros(4, dtype=values.dtype, device=values.device)
-        if "padding" in known:
-            extra[0].fill_(known["squared_lengths"])
-            extra[1].fill_(known["padding"])
+        if done.batches[0].documents is not None:  # those of this data rank
+            known |= {"squared_lengths": 0.0, "padding": 0.0}
+            extra[0].fill_(sum(batch.squared_lengths for batch in done.batches))
+            extra[1].fill_(sum(batch.padding for batch in done.batches))
             all_reduce_(extra[:2], self.mesh.dp)
         if values.is_cuda:
-            extra[2].fill_(memory[0] / GIB)
-            extra[3].fill_(memory[1] / GIB)
+            for place, size in zip(extra[2:], self.memory()):
+                place.fill_(size / GIB)
             known |= {"memory_gib": 0.0, "allocated_gib": 0.0}
         all_reduce_(extra[2:], self.mesh.world, op=dist.ReduceOp.MAX)
         host = torch.cat([values, extra]).to("cpu", non_blocking=True)
         copied = Mark(values.device)
         self.flush()
-        self.waiting = known, host, copied, stalls
+        self.waiting = known, host, copied, self.stalls()
         if not values.is_cuda:  # a CPU has finished the step already
             self.flush()
+
+    def close(self) -> None:
+        self.flush()
 
     def flush(self) -> None:
         """Log the step that is still waiting, if there is one."""

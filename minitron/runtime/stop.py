@@ -18,8 +18,8 @@ Short steps pass several gates at once, so that ten thousand ranks do not all us
 comes up to ADVANCE_SECONDS later for that. The store alone decides, so the ranks' step times may differ.
 
 The host runs ahead of its GPU. It comes to the gate only when the GPU has done the step's last forward
-(`Trainer.near_end`): with a signal before that, the step on the GPU is the last one; with a later signal, the next
-step.
+(`Executor.wait_last_forward`): with a signal before that, the step on the GPU is the last one; with a later signal, the
+next step.
 
 The same signal a second time ends a rank at once, unless it comes within five seconds: then it counts as an echo, since
 Slurm signals every process and torchrun hands on what it gets. A SIGINT has exactly one echo, and only under torchrun:

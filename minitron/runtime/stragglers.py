@@ -42,6 +42,7 @@ from minitron.comm.collectives import all_gather_into
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import TrainConfig
 from minitron.runtime.log import Log
+from minitron.runtime.observer import Observer, StepDone
 
 STEPS = 20  # that are looked at together
 MORE = 1.05  # times as long as the others
@@ -104,10 +105,10 @@ class Stopwatch:
         return torch.cuda.current_stream(self.total.device.index) if self.total.is_cuda else None
 
 
-class Stragglers:
+class Stragglers(Observer):
     """Compares the times of ranks every cfg.check_speed_every steps; 0: never.
 
-    Making it and `step` are collective over the world.
+    Making it and `after` are collective over the world.
     slow: the ranks that are now slower than others.
     """
 
@@ -122,11 +123,11 @@ class Stragglers:
             self.taken, self.places = 0, gather_places(mesh)
             log.places(self.places)
 
-    def step(self, step: int) -> None:
-        """Note the time of a step, and begin to gather the last ones if it is time to. No GPU waits for it."""
+    def after(self, done: StepDone) -> None:
+        """Note the time of a step, and begin to gather the last ones if it is time to."""
         if not self.every:
             return
-        self.flush()
+        self.close()
         self.taken += 1
         self.stopwatch.read_into(self.readings[self.taken])
         if self.taken < self.every:
@@ -136,13 +137,13 @@ class Stragglers:
         everyone = self.readings.new_empty(world.size * len(self.readings))
         all_gather_into(everyone, self.readings, world)
         host = everyone.view(world.size, -1).to("cpu", non_blocking=True)
-        self.waiting = step, host, torch.cuda.current_stream().record_event() if on_gpu else None
+        self.waiting = done.step, host, torch.cuda.current_stream().record_event() if on_gpu else None
         self.readings[0].copy_(self.readings[-1])
         self.taken = 0
         if not on_gpu:
-            self.flush()
+            self.close()
 
-    def flush(self) -> None:
+    def close(self) -> None:
         """Look at the times that were gathered last, if that has not been done."""
         if self.waiting is None:
             return

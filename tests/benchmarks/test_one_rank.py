@@ -108,9 +108,8 @@ def test_mistakes_are_known_before_the_measurement(capsys):
 
 @pytest.mark.parametrize("keys, world", [(PIPELINE, 8), (TOY, 1)])
 def test_a_replayed_step_is_measured(keys, world, capsys):
-    def build(*args):
-        replayed(trainer := original(*args))
-        return trainer
+    def build(*args, log):
+        return replayed(original(*args), log=log)
 
     original, argv = train.build, [*keys, "--world", str(world), "--rank", "last", "--steps", "4", "--alone"]
     with mock.patch.object(train, "build", build), mock.patch.object(one_rank.Clock, "captures", lambda clock: True):

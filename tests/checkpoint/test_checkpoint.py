@@ -55,8 +55,7 @@ def start_trainer(cfg: Config) -> tuple[Trainer, Start]:
     torch.set_num_threads(1)
     mesh = mesh_of(cfg)
     start = agree(cfg, mesh)
-    trainer = build(cfg, mesh)
-    trainer.base = start.mark
+    trainer = build(cfg, mesh, base=start.mark)
     restore(start, trainer.state)
     return trainer, start
 

@@ -45,9 +45,10 @@ def train(base: dict, name: str, layout: dict, device: torch.device, world: int,
     trainer.gradients.wait_parameters()
     figures.append([p.float().double().sum().item() for chunk in trainer.chunks for p in chunk.parameters()])
     recorded = None
-    if trainer.graph is not None:
-        recorded = trainer.graph.replaying, trainer.graph.graphs, trainer.graph.nodes, trainer.graph.capture_seconds
-        trainer.graph.close()
+    runner = trainer.runner
+    if isinstance(runner, graph.Replay):
+        recorded = runner.replaying, runner.graphs, runner.nodes, runner.capture_seconds
+    runner.close()
     return figures, recorded
 
 

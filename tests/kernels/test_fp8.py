@@ -12,7 +12,7 @@ from minitron.config import rules
 from minitron.config.schema import PrecisionConfig
 from minitron.data.loader import Loader
 from minitron.kernels import fp8_torch
-from minitron.kernels.fp8 import Fp8Gemm, Fp8State, choose_backend, end_step
+from minitron.kernels.fp8 import Fp8Gemm, Fp8State, Fp8States, choose_backend
 from minitron.kernels.fp8_scales import HISTORY, KINDS, DelayedScaling, WeightScales, advance, limit, scale_of
 from minitron.kernels.fp8_torch import Operand
 from minitron.kernels.gemm import Gemm
@@ -177,7 +177,7 @@ def histories(magnitudes, mesh_shape):
     for step in magnitudes:
         for part in (0.5, 1.0, 0.25):  # microbatches
             gemm.quantize(torch.full((16, 16), step[mesh.rank] * part).bfloat16(), columns=True, record=True)
-        end_step([state])
+        Fp8States([state]).advance()
         scales.append(float(state.scaling.scale[0]))
     return scales, gemm.history[:, 0].clone()
 

@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_is_reported_and_no_tokens_at_all_skip_the_ste
 
 def state_slices(optimizer):
     """This rank's state by parameter: views into the state itself, as a checkpoint's pieces are."""
-    state = State([], optimizer, None)
+    state = State([], optimizer, LossScaler(PrecisionConfig(), torch.device("cpu"), 1))
     return [{kind: part.of(flat) for kind, flat in state.slices().items()} for part in optimizer.gradients.owned()]
 
 
@@ -287,6 +287,7 @@ def scales(scale, window, hysteresis, overflows):
     scaler = LossScaler(
         PrecisionConfig("fp16", loss_scale=scale, loss_scale_window=window, loss_scale_hysteresis=hysteresis),
         torch.device("cpu"),
+        1,
     )
     result, held = [], scaler.scale
     for overflow in overflows:

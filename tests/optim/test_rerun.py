@@ -28,19 +28,19 @@ def computed_twice(cfg, again: bool) -> tuple[list, set]:
     torch.set_num_threads(1)
     trainer, found = build(cfg, mesh_of(cfg)), []
     if again:
-        replayed(trainer)
+        trainer = replayed(trainer)
     compared = Rerun(trainer.gradients)
     loader, batch = Loader(dataset_of(cfg), cfg, trainer.mesh), cfg.train.global_batch_size
     for step in range(cfg.train.steps):
         batches = loader.step(step * batch, step)
-        loss = trainer.contribution(trainer.forward_backward(batches), batches)[0]
+        loss = trainer.totals(trainer.runner.forward_backward(batches), batches)[0]
         first, before = compared._own_figures(loss), [b.grad_slice.clone() for b in trainer.gradients.buckets]
         second = compared._own_figures(trainer.again(batches))
         found.append((first.tolist(), second.tolist(), compared._differing(first, second)))
         assert all(torch.equal(a, b.grad_slice) for a, b in zip(before, trainer.gradients.buckets))
         trainer.step(batches, cfg.optimizer.lr)
     loader.close()
-    assert not again or trainer.graph.replaying
+    assert not again or trainer.runner.replaying
     return found
 
 

@@ -684,7 +684,7 @@ def test_only_skips_in_a_row_end_a_run():
 
 
 def test_the_search_for_a_loss_scale_does_not_end_a_run():
-    scaler = LossScaler(PrecisionConfig(dtype="fp16", loss_scale=2.0**24), torch.device("cpu"))
+    scaler = LossScaler(PrecisionConfig(dtype="fp16", loss_scale=2.0**24), torch.device("cpu"), 1)
     stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
     steps_at_one = step = 0
     with pytest.raises(Diverged):

@@ -7,6 +7,7 @@ import torch
 from minitron.comm.mesh import Mesh
 from minitron.data.loader import squared_lengths
 from minitron.runtime.meter import Meter
+from minitron.runtime.observer import StepDone
 
 
 def test_padding_is_no_document():
@@ -21,10 +22,11 @@ def test_padding_is_no_document():
 def step_of_a_rank():
     """What each of 4 ranks, of which tp 2 read the same samples, logs of a step."""
     mesh, logged = Mesh.create(tp=2), []
-    meter = Meter(SimpleNamespace(iteration=logged.append), mesh, SimpleNamespace(saw=lambda it: None))
+    log, watcher = SimpleNamespace(iteration=logged.append), SimpleNamespace(saw=lambda it: None)
+    meter = Meter(log, mesh, lambda: (0, 0), list, watcher)
     squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
-    known = dict(step=5, consumed_samples=10, lr=0.25, squared_lengths=squares, padding=padding)
-    meter.step(torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64), 0, **known)
+    batch = SimpleNamespace(documents=(), squared_lengths=squares, padding=padding)
+    meter.after(StepDone(5, 10, 0.25, [batch], torch.tensor([3.0, 2.0, 0.0, 1.0, 8.0], dtype=torch.float64)))
     return logged
 
 

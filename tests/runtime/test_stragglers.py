@@ -151,7 +151,7 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
     """
     cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"steps": 30, "global_batch_size": 8}})
     trainer, alarms = build(cfg, mesh_of(cfg)), []
-    replayed(trainer)
+    trainer = replayed(trainer)
     clock, delay = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     forward, backward = executor.Run.forward, executor.Run.backward
 
@@ -170,10 +170,10 @@ def replayed_steps(slow_rank: int) -> tuple[list, set[int]]:
     try:
         for step in range(1, cfg.train.steps + 1):
             if step == 11:
-                assert trainer.graph.replaying
+                assert trainer.runner.replaying
                 delay.fill_(300 if trainer.mesh.rank == slow_rank else 0)
             trainer.step(loader.step((step - 1) * 8, step), 1e-3)
-            compared.step(step)
+            compared.after(SimpleNamespace(step=step))
     finally:
         executor.Run.forward, executor.Run.backward = forward, backward
         loader.close()
@@ -256,7 +256,7 @@ def cost_of_comparing() -> tuple[float, float]:
     add, watch._add = watch._add, asked.append
     mean_of(2, trainer.step, batches, 1e-3)
     step = mean_of(10, trainer.step, batches, 1e-3)
-    watch._add, compare = add, lambda: (watch.begin(), compared.step(0))
+    watch._add, compare = add, lambda: (watch.begin(), compared.after(SimpleNamespace(step=0)))
     mean_of(20, compare)  # which connects the ranks
     return step, len(asked) / 12 * mean_of(10_000, add, 1) + mean_of(100, compare)
 
@@ -273,7 +273,7 @@ def test_a_rank_that_recovers_is_said_once():
     log = SimpleNamespace(alarm=said.alarms.append, info=said.infos.append)
     compared = Stragglers(Mesh.offline(), log, TrainConfig(), None)
     assert compared.every == 0  # of one rank
-    compared.step(1)
+    compared.after(SimpleNamespace(step=1))
     compared.places, compared.mesh = ["another host", "a host"], Mesh.offline(2, 1)
     times = own_times(2)
     times[:, 1] *= 2

@@ -38,6 +38,7 @@ from minitron.config.schema import Config
 from minitron.config.sizes import PERSISTENT
 from minitron.data.build import build_datasets
 from minitron.data.loader import Loader
+from minitron.pipeline.executor import MakeSchedule
 from minitron.pipeline.schedule import Schedule, make
 from minitron.planner.dryrun import repeats
 from minitron.planner.dryrun.memory_walk import MemoryWalk
@@ -145,8 +146,7 @@ def _walk(cfg: Config, mesh: Mesh, schedule: Schedule, begun: Callable[[object],
 
     recorder = Recorder(begin)
     with walk:
-        trainer = prepare(cfg, recorded(mesh, recorder))
-        trainer.executor.make = lambda *sizes: schedule
+        trainer = prepare(cfg, recorded(mesh, recorder), lambda *sizes: schedule)
         label(walk, trainer)
         run_step(trainer, schedule.num_microbatches)
     peak, action = walk.peak()
@@ -197,9 +197,9 @@ def recorded(mesh: Mesh, recorder: Recorder) -> Mesh:
     return replace(mesh, **{name: replace(axis, activity=recorder) for name, axis in axes.items()})
 
 
-def prepare(cfg: Config, mesh: Mesh) -> Trainer:
-    """Build a trainer as it is in the middle of a run. Collective over the world."""
-    trainer = build(cfg, mesh)
+def prepare(cfg: Config, mesh: Mesh, schedule: MakeSchedule | None = None) -> Trainer:
+    """Build a trainer as it is in the middle of a run. Collective over the world. schedule: see build."""
+    trainer = build(cfg, mesh, schedule=schedule)
     for chunk in trainer.chunks:
         if chunk.fp8_state.scaling is not None:
             chunk.fp8_state.scaling.follow_history()
