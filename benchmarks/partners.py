@@ -56,7 +56,7 @@ def partners(gpus_per_node: int) -> Iterator[None]:
             *((module, "SharedBuffer", LocalBuffer) for module in (overlap, slices)),
             (overlap.SymmetricMemoryComm, "_receive", receive),
             (vocab, "lookup", look_up),
-            (train.Trainer, "contribution", contribution),
+            (train.Trainer, "totals", totals),
         ):
             replaced.enter_context(mock.patch.object(owner, name, ours))
         yield
@@ -133,6 +133,6 @@ def look_up(ids: Tensor, table: Tensor, first: int, *others: Any, lookup: Callab
     return lookup(ids, table, 0, *others)
 
 
-def contribution(self: train.Trainer, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """Trainer.contribution: the sums of losses and tokens as if this rank were the one that counts them."""
+def totals(self: train.Trainer, loss_sum: Tensor, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """Trainer.totals: the sums of losses and tokens as if this rank were the one that counts them."""
     return loss_sum, torch.full((), sum(b.count for b in batches), dtype=torch.float64, device=self.mesh.device)

@@ -53,7 +53,7 @@ from minitron.runtime.stop import Stop
 from minitron.runtime.stragglers import Stragglers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
     """The parts of a run on this rank. base: fingerprint of the frozen weights that adapters are trained beside."""
 

@@ -17,7 +17,7 @@ from minitron.kernels.gemm import Activation, Gemm
 from minitron.kernels.param import GradSlot
 from minitron.model.layers import rope_frequencies, rope_tables, split_heads
 from minitron.parallel.layout import Layout
-from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from minitron.parallel.linear import ColumnParallelLinear, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.vocab import lookup
 from minitron.testing import assert_close_rel
@@ -92,7 +92,7 @@ def test_linear(remade):
     """Its bias's gradient, which is summed in float32, is compared in test_tensor_parallel.py."""
     layer = filled(ColumnParallelLinear(H, (F,), double_layout(), std=1.0, bias=True, gemm=Gemm()))
     x = randn(S, B, H).requires_grad_()
-    ours = column_linear(x, layer.linear, x.detach if remade else None)
+    ours = apply_linear(x, layer.linear, x.detach if remade else None)
     assert_same(ours, x @ layer.weight.t() + layer.bias, [x, layer.weight], EXACT, "linear")
 
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from layouts import GPT3, LLAMA, config, dataset_of
-from minitron import pretrain, train
+from minitron import pretrain
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.data.loader import Loader
 from minitron.model.layers import Norm
 from minitron.parallel.linear import RowParallelLinear
+from minitron.runtime.log import Log
 from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
 
@@ -156,14 +157,14 @@ def test_the_logged_loss_scale_is_the_one_that_the_step_had(tmp_path):
 
 def test_an_evaluation_takes_no_time_of_the_next_step(tmp_path, monkeypatch):
     """It takes 1,000 s here by a clock that is put on."""
-    clock, late, evaluate = time.perf_counter, [0.0], train.evaluate
+    clock, late, evaluation = time.perf_counter, [0.0], Log.evaluation
 
     def slow(*args):
-        evaluate(*args)
+        evaluation(*args)
         late[0] += 1000.0
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
-    monkeypatch.setattr(train, "evaluate", slow)
+    monkeypatch.setattr(Log, "evaluation", slow)
     pretrain.main([*RUN, f"log.dir={tmp_path}"])
     seconds = [r["step_seconds"] for r in records_in(tmp_path)["step"]]
     assert late == [2000.0] and len(seconds) == STEPS and 0 < min(seconds) and max(seconds) < 1000.0

@@ -33,7 +33,7 @@ from minitron.kernels.rng import AttentionDropout, dropout, token_keys
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
 from minitron.parallel import context
 from minitron.parallel.layout import Layout, make_layout
-from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, column_linear
+from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
 from minitron.parallel.packed import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
@@ -200,11 +200,11 @@ class Head(nn.Module):
         )
         columns = len(self.weight)
         self.num_ids = min(max(m.vocab_size - layout.axis.rank * columns, 0), columns)
-        self.linear = Linear(self.weight, None, gemm, layout.comm, layout.put_off)
+        self.linear = Linear(self.weight, None, gemm, layout.comm, layout.put_off, by_columns=True)
 
     def forward(self, stream: Residual) -> Tensor:
         _, y = self.norm(stream, self.linear.gemm)
-        return column_linear(y, self.linear)
+        return apply_linear(y, self.linear)
 
 
 class GPT(nn.Module):

@@ -41,7 +41,16 @@ from minitron.kernels.param import Param, Shard, named_params_of
 from minitron.kernels.rng import drop_by_name
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import Layout
-from minitron.parallel.linear import ParallelLinear, RecomputeInput, column_backward, row_backward, rows, unrows
+from minitron.parallel.linear import (
+    ParallelLinear,
+    RecomputeInput,
+    column_backward,
+    column_forward,
+    row_backward,
+    row_forward,
+    rows,
+    unrows,
+)
 from minitron.parallel.overlap import Arriving, LinearComm
 
 FIRST_SITE = 3  # of dropout within a block: those before are the residual stream's
@@ -73,7 +82,7 @@ class Adapter(nn.Module):
         self, linear: ParallelLinear, spans: dict[str, AdaptedRows], cfg: Config, layout: Layout, place: tuple[int, int]
     ):
         super().__init__()
-        axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.by_columns
+        axis, rank, by_rows = layout.axis, cfg.lora.rank, linear.linear.by_columns
         k = linear.weight.shape[1] * (1 if by_rows else axis.size)
         # The variance of PEFT's and Hu et al.'s uniform start, 1 / 3k.
         self.a = layout.parameter(
@@ -89,35 +98,13 @@ class Adapter(nn.Module):
             for i, span in enumerate(spans.values())
         ]
         self.scale, self.dropout, self.place = cfg.lora.scale, cfg.lora.dropout, place
-        self.linear, self.by_columns = linear.linear, by_rows
+        self.linear = linear.linear
         self.ops, self.gemm = layout.kernels.ops, layout.gemm
         self.first_channel = 0 if by_rows else axis.rank * self.a.shape[1]
 
     def forward(self, x: Tensor, recompute_input: RecomputeInput | None, keys: Tensor | None) -> Tensor:
-        """Map x [s', b, k]. recompute_input: as for `column_linear`; keys [s', b]: dropout counters or None."""
+        """Map x [s', b, k]. recompute_input: as for `apply_linear`; keys [s', b]: dropout counters or None."""
         return _Adapted.apply(x, self, recompute_input, keys, torch.is_grad_enabled(), self.a, *self.b.values())
-
-    def product(self, x: Tensor, training: bool) -> Tensor:
-        """Multiply x [m, k] with the frozen weight: [m', n], communication included."""
-        weight, _, gemm, comm, _ = self.linear
-        gemm.prepare(weight)
-        if self.by_columns:
-            payload = gemm.quantize(x, comm.gathered, columns=False, record=training)
-            return comm.gather_matmul(payload, self.linear.product, weight, weight.shape[0])[0]
-        payload = gemm.quantize(x, columns=False, record=training)
-        return comm.matmul_scatter(payload, gemm.forward, weight, weight.shape[0])
-
-    def input_grad(self, dy: Tensor) -> Tensor:
-        """Multiply dy [m', n] with the frozen weight's transpose: [m, k], communication included."""
-        gemm, comm = self.linear.gemm, self.linear.comm
-        if self.by_columns:
-            payload = gemm.quantize_grad(dy, columns=False)
-            dx, _ = column_backward(self.linear, payload, None, need_dx=True)
-        else:
-            payload = gemm.quantize_grad(dy, comm.gathered, columns=False)
-            dx, _ = row_backward(self.linear, payload, None, need_dx=True)
-        assert dx is not None
-        return dx
 
     def add_gradient(self, factor: Param, dy: Tensor, x: Tensor) -> Tensor | None:
         """Add dy^T x to the factor's main_grad, now or in a BackwardWeight; without a slot return it."""
@@ -153,8 +140,10 @@ class _Adapted(torch.autograd.Function):
         *b: Param,
     ) -> Tensor:
         u = adapter.scaled(rows(adapter.drop(x, keys)), a.t())
-        u, handle = (f_start if adapter.by_columns else g_start)(u, adapter.linear.comm)
-        y = adapter.product(rows(x), training)
+        u, handle = (f_start if adapter.linear.by_columns else g_start)(u, adapter.linear.comm)
+        linear = adapter.linear
+        payload = linear.gemm.quantize(rows(x), linear.input_axis, columns=False, record=training)
+        y = (column_forward if linear.by_columns else row_forward)(linear, payload)
         handle.wait()
         for (outputs, columns), factor in zip(adapter.places, b, strict=True):
             y[:, outputs].addmm_(u[:, columns], factor.t())
@@ -169,8 +158,11 @@ class _Adapted(torch.autograd.Function):
         du = torch.empty_like(u)
         for (outputs, columns), factor in zip(adapter.places, factors):
             du[:, columns].addmm_(dy[:, outputs], factor, beta=0, alpha=adapter.scale)
-        du, handle = (g_start if adapter.by_columns else f_start)(du, adapter.linear.comm)
-        dx = adapter.input_grad(dy) if ctx.needs_input_grad[0] else None
+        du, handle = (g_start if adapter.linear.by_columns else f_start)(du, adapter.linear.comm)
+        dx, linear = None, adapter.linear
+        if ctx.needs_input_grad[0]:
+            payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=False)
+            dx, _ = (column_backward if linear.by_columns else row_backward)(linear, payload, None, need_dx=True)
         db = [
             adapter.add_gradient(factor, dy[:, outputs], u[:, columns])
             for (outputs, columns), factor in zip(adapter.places, factors)

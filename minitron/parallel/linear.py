@@ -21,9 +21,9 @@ one all-reduce, 1/tp of the activations. Every layer is then
 where f gathers the sequence and g reduces and scatters it (without sequence parallelism f does nothing and g is an
 all-reduce). Two objects do the work: a `Gemm` (kernels/gemm.py) has the products of a number format, and a `LinearComm`
 (parallel/overlap.py) runs a product together with f or g, in one piece or in several. What is gathered is the quantized
-payload, so FP8 also halves the traffic. From a layer to its product it is three calls: the autograd function, the
-communication, the format. The MLP (mlp.py) and adapters (model/lora.py) are autograd functions of their own
-that use the same two. A backward that the schedule has split hands dW in for later (pipeline/deferred.py).
+payload, so FP8 also halves the traffic. Four functions, `column_forward` to `row_backward`, are the table's cells; the
+autograd functions of a layer, of the MLP (mlp.py) and of adapters (model/lora.py) call them. A split backward queues
+its weight gradients (pipeline/deferred.py).
 """
 
 from __future__ import annotations
@@ -40,42 +40,107 @@ from minitron.kernels.gemm import ALONE, Gemm, Payload, Quantized
 from minitron.kernels.param import Param, Shard, accumulate
 from minitron.kernels.plain import sum_rows
 from minitron.parallel.layout import Layout
-from minitron.parallel.overlap import LinearComm, Product
+from minitron.parallel.overlap import LinearComm
 from minitron.pipeline.deferred import Deferred
 
 RecomputeInput = Callable[[], Tensor | Quantized]
 
 
 class Linear(NamedTuple):
-    """What the product of a layer needs. bias: the one that the product adds, in column-parallel layers."""
+    """A weight with what its products need.
+
+    bias: added by the product, in column-parallel layers; None in row-parallel ones. by_columns: split by output
+    features, else by input features.
+    """
 
     weight: Param
     bias: Param | None
     gemm: Gemm
     comm: LinearComm
     put_off: Deferred
+    by_columns: bool
 
     @property
-    def product(self) -> Product:
-        """The forward product: product(x, weight, out) -> x W^T + bias."""
-        return self.gemm.forward if self.bias is None else partial(self.gemm.forward, bias=self.bias)
+    def input_axis(self) -> Axis:
+        """The ranks whose inputs are gathered, so that they must agree on a scale."""
+        return self.comm.gathered if self.by_columns else ALONE
+
+    @property
+    def grad_axis(self) -> Axis:
+        """The ranks whose output gradients are gathered."""
+        return ALONE if self.by_columns else self.comm.gathered
 
 
-# ---- column-parallel -------------------------------------------------------------------------------------------------
+# ---- the four passes, which autograd functions call -----------------------------------------------------------------
 
 
-def column_linear(x: Tensor | Quantized, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
-    """Return f(x) W^T + bias: x [s/tp, b, k], weight [n/tp, k] -> [s, b, n/tp].
+def column_forward(linear: Linear, x: Payload) -> Tensor:
+    """Gather x, then return x W^T + bias: x [m/tp, k] -> [m, n/tp]. Without sequence parallelism x is [m, k]."""
+    weight, bias, gemm = linear.weight, linear.bias, linear.gemm
+    gemm.prepare(weight)
+    product = gemm.forward if bias is None else partial(gemm.forward, bias=bias)
+    return linear.comm.gather_matmul(x.for_product(), product, weight, weight.shape[0])[0]
 
-    Without sequence parallelism x is [s, b, k]. recompute_input: makes x anew in the backward pass, so that x is not
-    kept (selective recomputation).
+
+def row_forward(linear: Linear, x: Payload) -> Tensor:
+    """Return the sum over tp of x W^T, scattered: x [m, k/tp] -> [m/tp, n]; [m, n] without sequence parallelism."""
+    weight, gemm = linear.weight, linear.gemm
+    gemm.prepare(weight)
+    return linear.comm.matmul_scatter(x, gemm.forward, weight, weight.shape[0])
+
+
+def column_backward(
+    linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return (dx, dW).
+
+    x: the layer's input; None if the weight is frozen. dW is None if it was added to main_grad, if the schedule
+    computes it later, and if the weight is frozen.
     """
-    return _ColumnLinear.apply(
-        *parts_of(x), linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled()
-    )
+    weight, gemm, comm, dw = linear.weight, linear.gemm, linear.comm, None
+    if x is not None and linear.put_off.holding:
+        add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
+        linear.put_off.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
+        x, dy = None, dy.for_product()
+    gathering = None if x is None else comm.start_gather(x.for_weight_grad())
+    scattering = None
+    if need_dx:
+        gemm.prepare(weight)
+        if gathering is None:
+            return comm.matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1]), None
+        scattering = comm.start_matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1])
+    if gathering is not None:
+        dw = gemm.weight_grad(weight, dy, gathering.wait())
+    return None if scattering is None else scattering.wait(), dw
 
 
-class _ColumnLinear(torch.autograd.Function):
+def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return (dx, dW) as `column_backward` does."""
+    weight, gemm, comm = linear.weight, linear.gemm, linear.comm
+    if x is not None and linear.put_off.holding:
+        kept, gather = x.detached(), partial(comm.start_gather, dy.for_weight_grad())
+        linear.put_off.put(gather, lambda whole: gemm.weight_grad(weight, whole, kept))
+        x, dy = None, dy.for_product()
+    if not need_dx:
+        return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
+    gemm.prepare(weight)
+    dx, whole = comm.gather_matmul(dy, gemm.input_grad, weight, weight.shape[1], keep=x is not None)
+    return dx, None if x is None or whole is None else gemm.weight_grad(weight, whole, x)
+
+
+# ---- the autograd function of both layers ---------------------------------------------------------------------------
+
+
+def apply_linear(x: Tensor | Quantized, linear: Linear, recompute_input: RecomputeInput | None = None) -> Tensor:
+    """Multiply, communication included: [s', b, k] -> [s'', b, n]; s' and s'' as the two layers below have them.
+
+    recompute_input: makes x anew in the backward pass, so that x is not kept (selective recomputation).
+    """
+    training = torch.is_grad_enabled()
+    return _Linear.apply(*parts_of(x), linear.weight, linear.bias, linear, recompute_input, training)
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -87,111 +152,38 @@ class _ColumnLinear(torch.autograd.Function):
         recompute_input: RecomputeInput | None,
         training: bool,
     ) -> Tensor:
-        gemm, comm = linear.gemm, linear.comm
         keep = training and recompute_input is None and ctx.needs_input_grad[2]
         if payload is None:
-            payload = gemm.quantize(rows(x), comm.gathered, columns=keep, record=training)
+            payload = linear.gemm.quantize(rows(x), linear.input_axis, columns=keep, record=training)
         ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
         if keep:
             ctx.save_for_backward(*payload.for_weight_grad())
-        gemm.prepare(weight)
-        y, _ = comm.gather_matmul(payload.for_product(), linear.product, weight, weight.shape[0])
-        return unrows(y, ctx.batch)
+        return unrows((column_forward if linear.by_columns else row_forward)(linear, payload), ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         linear, dy = ctx.linear, rows(dy)
         need_dx, _, need_dw, need_db = ctx.needs_input_grad[:4]
-        x = saved_or_recomputed(ctx, ctx.saved_tensors, linear.gemm, linear.comm.gathered) if need_dw else None
+        x = saved_or_recomputed(ctx, ctx.saved_tensors, linear) if need_dw else None
         db = accumulate(linear.bias, sum_rows(dy)) if need_db else None
-        payload = linear.gemm.quantize_grad(dy, columns=need_dw)
-        del dy  # which is a copy if the gradient was not contiguous
         if not (need_dx or need_dw):
             return None, None, None, db, None, None, None
-        dx, dw = column_backward(linear, payload, x, need_dx)
+        payload = linear.gemm.quantize_grad(dy, linear.grad_axis, columns=need_dw)
+        del dy  # a copy if the gradient was not contiguous
+        dx, dw = (column_backward if linear.by_columns else row_backward)(linear, payload, x, need_dx)
         return None if dx is None else unrows(dx, ctx.batch), None, dw, db, None, None, None
 
 
-def column_backward(
-    linear: Linear, dy: Payload, x: Payload | None, need_dx: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dx, dW).  x None: the weight is frozen. dW is None then, and where it went to main_grad."""
-    weight, _, gemm, comm, put_off = linear
-    if x is not None and put_off.holding:
-        add = partial(gemm.weight_grad, weight, dy.for_weight_grad())
-        put_off.put(partial(comm.start_gather, x.for_weight_grad().detached()), add)
-        x, dy = None, dy.for_product()
-    if x is None:
-        if not need_dx:
-            return None, None
-        gemm.prepare(weight)
-        return comm.matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1]), None
-    gathering = comm.start_gather(x.for_weight_grad())
-    if not need_dx:
-        return None, gemm.weight_grad(weight, dy, gathering.wait())
-    gemm.prepare(weight)
-    scattering = comm.start_matmul_scatter(dy, gemm.input_grad, weight, weight.shape[1])
-    dw = gemm.weight_grad(weight, dy, gathering.wait())
-    return scattering.wait(), dw
-
-
-# ---- row-parallel ----------------------------------------------------------------------------------------------------
-
-
-class _RowLinear(torch.autograd.Function):
-    """g(x W^T): x [s, b, k/tp], weight [n, k/tp] -> [s/tp, b, n]; [s, b, n] without sequence parallelism."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Param, linear: Linear, recompute_input: RecomputeInput | None, training: bool
-    ) -> Tensor:
-        gemm = linear.gemm
-        keep = training and recompute_input is None and ctx.needs_input_grad[1]
-        payload = gemm.quantize(rows(x), columns=keep, record=training)
-        ctx.linear, ctx.recompute_input, ctx.batch = linear, recompute_input, x.shape[1:-1]
-        if keep:
-            ctx.save_for_backward(*payload.for_weight_grad())
-        gemm.prepare(weight)
-        return unrows(linear.comm.matmul_scatter(payload, gemm.forward, weight, weight.shape[0]), ctx.batch)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        linear, (need_dx, need_dw) = ctx.linear, ctx.needs_input_grad[:2]
-        x = saved_or_recomputed(ctx, ctx.saved_tensors, linear.gemm) if need_dw else None
-        payload = linear.gemm.quantize_grad(rows(dy), linear.comm.gathered, columns=need_dw)
-        dx, dw = row_backward(linear, payload, x, need_dx)
-        return None if dx is None else unrows(dx, ctx.batch), dw, None, None, None
-
-
-def row_backward(linear: Linear, dy: Payload, x: Payload | None, need_dx: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return (dx, dW) as `column_backward` does."""
-    weight, _, gemm, comm, put_off = linear
-    if x is not None and put_off.holding:
-        kept = x.detached()
-        put_off.put(
-            partial(comm.start_gather, dy.for_weight_grad()), lambda whole: gemm.weight_grad(weight, whole, kept)
-        )
-        x, dy = None, dy.for_product()
-    if not need_dx:
-        return None, None if x is None else gemm.weight_grad(weight, comm.start_gather(dy).wait(), x)
-    gemm.prepare(weight)
-    dx, whole = comm.gather_matmul(dy, gemm.input_grad, weight, weight.shape[1], keep=x is not None)
-    return dx, None if x is None or whole is None else gemm.weight_grad(weight, whole, x)
-
-
-# ---- what both share -------------------------------------------------------------------------------------------------
-
-
-def saved_or_recomputed(ctx: Any, saved: Sequence[Tensor], gemm: Gemm, gathered: Axis = ALONE) -> Payload:
+def saved_or_recomputed(ctx: Any, saved: Sequence[Tensor], linear: Linear) -> Payload:
     """Return the layer's input as the weight gradient reads it: `saved` by the forward pass, or made anew."""
     if saved:
         return Payload(*saved)
     x, payload = parts_of(ctx.recompute_input())
-    return gemm.quantize(rows(x), gathered, columns=True, record=True) if payload is None else payload
+    return linear.gemm.quantize(rows(x), linear.input_axis, columns=True, record=True) if payload is None else payload
 
 
 def parts_of(x: Tensor | Quantized) -> tuple[Tensor, Payload | None]:
-    """Return an input, or what stands for it, and its cast if it has been made."""
+    """Return (input, its cast). The input has no values if only its cast exists; the cast is None if it is not made."""
     return x if isinstance(x, Quantized) else (x, None)
 
 
@@ -211,14 +203,25 @@ def unrows(x: Tensor, batch: Sequence[int]) -> Tensor:
 class ParallelLinear(nn.Module):
     """What column- and row-parallel layers share. adapter: takes the product's place; model/lora.py sets it."""
 
-    by_columns: bool
-
-    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, layout: Layout):
+    def __init__(self, weight: Param, bias: Param | None, gemm: Gemm, layout: Layout, *, by_columns: bool):
         super().__init__()
         self.weight, self.bias = weight, bias
         gemm.adopt(weight)
-        self.linear = Linear(weight, bias if self.by_columns else None, gemm, layout.comm, layout.put_off)
+        self.linear = Linear(weight, bias if by_columns else None, gemm, layout.comm, layout.put_off, by_columns)
         self.adapter: nn.Module | None = None
+
+    def forward(
+        self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None
+    ) -> Tensor:
+        """Multiply. recompute_input: as in `apply_linear`. keys: dropout's, of the rows of x, for an adapter."""
+        if self.adapter is not None:
+            return self.adapter(x, recompute_input, keys)
+        return apply_linear(x, self.linear, recompute_input)
+
+    @property
+    def format(self) -> Gemm | None:
+        """The format in which the layer reads x; None if it reads x as it is, since an adapter does."""
+        return self.linear.gemm if self.adapter is None else None
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -227,8 +230,6 @@ class ColumnParallelLinear(ParallelLinear):
     Without sequence parallelism x is [s, b, h]. chunks: sizes of the outputs that are fused in one weight, each split
     over tp by itself.
     """
-
-    by_columns = True
 
     def __init__(
         self, in_features: int, chunks: tuple[int, ...], layout: Layout, *, std: float, bias: bool, gemm: Gemm
@@ -239,23 +240,8 @@ class ColumnParallelLinear(ParallelLinear):
             layout.parameter((sum(chunks),), shard) if bias else None,
             gemm,
             layout,
+            by_columns=True,
         )
-
-    def forward(
-        self, x: Tensor | Quantized, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None
-    ) -> Tensor:
-        """Multiply. recompute_input: as in `column_linear`. keys: dropout's, of the rows of x, for an adapter."""
-        if self.adapter is not None:
-            return self.adapter(x, recompute_input, keys)
-        linear = self.linear  # without `column_linear` in between: three calls from a layer to its product
-        return _ColumnLinear.apply(
-            *parts_of(x), linear.weight, linear.bias, linear, recompute_input, torch.is_grad_enabled()
-        )
-
-    @property
-    def format(self) -> Gemm | None:
-        """The format in which the layer reads x; None if it reads x as it is, since an adapter does."""
-        return self.linear.gemm if self.adapter is None else None
 
 
 class RowParallelLinear(ParallelLinear):
@@ -264,18 +250,11 @@ class RowParallelLinear(ParallelLinear):
     Without sequence parallelism y is [s, b, h]. The caller adds the bias, in one pass with the residual.
     """
 
-    by_columns = False
-
     def __init__(self, in_features: int, out_features: int, layout: Layout, *, std: float, bias: bool, gemm: Gemm):
         super().__init__(
             layout.parameter((out_features, in_features), Shard(1, layout.axis, (in_features,)), std=std),
             layout.parameter((out_features,)) if bias else None,
             gemm,
             layout,
+            by_columns=False,
         )
-
-    def forward(self, x: Tensor, recompute_input: RecomputeInput | None = None, keys: Tensor | None = None) -> Tensor:
-        """Multiply. recompute_input: as in `column_linear`. keys: dropout's, of the rows of x, for an adapter."""
-        if self.adapter is not None:
-            return self.adapter(x, recompute_input, keys)
-        return _RowLinear.apply(x, self.linear.weight, self.linear, recompute_input, torch.is_grad_enabled())

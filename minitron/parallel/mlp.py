@@ -28,8 +28,10 @@ from minitron.parallel.linear import (
     Linear,
     RecomputeInput,
     column_backward,
+    column_forward,
     parts_of,
     row_backward,
+    row_forward,
     rows,
     saved_or_recomputed,
     unrows,
@@ -53,9 +55,8 @@ class _MLP(torch.autograd.Function):
     ) -> Tensor:
         keep, (_, _, need_up, _, need_down, *_) = training and recompute_input is None, ctx.needs_input_grad
         if cast is None:
-            cast = up.gemm.quantize(rows(x), up.comm.gathered, columns=keep and need_up, record=training)
-        up.gemm.prepare(up_weight)
-        inner, _ = up.comm.gather_matmul(cast.for_product(), up.product, up_weight, up_weight.shape[0])
+            cast = up.gemm.quantize(rows(x), up.input_axis, columns=keep and need_up, record=training)
+        inner = column_forward(up, cast)
         act = down.gemm.quantize_activation(inner, activation, columns=keep and need_down, record=training)
         ctx.up, ctx.down, ctx.activation = up, down, activation
         ctx.recompute_input, ctx.batch = recompute_input, x.shape[1:-1]
@@ -68,9 +69,7 @@ class _MLP(torch.autograd.Function):
             else []
         )
         ctx.save_for_backward(inner, *(x for payload in saved for x in payload))
-        down.gemm.prepare(down_weight)
-        y = down.comm.matmul_scatter(act, down.gemm.forward, down_weight, down_weight.shape[0])
-        return unrows(y, ctx.batch)
+        return unrows(row_forward(down, act), ctx.batch)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,13 +82,13 @@ class _MLP(torch.autograd.Function):
                 if saved
                 else down.gemm.quantize_activation(inner, activation, columns=True, record=True)
             )
-        payload = down.gemm.quantize_grad(rows(dy), down.comm.gathered, columns=need_down)
+        payload = down.gemm.quantize_grad(rows(dy), down.grad_axis, columns=need_down)
         d_act, dw_down = row_backward(down, payload, act, need_dx=True)
         d_inner, sums = up.gemm.quantize_activation_grad(d_act, inner, activation, columns=need_up, sums=need_bias)
         del d_act
         db = None if sums is None else accumulate(up.bias, sums)
         if need_up:
-            cast = saved_or_recomputed(ctx, saved[:4], up.gemm, up.comm.gathered)
+            cast = saved_or_recomputed(ctx, saved[:4], up)
         dx, dw_up = column_backward(up, d_inner, cast, need_dx)
         dx = None if dx is None else unrows(dx, ctx.batch)
         return dx, None, dw_up, db, dw_down, None, None, None, None, None

@@ -66,7 +66,7 @@ def train(trainer: Trainer, done: int, until: int) -> list[dict]:
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
     figures = [
         trainer.step(loader.step((step - 1) * batch, step), cfg.optimizer.lr).read()
-        | {"loss_scale": float(trainer.loss_scale())}
+        | {"loss_scale": float(trainer.scaler.scale)}
         for step in range(done + 1, until + 1)
     ]
     loader.close()
