@@ -353,3 +353,92 @@ def test_damaged_files_are_named(tmp_path):
     with zipfile.ZipFile(folder / "common.pt", "w") as file:
         file.writestr("x/data.pkl", pickle.dumps(json.loads("{}")))
     assert "has no arguments of a run" in error_of(folder, tmp_path / "o")
+
+
+# ---- chunks ---------------------------------------------------------------------------------------------------------
+
+
+class Stored:
+    """Makes an object of the index as torch.distributed.checkpoint pickles it."""
+
+    def __new__(cls, name, **fields):
+        module, _, name = f"torch.distributed.checkpoint.{name}".rpartition(".")
+        made = object.__new__(getattr(sys.modules[module], name))
+        made.__dict__.update(fields)
+        return made
+
+
+def index_with(folder, chunks, shape=(4, 6), name="x", **place):
+    """Write a .metadata whose one tensor has these chunks: (offsets, sizes) each."""
+    properties = dcp.metadata.TensorProperties(dtype=torch.float32)
+    stored = [Stored("metadata.ChunkStorageMetadata", offsets=offsets, sizes=sizes) for offsets, sizes in chunks]
+    entry = Stored("metadata.TensorStorageMetadata", properties=properties, size=shape, chunks=stored)
+    info = Stored("filesystem._StorageInfo", **{"relative_path": "__0_0.distcp", "offset": 0, "length": 9} | place)
+    places = {Stored("metadata.MetadataIndex", fqn=name, offset=offsets, index=None): info for offsets, _ in chunks}
+    index = dcp.metadata.Metadata(state_dict_metadata={name: entry}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [((0, 0), (4, 6))],
+        [((0, 0), (2, 6)), ((2, 0), (2, 6))],
+        [((0, 0), (4, 1)), ((0, 1), (1, 5)), ((1, 1), (3, 5))],
+        [((1, 1), (2, 2)), ((0, 0), (1, 3)), ((0, 3), (3, 3)), ((3, 1), (1, 5)), ((1, 0), (3, 1))],  # a pinwheel
+    ],
+)
+def test_chunks_that_hold_each_element_once_are_accepted(tmp_path, chunks):
+    assert torch_dist.Reader(index_with(tmp_path, chunks)).shape("x") == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([((0, 0), (2, 6)), ((1, 0), (2, 6))], id="overlap and a hole of the same size"),
+        pytest.param([((0, 0), (2, 6)), ((2, 0), (1, 6)), ((2, 1), (1, 6))], id="overlap, a hole, and beyond"),
+        pytest.param([((0, 0), (2, 6))], id="a hole"),
+        pytest.param([((0, 0), (4, 6)), ((1, 1), (1, 1))], id="overlap"),
+        pytest.param([((0, 0), (4, 6)), ((0, 0), (4, 6))], id="twice"),
+        pytest.param([((0, 0), (4, 7))], id="beyond a column"),
+        pytest.param([((2, 0), (4, 6))], id="moved beyond the end"),
+        pytest.param([((0, 0), (3, 6)), ((4, 0), (1, 6))], id="a row beyond the end"),
+        pytest.param([((0, 0), (5, 6)), ((5, 0), (-1, 6))], id="a negative size that takes the rest back"),
+        pytest.param([((-1, 0), (5, 6))], id="a negative offset"),
+        pytest.param([((0,), (24,))], id="fewer dimensions"),
+        pytest.param([((0, 0, 0), (4, 6, 1))], id="more dimensions"),
+        pytest.param([((0, 0.5), (4, 6))], id="half a column"),
+        pytest.param([((0, 0), (4, 1 << 70))], id="a size of 71 bits"),
+        pytest.param([], id="none"),
+    ],
+)
+def test_chunks_that_leave_a_hole_overlap_or_reach_beyond_are_refused(tmp_path, chunks):
+    message = error_of(index_with(tmp_path, chunks), tmp_path / "out")
+    assert "'x'" in message and ".metadata" in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 5},
+        {"name": ("a", 1)},
+        {"name": None},
+        {"shape": (1,) * 60},
+        {"shape": ()},
+        {"shape": 24},
+        {"shape": "x"},
+    ],
+)
+def test_names_that_are_no_text_and_shapes_that_are_none_are_refused(tmp_path, change):
+    shape = change.get("shape", (4, 6))
+    chunks = [((0,) * len(shape), shape)] if isinstance(shape, tuple) else [((0,), (1,))]
+    assert ".metadata" in error_of(index_with(tmp_path, chunks, **change), tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", [{"offset": "5"}, {"offset": 1 << 70}, {"length": {}}, {"relative_path": None}])
+def test_a_chunk_s_place_that_is_none_is_refused(tmp_path, place):
+    folder = index_with(tmp_path, [((0, 0), (4, 6))], **place)
+    (folder / "__0_0.distcp").write_bytes(b"some bytes")
+    with pytest.raises(ValueError, match="again"):
+        torch_dist.Reader(folder).read("x")
