@@ -64,22 +64,42 @@ REST = {
     "head.norm.bias": "decoder.final_layernorm.bias",
     "head.weight": "output_layer.weight",
 }
-# Arguments that change the network -> the values that minitron computes.
-FIXED = {
+# Arguments that change the network -> the values that minitron computes. `fitting` adds those that depend on tensors.
+OFF = (None, False, "", [])
+FIXED = dict.fromkeys(
+    (
+        *("apply_layernorm_1p", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm"),
+        *("apply_query_key_layer_scaling", "qk_layernorm", "qk_l2_norm", "add_qkv_bias", "attention_output_gate"),
+        *("multi_latent_attention", "linear_attention_freq", "experimental_attention_variant"),
+        *("rotary_interleaved", "mrope_section", "squared_relu", "openai_gelu", "quick_geglu", "onnx_safe"),
+        *("glu_linear_offset", "activation_func", "num_experts", "num_moe_experts", "mtp_num_layers"),
+        *("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
+        *("hybrid_stack_spec", "is_hybrid_model", "heterogeneous_layers_config_path", "heterogeneous_block_specs"),
+        *("heterogeneous_layers_config_encoded_json", "spec", "transformer_layer_spec", "enable_mhc_connections"),
+        *("use_mup", "retro_add_retriever", "flextron", "enable_gpt_oss", "use_arbitrary_attention_mask"),
+        *("export_num_eagle_layers", "export_num_medusa_heads", "export_num_mtp", "export_qk_l2_norm"),
+        *("export_quant_cfg", "ammo_quant_cfg", "rope_scaling"),
+    ),
+    OFF,
+) | {
+    "window_size": (None,),
+    "window_attn_skip_freq": (None,),
+    "no_rope_freq": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": (None, "vanilla"),
+    "activation_func_clamp_value": (None,),
     "rotary_percent": (1.0,),
-    "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "apply_layernorm_1p": (False,),
-    "apply_query_key_layer_scaling": (False,),
-    "qk_layernorm": (False,),
-    "add_qkv_bias": (False, None),
-    "num_experts": (None,),
-    "multi_latent_attention": (False,),
-    "squared_relu": (False,),
-    "openai_gelu": (False,),
-    "position_embedding_type": ("rope", "learned_absolute"),
-    "normalization": ("RMSNorm", "LayerNorm"),
+    "seq_len_interpolation_factor": (None, 1),
+    "rope_type": (None, "rope"),
+    "mup_embedding_mult": (None, 1.0),
+    "mup_output_mult": (None, 1.0),
+    "mup_width_mult": (None, 1.0),
+    "export_real_quant_cfg": (None, "None"),
+    "export_kv_cache_quant": (None, False, "none"),
 }
+# Arguments of Megatron-LM and fields of Megatron-core, 0.4 to 0.19, that leave the network as it is.
+HARMLESS = Path(__file__).with_name("megatron_arguments.txt")
 
 
 def main(argv: list[str]) -> None:
@@ -92,17 +112,24 @@ def main(argv: list[str]) -> None:
         "keys", nargs="*", metavar="KEY=VALUE|FILE", help="of `model`, as minitron.pretrain takes them"
     )
     importer.add_argument("--dtype", choices=DTYPES, help="number format of the weights (as the source has them)")
+    importer.add_argument(
+        "--accept",
+        default="",
+        metavar="NAME,NAME",
+        help="arguments of the checkpoint that are unknown here, and of which you know that the network is the same",
+    )
     options = parser.parse_args(argv)
     if Path(options.target).exists():
         raise ValueError(f"{options.target} exists already; delete it or name a new folder")
-    import_checkpoint(Path(options.source).expanduser(), options.target, options.keys, options.dtype)
+    accepted = set(options.accept.split(","))
+    import_checkpoint(Path(options.source).expanduser(), options.target, options.keys, options.dtype, accepted)
 
 
-def import_checkpoint(source: Path, target: str, keys: list[str], dtype: str | None) -> None:
+def import_checkpoint(source: Path, target: str, keys: list[str], dtype: str | None, accepted: set[str]) -> None:
     """Write a checkpoint of iteration 0 and model.yaml. Raises ValueError for whatever cannot be converted."""
     reader = Reader(find(source))
     weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
-    model, erf = model_of(reader, weights, keys)
+    model, erf = model_of(reader, weights, keys, accepted)
     shapes, places = hf.global_shapes(model), {}
     for name in shapes:
         places[name] = place_of(name, weights, reader)
@@ -152,7 +179,7 @@ def find(source: Path) -> Path:
     return source
 
 
-def model_of(reader: Reader, weights: set[str], keys: list[str]) -> tuple[ModelConfig, bool]:
+def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[str]) -> tuple[ModelConfig, bool]:
     """Read the model from tensors, arguments and keys, each winning over the one before. Raises ValueError.
 
     The second value: whether its GELU was computed by erf, as Megatron does without its fused kernel.
@@ -161,9 +188,6 @@ def model_of(reader: Reader, weights: set[str], keys: list[str]) -> tuple[ModelC
         args, why = reader.common(), ""
     except ValueError as error:
         args, why = {}, f" ({error})"
-    for name, values in FIXED.items():
-        if name in args and args[name] not in values:
-            raise ValueError(f"{reader.path}: its argument {name}={args[name]!r} is nothing that minitron computes")
     words, fc2 = REST["embedding.words.weight"], BLOCK["mlp.down.weight"][0]
     stacked, single = f"{LAYERS}{fc2}", f"{LAYERS}0.{fc2}"
     if words not in weights or not {stacked, single} & weights:
@@ -185,6 +209,8 @@ def model_of(reader: Reader, weights: set[str], keys: list[str]) -> tuple[ModelC
     }
     if model["positions"] == "learned":
         model["max_positions"] = reader.shape(REST["embedding.positions"])[0]
+    args = {"norm_epsilon": args.get("layernorm_epsilon")} | args  # its older name
+    check_arguments(reader, args, FIXED | fitting(model, args), accepted)
     if "num_attention_heads" in args:
         grouped = args.get("group_query_attention", False)
         model |= {"num_heads": args["num_attention_heads"]}
@@ -203,6 +229,40 @@ def model_of(reader: Reader, weights: set[str], keys: list[str]) -> tuple[ModelC
         cfg = cli.load([str(path), *keys, "train.seq_len=1"])
     rules.check(cfg, world=1)
     return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
+
+
+def fitting(model: dict, args: dict) -> dict[str, tuple]:
+    """Return the arguments that must fit the tensors -> the values that do."""
+    gpt, heads = model["family"] == "gpt", args.get("num_attention_heads")
+    width = model["hidden_size"] // heads if isinstance(heads, int) and heads > 0 else None
+    rope = model["positions"] == "rope"
+    return {
+        "normalization": ("LayerNorm",) if gpt else ("RMSNorm",),
+        "swiglu": OFF if gpt else (True,),
+        "gated_linear_unit": OFF if gpt else (True,),
+        "position_embedding_type": ("rope",) if rope else ("learned_absolute",),
+        "use_rotary_position_embeddings": (*OFF, True) if rope else OFF,
+        "layernorm_epsilon": (None, args["norm_epsilon"]),
+        "kv_channels": (None, width),
+        **{name: (None, model[name]) for name in ("num_layers", "hidden_size", "ffn_hidden_size")},
+    }
+
+
+def check_arguments(reader: Reader, args: dict, fixed: dict[str, tuple], accepted: set[str]) -> None:
+    """Raise ValueError for an argument of another network, and for an unknown one that is on and not accepted."""
+    known = fixed.keys() | set(HARMLESS.read_text().split())
+    unknown = []
+    for name, value in args.items():
+        shown = " ".join(f"{name}={value!r}".split())[:200]
+        if name in fixed and value not in fixed[name]:
+            raise ValueError(f"{reader.path}: its argument {shown} is nothing that minitron computes")
+        off = value is None or value is False or value in ("", [], (), {})
+        if name not in known and not off and name not in accepted:
+            unknown.append((" ".join(f"{name}".split()), shown))
+    if unknown:
+        names, shown = (", ".join(part) for part in zip(*unknown[:9]))
+        fix = f"if the network is the same with and without it, add --accept {names.replace(' ', '')}"
+        raise ValueError(f"{reader.path}: its argument {shown} is unknown here; {fix}")
 
 
 def place_of(name: str, weights: set[str], reader: Reader) -> tuple[str, int | None]:

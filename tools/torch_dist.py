@@ -12,7 +12,6 @@ Left out: what is no tensor but common.pt (FP8 states, random numbers), compress
 """
 
 import io
-import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -21,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitron.checkpoint.boxes import Box, covers
+from minitron.checkpoint.reader import MAX_COUNT, MAX_DIMS
+
 METADATA_BYTES = 1 << 30
+# What reading a chunk raises if its file is damaged, or .metadata has no sound offset and length of it.
+UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError)
+UNREADABLE += (AttributeError, TypeError, OverflowError)
 CHECKPOINT = {
     f"torch.distributed.checkpoint.{room}" for room in ("metadata", "filesystem", "planner", "default_planner")
 }
@@ -117,8 +122,9 @@ class Reader:
             }
             for name in self._tensors:
                 self._check(name)
-        except (AttributeError, TypeError, KeyError) as error:
-            raise ValueError(f"{origin} is no index of a torch_dist checkpoint ({error!r}); copy it again") from error
+        except (AttributeError, TypeError, KeyError, IndexError) as error:
+            why = f"{error!r:.200}"
+            raise ValueError(f"{origin} is no index of a torch_dist checkpoint ({why}); copy it again") from error
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -158,24 +164,28 @@ class Reader:
         return {} if args is None else {k: v for k, v in vars(args).items() if k not in ("args", "state")}
 
     def _check(self, name: str) -> None:
-        """Raise ValueError unless the chunks of a tensor hold each element once."""
+        """Raise ValueError unless the chunks of a tensor hold each element once, and whatever wrong types raise."""
+        if not isinstance(name, str) or not isinstance(self.dtype(name), torch.dtype):
+            raise TypeError(f"{name!r:.80} is no name of a tensor with a number format")
         shape, chunks = self.shape(name), self._tensors[name].chunks
-        count = sum(math.prod(chunk.sizes) for chunk in chunks)
-        inside = all(
-            len(chunk.offsets) == len(shape) == len(chunk.sizes)
-            and all(o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape))
-            for chunk in chunks
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+        counts = [number for box in boxes for part in box for number in part]
+        sound = (
+            0 < len(shape) <= MAX_DIMS
+            and all(type(number) is int and 0 <= number < MAX_COUNT for number in (*shape, *counts))
+            and all(len(box.start) == len(shape) == len(box.shape) for box in boxes)
+            and all((name, box.start) in self._places for box in boxes)
         )
-        distinct = len({tuple(chunk.offsets) for chunk in chunks}) == len(chunks)
-        known = all((name, tuple(chunk.offsets)) in self._places for chunk in chunks)
-        if not (shape and inside and distinct and known and count == math.prod(shape)):
-            raise ValueError(f"{self.path}/.metadata: the chunks of {name} do not make up {shape}; copy it again")
+        if not (sound and covers(shape, boxes)):
+            why = f"the chunks of {name!r:.80} do not hold each element of {str(shape):.80} once"
+            raise ValueError(f"{self.path}/.metadata: {why}; copy it again")
 
     def _chunk(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         info = self._places[name, begin]
-        path = self.path / str(info.relative_path)
+        file_name = str(getattr(info, "relative_path", None))
+        path = self.path / file_name
         if path.parent != self.path:
-            raise ValueError(f"{self.path}/.metadata names {info.relative_path}, which is not beside it; copy it again")
+            raise ValueError(f"{self.path}/.metadata names {file_name}, which is not beside it; copy it again")
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{path} is compressed; save it without stream extensions")
         try:
@@ -183,7 +193,7 @@ class Reader:
                 file.seek(info.offset)
                 data = file.read(info.length)
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        except UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: {name} cannot be read ({why}); copy the file again") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != size:

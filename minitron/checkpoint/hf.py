@@ -88,13 +88,15 @@ FORMATS = {
         "transformer.",
         {field: key for field, (_, key) in KEYS.items() if key},
         dict(n_inner=None, tie_word_embeddings=True, layer_norm_epsilon=1e-5),
-        dict(activation_function="gelu_new", scale_attn_weights=True)
-        | dict(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+        dict(activation_function="gelu_new", scale_attn_weights=True) | dict(scale_attn_by_inverse_layer_idx=False),
         r"\.attn\.(masked_)?bias$",
     ),
 }
 ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 ROPE_SCALING["original_max_positions"] = "original_max_position_embeddings"
+ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *ROPE_SCALING.values()}
+# Keys that leave the network as it is, of every version of transformers: each other one is computed, None, or refused.
+HARMLESS = set(Path(__file__).with_name("config_keys.txt").read_text().split())
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -111,14 +113,17 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     fmt = FORMATS[kind]
     model = {"family": fmt.family, "vocab_multiple": vocab_multiple} | _take(fmt.absent | settings, fmt.keys, origin)
     fixed = {key: (value,) for key, value in fmt.fixed.items()}
-    fixed |= {key: (None,) for key in ("sliding_window", "quantization_config", "auto_map")}
+    fixed |= {"add_cross_attention": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({}, None)}
+    known = HARMLESS | {*fmt.keys.values()}
     if kind == "llama":
         rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise CheckpointError(f"{origin}: the rotary parameters {rope!r} are no JSON object; copy it again")
+        strange = {key: value for key, value in rope.items() if key not in ROPE}
         rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default")} | settings | rope
-        fixed |= {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1)}
-        settings = settings | {key: rope.get(key) for key in ("rope_type", "partial_rotary_factor")}
+        fixed |= {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1), "rope_interleaved": (False,)}
+        settings = settings | {key: rope.get(key) for key in ("rope_type", "partial_rotary_factor")} | strange
+        known |= {"rope_theta", "rope_scaling", "rope_parameters"}
         scaling = _take(rope, ROPE_SCALING, origin) if rope["rope_type"] == "llama3" else None
         model |= {"positions": "rope", "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
     else:
@@ -128,7 +133,9 @@ def model_config(settings: dict, origin: str, vocab_multiple: int = ModelConfig.
     cfg = cli.from_tree({"model": model, "train": {"seq_len": 1}}, origin)  # of a length that any model takes
     with errors_as(CheckpointError, lambda error: f"{origin}: {error}", ValueError):
         rules.check(cfg, world=1)
-    for key, allowed in (fixed | {"head_dim": (None, cfg.model.head_dim)}).items():
+    fixed["head_dim"] = (None, cfg.model.head_dim)
+    fixed |= {key: (None,) for key in settings if key not in fixed.keys() | known and not key.startswith("unsloth_")}
+    for key, allowed in fixed.items():
         if settings.get(key, allowed[0]) not in allowed:
             has = f"minitron's {fmt.family} has {' or '.join(map(repr, allowed))}"
             raise CheckpointError(f"{origin}: {key}={settings[key]!r} is not supported, {has}; convert another model")

@@ -104,8 +104,9 @@ class Reader:
                     raise ValueError(f"{kind} of {name} has no boxes")
                 files, keys, boxes = zip(*found)
                 _counts(*whole, *(number for box in boxes for part in box for number in part))
-                whole_here = "local_save" in self.state or covers(whole, boxes)  # else it lists the files of a node
-                if len(whole) > MAX_DIMS or not whole_here or not self.files.keys() >= set(files):
+                part = "local_save" in self.state  # it lists the files of a node
+                held = len(whole) <= MAX_DIMS and (part or covers(whole, boxes))
+                if not held or not self.files.keys() >= set(files):
                     raise CheckpointError(f"{self.index}: the boxes of {kind} of {name} do not hold each element once")
                 for file, key in zip(files, keys):
                     if not isinstance(key, str):

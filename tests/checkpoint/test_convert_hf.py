@@ -305,6 +305,61 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 
 LACKING = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0}}
 
 
+OTHER_NETWORKS = [
+    ("llama", "embedding_multiplier", 12.0),
+    ("llama", "attention_multiplier", 0.0078125),
+    ("llama", "residual_multiplier", 0.22),
+    ("llama", "logits_scaling", 8.0),
+    ("llama", "no_rope_layers", [1, 1, 1, 0]),
+    ("llama", "no_rope_layer_interval", 4),
+    ("llama", "rope_interleaved", True),
+    ("llama", "layer_types", ["full_attention", "sliding_attention"]),
+    ("llama", "sliding_window", 4096),
+    ("llama", "num_local_experts", 8),
+    ("llama", "final_logit_softcapping", 30.0),
+    ("llama", "query_pre_attn_scalar", 256),
+    ("llama", "use_qk_norm", True),
+    ("llama", "quantization", {"bits": 4}),
+    ("llama", "low_freq_factor", 1.0),
+    ("llama", "is_encoder_decoder", True),
+    ("llama", "pruned_heads", {"0": [1]}),
+    ("gpt2", "rope_theta", 10000.0),
+    ("gpt2", "n_query_groups", 1),
+    ("gpt2", "multi_query", True),
+    ("gpt2", "parallel_attn", True),
+    ("gpt2", "is_encoder_decoder", True),
+]
+
+
+@pytest.mark.parametrize("name, key, value", OTHER_NETWORKS)
+def test_a_key_of_another_network_is_refused_by_name(name, key, value, folders):
+    with pytest.raises(ValueError, match=f"{key}="):
+        hf.model_config(settings_with(folders(name), **{key: value}), "here")
+    assert key not in hf.HARMLESS
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("key, value", [("attention_factor", 0.5), ("mrope_section", [2, 1, 1]), ("beta_fast", 32)])
+def test_a_rotary_parameter_of_another_network_is_refused_by_name(place, key, value, folders):
+    scaling = SCALED["rope_scaling"] | {"rope_theta": 500.0, key: value}
+    with pytest.raises(ValueError, match=f"{key}="):
+        hf.model_config(settings_with(folders("llama3.1"), **{"rope_parameters": ...} | {place: scaling}), "here")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_that_leave_the_network_as_it_is_are_accepted(name, folders):
+    expected = hf.model_config(settings_with(folders(name)), "here")
+    old = dict(pretraining_tp=2, max_sequence_length=2048, unsloth_version="2024.9", unsloth_fixed=True, n_ctx=64)
+    old |= dict(n_special=0, predict_special_tokens=True, output_past=True, task_specific_params={"a": {"b": 1}})
+    old |= dict(torch_dtype="float16", _name_or_path="x", bos_token_id=1, eos_token_id=[2, 3], temperature=0.6, top_k=9)
+    old |= dict(new_thing=None, sliding_window=None, quantization_config=None, add_cross_attention=False)
+    if expected.family == "llama":
+        old |= dict(is_llama_config=True, rope_interleaved=False)
+    assert hf.model_config(settings_with(folders(name), **old), "here") == expected
+    whole = json.loads(MODELS[name]().to_json_string(use_diff=False))
+    assert hf.model_config(whole, "here") == expected
+
+
 @pytest.mark.parametrize(
     "name,changes,message",
     [

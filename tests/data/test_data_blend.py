@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitron.config.schema import DataConfig
 from minitron.data import blend
 from minitron.data.blend import BlendedDataset, greedy_order, normalize, part_samples
+from minitron.data.build import build_datasets
 from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
@@ -78,6 +80,30 @@ def test_samples_of_a_blend(tmp_path):
     assert BlendedDataset(parts, [1.0, 1.0], 20, Cache(tmp_path)).fingerprint != mixed.fingerprint
     with pytest.raises(IndexError):
         mixed[50]
+
+
+def test_a_blend_draws_the_samples_of_parts_of_megatrons_size(tmp_path):
+    """Megatron rounds up before it adds the surplus, and after it: 10 samples by thirds are 4 and 7, then 5 and 8.
+
+    The number decides how many epochs a part shuffles, and so which samples come.
+    """
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for i, prefix in enumerate(prefixes):
+        with IndexedWriter(prefix, np.uint16) as writer:
+            for document in range(4):  # an epoch has 4 samples
+                writer.add_document(np.arange(5, dtype=np.uint16) + 100 * i + 10 * document)
+    paths = ("1", prefixes[0], "2", prefixes[1])
+    data = DataConfig(source="indexed", paths=paths, split="1", tokenizer="bytes", cache_dir=str(tmp_path / "run"))
+    mixed = build_datasets(data, vocab_size=300, seq_len=4, seed=1, train_samples=10, valid_samples=0).train
+
+    def drawn(sizes):
+        parts = [
+            GPTDataset(IndexedDataset(prefix), range(4), size, 4, 1, Cache(tmp_path), 300)
+            for prefix, size in zip(prefixes, sizes)
+        ]
+        return [parts[part][sample].tokens.tolist() for part, sample in plain_order(normalize([1.0, 2.0]), 10)]
+
+    assert [mixed[i].tokens.tolist() for i in range(10)] == drawn([5, 8]) != drawn([4, 7])
 
 
 @settings(max_examples=100, deadline=None)

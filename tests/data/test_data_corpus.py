@@ -16,9 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minitron.config.schema import DataConfig
+from minitron.data import corpus
 from minitron.data.build import build_datasets
 from minitron.data.cache import Cache
-from minitron.data.corpus import build_corpus
+from minitron.data.corpus import build_corpus, build_docstrings
 from minitron.data.indexed import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,37 @@ def test_the_tokenizer_loses_nothing(small, text):
 def test_a_changed_source_is_another_corpus(small, tmp_path):
     changed = make_library(tmp_path / "lib", SOURCES | {"package/module_3.py": "other = 1\n" * 50})
     assert build_corpus(Cache(tmp_path), VOCAB, changed).meta["fingerprint"] != small.meta["fingerprint"]
+
+
+@pytest.mark.parametrize("change", ["content", "name", "vocabulary", "training"])
+def test_a_cached_corpus_is_that_of_its_sources_and_of_the_way_it_was_made(tmp_path, monkeypatch, change):
+    """A changed letter leaves all names and lengths as they were."""
+    library, source = make_library(tmp_path / "lib", SOURCES | {"one.py": EXPLAINED}), tmp_path / "lib" / "one.py"
+    old_corpus, old_pairs = made(tmp_path / "cache", VOCAB, library)
+    vocab_size = VOCAB - 10 if change == "vocabulary" else VOCAB
+    if change == "content":
+        source.write_text(EXPLAINED.replace("sum", "max"))
+    elif change == "name":
+        source.rename(library / "two.py")  # its hash has the same place among the others': the corpus stays as it is
+    elif change == "training":
+        monkeypatch.setitem(corpus.TRAINER, "split_digits", False)
+    new_corpus, new_pairs = made(tmp_path / "cache", vocab_size, library)
+    assert (new_corpus, new_pairs) == made(tmp_path / "another", vocab_size, library)
+    changed = new_corpus != old_corpus, new_pairs != old_pairs
+    assert changed == (change != "name", change in ("content", "name"))
+
+
+EXPLAINED = (
+    "def total(numbers):\n" + '    """Return the sum of the numbers."""\n    return numbers\n\n' + "total = sum\n" * 9
+)
+
+
+def made(folder, vocab_size, library):
+    """The model of the corpus, its tokens in their order, and the pairs; from this cache or made for it."""
+    built = build_corpus(Cache(folder), vocab_size, library)
+    tokens = [IndexedDataset(built.prefix).get(i).tolist() for i in range(built.meta["files"])]
+    model = (Path(built.prefix).parent / "tokenizer.model").read_bytes()
+    return (model, tokens), build_docstrings(Cache(folder), library).read_text()
 
 
 @pytest.mark.parametrize(

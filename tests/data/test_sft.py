@@ -147,6 +147,13 @@ def test_tokens_are_made_once_and_found_by_content(tmp_path):
     assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 2
 
 
+def test_two_tokenizers_read_one_file_each_by_its_own_tokens(tmp_path, llama3_file):  # noqa: F811
+    path, cache = write(tmp_path, [{"prompt": "the", "completion": " end"}]), Cache(tmp_path / "cache")
+    for tokenizer in ByteTokenizer(), load_tokenizer(f"llama3:{llama3_file}"), ByteTokenizer():
+        tokens, answers = TokenizedFiles([path], tokenizer, cache).get(0, 99)
+        assert tokens[answers].tolist() == [*tokenizer.encode(" end"), tokenizer.eod]
+
+
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 

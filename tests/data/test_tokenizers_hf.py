@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from minitron.config.schema import DataConfig
+from minitron.data.build import build_datasets
 from minitron.data.corpus import read_sources
 from minitron.data.sft import encode_chat
 from minitron.data.tokenizers import LLAMA3_SPLIT, SPECIAL, _printable_bytes, load_tokenizer
@@ -136,6 +138,28 @@ def test_a_unigram_model_with_a_template_in_front(texts, tmp_path):
     for text in texts[-8:]:
         ids = theirs(text, add_special_tokens=False, split_special_tokens=True, truncation=False).input_ids
         assert tokenizer.encode(text) == ids and 0 not in ids
+
+
+def test_a_vocabulary_with_a_gap_is_as_large_as_its_last_id(tmp_path):
+    """As of a model with reserved ids: a run whose vocabulary has room for the count of tokens alone is refused."""
+    words = {"the": 0, "end": 1, "?": 2, "</s>": 9}
+    model = library.Tokenizer(library.models.WordLevel(words, unk_token="?"))
+    model.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "the", "completion": " end"}\n')
+    data = DataConfig(
+        source="sft",
+        paths=(str(tmp_path / "data.jsonl"),),
+        split="1",
+        separate_documents=True,
+        tokenizer=f"hf:{tmp_path}",
+        cache_dir=str(tmp_path),
+    )
+    opened = lambda size: build_datasets(data, vocab_size=size, seq_len=4, seed=1, train_samples=1, valid_samples=0)
+    assert opened(10).train[0].tokens.tolist() == [0, 1, 9, 9, 9]
+    with pytest.raises(ValueError, match="model.vocab_size=9"):
+        opened(9)
 
 
 def test_the_fingerprint_is_that_of_the_tokens(hf, tmp_path):

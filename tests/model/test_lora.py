@@ -206,6 +206,23 @@ def test_a_fresh_adapter_changes_nothing(base, targets, fp8):
     assert torch.equal(plain.evaluate(batches), tuned.evaluate(batches))
 
 
+@pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
+def test_the_model_and_its_adapters_drop_each_by_its_own_key(base):
+    """A fresh adapter leaves the model's dropout as it is; one that does something drops with it and without it."""
+    size = {"model": {"num_layers": 2}}
+    dropping = {"model": {"hidden_dropout": 0.2}}
+
+    def loss(*changes):
+        cfg = config(base, *changes, size)
+        return steps_of(build(cfg, mesh_of(cfg)), 1)[0]
+
+    plain, dropped = loss(), loss(dropping)
+    assert loss(lora("qkv"), dropping) == pytest.approx(dropped, rel=1e-6) and dropped != pytest.approx(plain, rel=1e-6)
+    with adapters_that_do_something():
+        losses = [loss(lora("qkv", dropout=p), more) for p in (0.0, 0.3) for more in ({}, dropping)]
+    assert len({round(value, 5) for value in losses}) == 4
+
+
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "tied gpt"])
 def test_frozen_weights_have_no_gradients_states_or_products(base, monkeypatch):
     """Weight gradients of adapters alone; of frozen weights no buffer, no optimizer state, and not a bit changes."""

@@ -9,6 +9,7 @@ it in a few lines.
 import re
 import zlib
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,7 +24,9 @@ from minitron.comm.mesh import Mesh
 from minitron.config import sizes
 from minitron.kernels.kernels import PLAIN
 from minitron.kernels.param import ParamSpec, Shard, accumulate
+from minitron.optim import buckets
 from minitron.optim.buckets import ALIGNMENT, BucketKey, Gradients, plan_buckets
+from minitron.optim.slices import ProcessGroupSlices
 from minitron.testing import assert_close_rel
 
 SAMPLES, PARTS = 4, 4  # of a global batch, of a sequence
@@ -442,6 +445,41 @@ def test_a_parameter_that_reports_too_often_is_named():
     norm.slot.ready()
     with pytest.raises(AssertionError, match="block0.norm reported more gradients than its uses=1"):
         norm.slot.ready()
+
+
+class OneByOne(ProcessGroupSlices):
+    """As between GPUs, a reduction waits for the one before. Outside of a pass that did not run, its never come."""
+
+    before, ran = Done(), True
+
+    def reduce(self, buffer):
+        self.before.wait()
+        self.before = SimpleNamespace(wait=lambda ran=self.ran: ran == self.ran or pytest.fail("it never comes"))
+        return self.before
+
+    def reduced(self):
+        self.before = Done()
+
+
+@pytest.mark.parametrize("units", range(len(UNITS) + 1))
+def test_a_pass_that_was_given_up_leaves_nothing_for_the_next(monkeypatch, units):
+    """A recording failed after so many units of its last backward: the next eager step has the sums of its own."""
+    monkeypatch.setattr(buckets, "choose_slices", lambda axis, device, *_: OneByOne(axis, device))
+    toy = Toy(Mesh.offline())
+    (chunk,) = toy.chunks
+    for unit in chunk.units():
+        unit()
+    toy.gradients.slices.ran = False
+    toy.gradients.begin_backward(0, first=True, last=True)
+    for unit in list(reversed(list(chunk.units())))[:units]:
+        unit.backward(7, 0, toy.parts, 1.0)
+    toy.gradients.reset()
+    toy.gradients.slices.ran = True
+    toy.accumulate(step=0)
+    toy.gradients.finish()
+    expected = twin_gradients({name: spec.initial() for name, spec in SPECS.items()}, 0)
+    for name, gradient in full_gradients(toy.gradients).items():
+        assert_close_rel(gradient, expected[name], 1e-6, name)
 
 
 def test_a_step_without_a_last_backward_is_an_error():

@@ -5,6 +5,7 @@ The toy model and its layouts are those of test_grads.py.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,22 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(ranks, world
         assert [step["skipped"] for step in stats] == [0, 0, 1, 0, 0]
         assert [step["nan"] for step in stats] == [0] * STEPS
         assert not math.isfinite(stats[2]["grad_norm"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_waits_for_the_copy_of_what_it_changes(dtype):
+    """A save copies the state beside the next step: until the update waits for it, all is as the last one left it."""
+    toy, seen = Toy(Mesh.offline(), dtype=dtype), []
+    optimizer = Zero1Optimizer(toy.gradients, CFG, PLAIN)
+    kept = [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq]
+    copy = lambda: [tensor.clone() for tensor in kept]
+    optimizer.snapshot_done = SimpleNamespace(wait=lambda: seen.append(copy()))
+    for step in range(2):
+        before = copy()
+        toy.accumulate(step)
+        toy.gradients.finish()
+        optimizer.step(rate(step), torch.tensor(1.0), torch.tensor(TOKENS))
+        assert all(map(torch.equal, seen[step], before)) and not any(map(torch.equal, kept, before))
 
 
 def step_with_loss(loss, count):

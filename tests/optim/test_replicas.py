@@ -20,6 +20,7 @@ from minitron.data.mock import MockDataset
 from minitron.kernels.param import with_main_grad
 from minitron.model import gpt
 from minitron.model.layers import split_heads
+from minitron.optim import replicas
 from minitron.optim.replicas import ReplicasDiffer, checksum
 from minitron.optim.slices import ProcessGroupSlices
 from minitron.parallel import context
@@ -146,6 +147,15 @@ def nudge(rank, at, name, trainer):
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 
+@pytest.fixture(params=[48, replicas.PIECE_BYTES], ids=["pieces", "whole"], scope="module")
+def piece_bytes(request):
+    """So many bytes are added up at once: few, so that a tensor of the tests has several pieces, or all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "PIECE_BYTES", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("piece_bytes")
 @given(st.integers(1, 9), st.integers(1, 17), DTYPES, st.booleans(), st.integers(0, 2**31))
 def test_the_sums_are_those_of_plain_python(rows, columns, dtype, vector, seed):
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -156,6 +166,7 @@ def test_the_sums_are_those_of_plain_python(rows, columns, dtype, vector, seed):
     assert [value % 2**64 for value in checksum(x).tolist()] == [value % 2**64 for value in expected]
 
 
+@pytest.mark.usefixtures("piece_bytes")
 @given(st.integers(1, 9), st.integers(1, 17), DTYPES, st.data())
 def test_a_flipped_bit_and_a_swap_change_the_sums(rows, columns, dtype, data):
     x = torch.randn(rows, columns).to(dtype)

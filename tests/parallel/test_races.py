@@ -188,6 +188,15 @@ def products(rank, draw):
         call(rank, comm, draw.choice(kinds), draw.choice([1, 1, 2]), keep=draw.random() < 0.5)
 
 
+def passes(rank, draw):
+    """Passes of one or two products each. As in a recorded step, each pass begins with the first buffer."""
+    comm = overlap.SymmetricMemoryComm(rank.axis, CPU, torch.float32, rank.touch)
+    for _ in range(4):
+        comm.begin_pass()
+        for _ in range(draw.choice([1, 1, 2])):
+            call(rank, comm, draw.choice(["gather_matmul", "matmul_scatter", "backward"]), 1, keep=False)
+
+
 def call(rank, comm, kind, m, keep):
     """backward: as a column-parallel layer does, which gathers its input again while it scatters its gradient.
 
@@ -271,7 +280,7 @@ def join_before_the_parts_are_there(gathering):
     return joined
 
 
-@pytest.mark.parametrize("program", [products, steps])
+@pytest.mark.parametrize("program", [products, passes, steps])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_accesses_have_an_order(size, program):
     for seed in range(16 // size):
@@ -293,6 +302,7 @@ def test_all_accesses_have_an_order(size, program):
                 overlap._Group(i % size, [i % size]) for i in range(rank, rank + size)
             ],
         ),
+        (passes, overlap.SymmetricMemoryComm, "begin_pass", overlap.SymmetricMemoryComm.reset),
         (steps, shared_memory.SharedBuffer, "barrier", nothing),
         (steps, slices.SymmetricMemorySlices, "_announce", nothing),
         (steps, slices.Arrival, "wait", nothing),

@@ -1,6 +1,7 @@
 """Runs that are stopped, starved, poisoned and killed, for real: through torchrun, on gloo ranks."""
 
 import ctypes
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -695,6 +696,17 @@ def test_the_search_for_a_loss_scale_does_not_end_a_run():
             scaler.update(torch.ones(()))
             stop.saw(iteration(step, 1, scale))
     assert steps_at_one == 3 and step > 24
+
+
+def test_updates_that_were_left_out_for_a_finite_spike_do_not_end_a_run():
+    """train.rerun skips them: the next ones learn. They do not begin the count anew either."""
+    stop = Stop(Mesh.offline(), SimpleNamespace(), 3, Listener({}))
+    for step in range(1, 11):
+        stop.saw(dataclasses.replace(iteration(step, 1), grad_norm=1e6))
+    for step in 11, 12:
+        stop.saw(iteration(step, 1))
+    with pytest.raises(Diverged):
+        stop.saw(iteration(13, 1))
 
 
 def test_a_poisoned_run_ends_with_one_line(tmp_path):

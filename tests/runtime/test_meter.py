@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from minitron.comm.mesh import Mesh
@@ -19,9 +20,9 @@ def test_padding_is_no_document():
     assert squared_lengths(None, 0) == 0
 
 
-def step_of_a_rank():
-    """What each of 4 ranks, of which tp 2 read the same samples, logs of a step."""
-    mesh, logged = Mesh.create(tp=2), []
+def step_of_a_rank(**shape):
+    """What each of 4 ranks, of which 2 read the same samples, logs of a step."""
+    mesh, logged = Mesh.create(**shape), []
     log, watcher = SimpleNamespace(iteration=logged.append), SimpleNamespace(saw=lambda it: None)
     meter = Meter(log, mesh, lambda: (0, 0), list, watcher)
     squares, padding = [(4**2 + 12**2, 0), (7**2 + 3**2, 6)][mesh.dp.rank]
@@ -30,9 +31,10 @@ def step_of_a_rank():
     return logged
 
 
-def test_a_step_s_figures_are_the_worlds(ranks):
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_a_step_s_figures_are_the_worlds(ranks, shape):
     """Sums over data ranks, of which each counts once however many ranks read its samples; the others as they came."""
-    for (it,) in ranks(4, step_of_a_rank):
+    for (it,) in ranks(4, step_of_a_rank, **shape):
         assert (it.loss, it.grad_norm, it.skipped, it.nan, it.loss_scale) == (3.0, 2.0, 0.0, 1.0, 8.0)
         assert (it.step, it.consumed_samples, it.lr) == (5, 10, 0.25) and it.seconds >= 0
         assert it.squared_lengths == 4**2 + 12**2 + 7**2 + 3**2 and it.padding == 6

@@ -140,6 +140,21 @@ def test_time_in_which_other_programs_run_is_not_own_time():
     assert own * 0.9 < watch.on_host / 1e9 < own + (wall - own) / 2
 
 
+def test_evaluations_are_not_own_time():
+    """A rank that evaluates more would be named as slow."""
+    cfg = config(LLAMA, {"model": {"num_layers": 2}, "train": {"global_batch_size": 2}})
+    trainer = build(cfg, mesh_of(cfg))
+    watch = trainer.mesh.activity.stopwatch = Stopwatch(CPU, lambda total, sign: total.add_(1))
+    loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
+    batches, counts = loader.step(0, 0), []
+    for work in trainer.evaluate, lambda _: trainer.step(batches, 1e-3), trainer.evaluate, trainer.evaluate:
+        work(batches)
+        watch.read_into(reading := torch.zeros((), dtype=torch.int64))
+        counts.append(int(reading))
+    loader.close()
+    assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
+
+
 # ---- a slow rank in a run -------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,18 @@ def test_rows_counted_by_hand():
     assert str(found) == text + "lost 4.7 %, saves 2.9 %, evaluation 3.5 %, waiting 41.9 %, other 1.7 %"
 
 
+def test_steps_that_a_later_start_went_back_behind_are_lost_in_all_starts_before():
+    """The third start begins before the second: steps 5 to 7 of the first one are made again, too."""
+    rows = [run_row(1, 0.0, 0.0, 1.0), *steps(range(1, 11), 1.0)]
+    rows += [run_row(8, 20.0, 0.0, 21.0), *steps([8, 9], 21.0)]
+    rows += [run_row(5, 30.0, 0.0, 31.0), *steps(range(5, 13), 31.0)]
+    found = measure(rows)
+    assert (found.seconds["training"], found.seconds["lost"], found.lost_steps) == (4 + 8, 6 + 2, 8)
+    rows += [run_row(11, 50.0, 0.0, 51.0), *steps([11, 12, 13], 51.0)]  # and the fourth a later one
+    found = measure(rows)
+    assert (found.seconds["training"], found.seconds["lost"], found.lost_steps) == (4 + 6 + 3, 8 + 2, 10)
+
+
 def test_what_first_steps_take_beyond_others_is_start():
     """A compiler in step 1, a recording in step 7; a later slow step is a slow step."""
     rows = [run_row(1, 0.0, 0.0, 1.0)]

@@ -324,6 +324,33 @@ def test_a_node_whose_ranks_cannot_be_killed_leaves(tmp_path, monkeypatch):
     assert set(signals) == {signal.SIGKILL}
 
 
+def test_no_node_is_dead_while_the_disk_of_the_beats_is_full(tmp_path, monkeypatch):
+    """Nodes that cannot write would take the lead from one another. Afterwards silence counts again."""
+    args, now = arguments(tmp_path), [0.0]
+    args.node, disk = 1, {"full": True}
+    node = Supervisor(args)
+    replace(node.folder / "node-0.json", beat_of(0))
+
+    def write(*arguments):
+        if disk["full"]:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        replace(*arguments)
+
+    for module in supervisor, lead:
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervisor, "replace", write)
+
+    def leads():
+        now[0] += 0.5
+        node.show()
+        return node.leader.leads(1)
+
+    assert not any([leads() for _ in range(4 * int(args.dead_seconds))])
+    disk["full"] = False
+    after = [leads() for _ in range(4 * int(args.dead_seconds))]
+    assert not after[0] and after[-1]
+
+
 @pytest.fixture
 def leader(tmp_path):
     return Leader(arguments(tmp_path), tmp_path)

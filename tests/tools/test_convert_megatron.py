@@ -280,6 +280,146 @@ def test_other_folders_and_formats_are_named(tmp_path):
     assert "exists already" in error_of(folder, folder)
 
 
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    """An open checkpoint of each family, without arguments."""
+    made = {}
+    for gpt in (False, True):
+        if gpt:
+            cfg = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_inner=48, vocab_size=90, n_positions=64)
+        else:
+            sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+            cfg = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=90)
+        tensors = megatron_of(transformers.AutoModelForCausalLM.from_config(cfg), gpt)
+        made[gpt] = torch_dist.Reader(write(tmp_path_factory.mktemp("arguments") / "ckpt", tensors))
+    return made
+
+
+def model_with(reader, monkeypatch, args, accepted=()):
+    """The model that is read from the tensors of a checkpoint and these arguments."""
+    monkeypatch.setattr(reader, "common", lambda: args)
+    return convert_megatron.model_of(reader, set(reader.names()), [], set(accepted))[0]
+
+
+OTHER_NETWORKS = dict(
+    window_size=(127, 0),
+    window_attn_skip_freq=4,
+    no_rope_freq=4,
+    softmax_type="off-by-one",
+    softmax_scale=0.5,
+    quick_geglu=True,
+    squared_relu=True,
+    openai_gelu=True,
+    qk_l2_norm=True,
+    qk_layernorm=True,
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    attention_output_gate=True,
+    layernorm_zero_centered_gamma=True,
+    apply_layernorm_1p=True,
+    apply_residual_connection_post_layernorm=True,
+    add_qkv_bias=True,
+    multi_latent_attention=True,
+    mtp_num_layers=1,
+    num_experts=8,
+    num_moe_experts=8,
+    mrope_section=[16, 24, 24],
+    spec=["megatron.core.models.gpt", "own"],
+    hybrid_layer_pattern="M*M*",
+    hybrid_override_pattern="M*-",
+    hybrid_attention_ratio=0.1,
+    is_hybrid_model=True,
+    heterogeneous_layers_config_path="layers.json",
+    heterogeneous_layers_config_encoded_json="{}",
+    linear_attention_freq=4,
+    experimental_attention_variant="gated_delta_net",
+    rotary_interleaved=True,
+    rotary_percent=0.5,
+    rotary_seq_len_interpolation_factor=4,
+    rope_type="yarn",
+    use_mup=True,
+    mup_embedding_mult=12.0,
+    enable_mhc_connections=True,
+    normalization="LayerNorm",
+    swiglu=False,
+    gated_linear_unit=False,
+    position_embedding_type="none",
+    layernorm_epsilon=1e-6,
+    kv_channels=16,
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=64,
+)
+
+
+@pytest.mark.parametrize("name", OTHER_NETWORKS)
+def test_an_argument_of_another_network_is_refused_and_cannot_be_accepted(readers, monkeypatch, name):
+    args = LLAMA | {name: OTHER_NETWORKS[name]}
+    with pytest.raises(ValueError, match=f"{name}=") as caught:
+        model_with(readers[False], monkeypatch, args, accepted=[name])
+    assert "--accept" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("normalization", "RMSNorm"),
+        ("swiglu", True),
+        ("gated_linear_unit", True),
+        ("position_embedding_type", "rope"),
+        ("use_rotary_position_embeddings", True),
+    ],
+)
+def test_gpt_s_arguments_must_fit_its_tensors(readers, monkeypatch, name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        model_with(readers[True], monkeypatch, GPT | {name: value})
+
+
+def test_arguments_that_are_off_or_known_to_be_harmless_pass(readers, monkeypatch):
+    args = LLAMA | dict.fromkeys(
+        OTHER_NETWORKS.keys() - LLAMA.keys() - {"swiglu", "gated_linear_unit", "rotary_percent"}
+    )
+    args |= dict(swiglu=True, gated_linear_unit=True, rotary_percent=1.0, layernorm_epsilon=1e-5, kv_channels=8)
+    args |= dict(softmax_type="vanilla", qk_layernorm=False, mtp_num_layers=0, hybrid_attention_ratio=0.0)
+    args |= dict(moe_router_topk=2, retro_bert_vocab_file="v", train_iters=5, lr=1e-3, tensor_model_parallel_size=4)
+    args |= dict(use_flash_attn=True, fp8="hybrid", hidden_dropout=0.1, wandb_project="p", rampup_batch_size=[1, 2, 3])
+    assert model_with(readers[False], monkeypatch, args) == model_with(readers[False], monkeypatch, LLAMA)
+    gpt = dict(normalization="LayerNorm", swiglu=False, use_rotary_position_embeddings=False)
+    assert model_with(readers[True], monkeypatch, GPT | gpt) == model_with(readers[True], monkeypatch, GPT)
+    old = {key: value for key, value in GPT.items() if key != "norm_epsilon"} | {"layernorm_epsilon": 1e-3}
+    assert model_with(readers[True], monkeypatch, old).norm_eps == 1e-3
+
+
+@pytest.mark.parametrize("value", [True, 1, 0, 0.0, "gate", [1], {"a": 1}, (0,)])
+def test_an_unknown_argument_that_is_on_is_refused_unless_accepted(readers, monkeypatch, value):
+    args = LLAMA | {"new_gate": value}
+    with pytest.raises(ValueError, match="new_gate=.*--accept new_gate"):
+        model_with(readers[False], monkeypatch, args, accepted=["other"])
+    plain = model_with(readers[False], monkeypatch, LLAMA)
+    assert model_with(readers[False], monkeypatch, args, accepted=["new_gate"]) == plain
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], (), {}])
+def test_an_unknown_argument_that_is_off_passes(readers, monkeypatch, value):
+    model_with(readers[False], monkeypatch, LLAMA | {"new_gate": value})
+
+
+def test_the_command_takes_names_to_accept(tmp_path):
+    folder = llama(tmp_path, args=LLAMA | {"new_gate": 3, "new\nline": 4, "new_scale": 2})
+    message = error_of(folder, tmp_path / "out")
+    assert "new_gate=3" in message and "new_scale=2" in message
+    convert(folder, tmp_path / "out", "--accept", "new_gate,new_scale,new\nline")
+
+
+def test_known_arguments_are_sorted_names_and_none_changes_the_network():
+    names = convert_megatron.HARMLESS.read_text().split()
+    assert names == sorted(set(names)) and all(name.isidentifier() for name in names)
+    assert not OTHER_NETWORKS.keys() & set(names) and not convert_megatron.FIXED.keys() & set(names)
+
+
 # ---- pickles --------------------------------------------------------------------------------------------------------
 
 
@@ -353,3 +493,92 @@ def test_damaged_files_are_named(tmp_path):
     with zipfile.ZipFile(folder / "common.pt", "w") as file:
         file.writestr("x/data.pkl", pickle.dumps(json.loads("{}")))
     assert "has no arguments of a run" in error_of(folder, tmp_path / "o")
+
+
+# ---- chunks ---------------------------------------------------------------------------------------------------------
+
+
+class Stored:
+    """Makes an object of the index as torch.distributed.checkpoint pickles it."""
+
+    def __new__(cls, name, **fields):
+        module, _, name = f"torch.distributed.checkpoint.{name}".rpartition(".")
+        made = object.__new__(getattr(sys.modules[module], name))
+        made.__dict__.update(fields)
+        return made
+
+
+def index_with(folder, chunks, shape=(4, 6), name="x", **place):
+    """Write a .metadata whose one tensor has these chunks: (offsets, sizes) each."""
+    properties = dcp.metadata.TensorProperties(dtype=torch.float32)
+    stored = [Stored("metadata.ChunkStorageMetadata", offsets=offsets, sizes=sizes) for offsets, sizes in chunks]
+    entry = Stored("metadata.TensorStorageMetadata", properties=properties, size=shape, chunks=stored)
+    info = Stored("filesystem._StorageInfo", **{"relative_path": "__0_0.distcp", "offset": 0, "length": 9} | place)
+    places = {Stored("metadata.MetadataIndex", fqn=name, offset=offsets, index=None): info for offsets, _ in chunks}
+    index = dcp.metadata.Metadata(state_dict_metadata={name: entry}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [((0, 0), (4, 6))],
+        [((0, 0), (2, 6)), ((2, 0), (2, 6))],
+        [((0, 0), (4, 1)), ((0, 1), (1, 5)), ((1, 1), (3, 5))],
+        [((1, 1), (2, 2)), ((0, 0), (1, 3)), ((0, 3), (3, 3)), ((3, 1), (1, 5)), ((1, 0), (3, 1))],  # a pinwheel
+    ],
+)
+def test_chunks_that_hold_each_element_once_are_accepted(tmp_path, chunks):
+    assert torch_dist.Reader(index_with(tmp_path, chunks)).shape("x") == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([((0, 0), (2, 6)), ((1, 0), (2, 6))], id="overlap and a hole of the same size"),
+        pytest.param([((0, 0), (2, 6)), ((2, 0), (1, 6)), ((2, 1), (1, 6))], id="overlap, a hole, and beyond"),
+        pytest.param([((0, 0), (2, 6))], id="a hole"),
+        pytest.param([((0, 0), (4, 6)), ((1, 1), (1, 1))], id="overlap"),
+        pytest.param([((0, 0), (4, 6)), ((0, 0), (4, 6))], id="twice"),
+        pytest.param([((0, 0), (4, 7))], id="beyond a column"),
+        pytest.param([((2, 0), (4, 6))], id="moved beyond the end"),
+        pytest.param([((0, 0), (3, 6)), ((4, 0), (1, 6))], id="a row beyond the end"),
+        pytest.param([((0, 0), (5, 6)), ((5, 0), (-1, 6))], id="a negative size that takes the rest back"),
+        pytest.param([((-1, 0), (5, 6))], id="a negative offset"),
+        pytest.param([((0,), (24,))], id="fewer dimensions"),
+        pytest.param([((0, 0, 0), (4, 6, 1))], id="more dimensions"),
+        pytest.param([((0, 0.5), (4, 6))], id="half a column"),
+        pytest.param([((0, 0), (4, 1 << 70))], id="a size of 71 bits"),
+        pytest.param([], id="none"),
+    ],
+)
+def test_chunks_that_leave_a_hole_overlap_or_reach_beyond_are_refused(tmp_path, chunks):
+    message = error_of(index_with(tmp_path, chunks), tmp_path / "out")
+    assert "'x'" in message and ".metadata" in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 5},
+        {"name": ("a", 1)},
+        {"name": None},
+        {"shape": (1,) * 60},
+        {"shape": ()},
+        {"shape": 24},
+        {"shape": "x"},
+    ],
+)
+def test_names_that_are_no_text_and_shapes_that_are_none_are_refused(tmp_path, change):
+    shape = change.get("shape", (4, 6))
+    chunks = [((0,) * len(shape), shape)] if isinstance(shape, tuple) else [((0,), (1,))]
+    assert ".metadata" in error_of(index_with(tmp_path, chunks, **change), tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", [{"offset": "5"}, {"offset": 1 << 70}, {"length": {}}, {"relative_path": None}])
+def test_a_chunk_s_place_that_is_none_is_refused(tmp_path, place):
+    folder = index_with(tmp_path, [((0, 0), (4, 6))], **place)
+    (folder / "__0_0.distcp").write_bytes(b"some bytes")
+    with pytest.raises(ValueError, match="again"):
+        torch_dist.Reader(folder).read("x")
