@@ -6,6 +6,7 @@ patches what it reads. `UNCHANGED` has what must not matter.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -57,10 +58,24 @@ def assert_keyed(cache, make, table, monkeypatch):
 # ---- folders of data.cache_dir --------------------------------------------------------------------------------------
 
 NAME = "package/module_3.py"
+
+
+def renamed():
+    """The sources, one under another name that leaves their order as it is."""
+    for i in range(1000):
+        found = {f"package/other_{i}.py" if name == NAME else name: text for name, text in SOURCES.items()}
+        if ordered(found) == ordered(SOURCES):
+            return found
+
+
+def ordered(sources):
+    return [sources[name] for name in sorted(sources, key=lambda name: hashlib.sha256(name.encode()).digest())]
+
+
 LIBRARIES = {
     "a letter of a file": {"sources": SOURCES | {NAME: SOURCES[NAME].replace("return", "retorn", 1)}},
     "the end of a file": {"sources": SOURCES | {NAME: SOURCES[NAME] + "\n"}},
-    "the name of a file": {"sources": {name.replace("_3", "_x"): text for name, text in SOURCES.items()}},
+    "the name of a file": {"sources": renamed()},
     "one file more": {"sources": SOURCES | {"more.py": "more = 1\n"}},
     "the version of Python": lambda patch: patch.setattr(platform, "python_version", lambda: "3.99.0"),
     f"{UNCHANGED}a file that is no source": {"sources": SOURCES | {"notes.txt": "no Python"}},
