@@ -40,9 +40,13 @@ def evaluated(trainer: Trainer, loader: Loader, batches: list, step: int) -> Non
 
 
 def given_up(trainer: Trainer, loader: Loader, batches: list, step: int) -> None:
-    """Run a part of the step, another one each time, and give it up as a recording that fails is given up."""
-    actions = trainer.executor.training(len(batches))
-    trainer.executor.begin(batches, trainer.backward_scale(len(batches))).do(actions[: -1 - step % 3])
+    """Run a part of the step, another one each time, and give it up as a recording that fails is given up.
+
+    The whole of it only on one rank: others would have begun to sum its gradients.
+    """
+    actions, left_out = trainer.executor.training(len(batches)), step % 3 + (trainer.mesh.world.size > 1)
+    run = trainer.executor.begin(batches, trainer.backward_scale(len(batches)))
+    run.do(actions[: len(actions) - left_out])
     trainer.reset()
 
 
