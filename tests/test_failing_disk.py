@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 from re import sub
 from types import SimpleNamespace
@@ -130,8 +129,10 @@ def test_a_run_that_is_killed_in_a_claim_stops_nobody_with_an_empty_name(tmp_pat
         with pytest.raises(Killed), FailingDisk(folder, first=moment, times=10**9, error=Killed):
             claim(folder)
         empty += any(not path.stat().st_size for path in folder.glob("owner.*"))
-        with suppress(TakenOver):
+        try:
             begin(folder, 1, 0, first)
+        except TakenOver as error:
+            assert f"taken over by process {os.getpid()} on " in str(error)
         second = claim(folder)
         begin(folder, 2, 0, second)
         assert [path.name for path in folder.glob("owner.*")] == [f"owner.{second}"]
