@@ -339,8 +339,9 @@ def others(args: argparse.Namespace, pp: int, rank: int) -> dict[str, dict]:
 
 
 def earlier(args: argparse.Namespace, rank: int) -> dict | None:
-    """The newest row of this commit that measures the same; None if there is none."""
-    wanted, commit = identity(args, rank), _clean(args.commit or record.commit())
+    """The newest row of this commit and this kind of GPU that measures the same; None if there is none."""
+    wanted = identity(args, rank) | {"gpu": record.environment()["gpu"]}
+    commit = _clean(args.commit or record.commit())
     for row in reversed(record.rows(args.results)):
         if _clean(row["commit"]) == commit and wanted.items() <= row.items():
             return row

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from minitron.checkpoint import format, load, reader
 from minitron.comm.collectives import all_gather_into, gather_along, reduce_scatter_along
 from minitron.comm.mesh import Mesh
+from minitron.config import sizes
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
 from minitron.data.mock import MockDataset
+from minitron.kernels import fp8_scales
 from minitron.kernels.param import Shard
 from minitron.model.lora import Adapter
+from minitron.optim import replicas
 from minitron.optim.buckets import Gradients
 from minitron.parallel.overlap import ProcessGroupComm
 from minitron.pipeline.schedule import Schedule, operations
@@ -51,10 +57,10 @@ GPT3 = dict(
 )
 
 
-def config(base: dict, *changes: dict) -> Config:
+def config(base: dict | Config, *changes: dict) -> Config:
     """The default configuration with `base` and then each of `changes` laid over it: {section: {key: value}}."""
-    cfg = Config()
-    for layer in (base, *changes):
+    cfg = base if isinstance(base, Config) else config(Config(), base)
+    for layer in changes:
         for section, values in layer.items():
             cfg = dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **values)})
     return cfg
@@ -75,6 +81,23 @@ def adapters_that_do_something():
         yield
     finally:
         Adapter.__init__ = original
+
+
+def lowered(job: Callable, *args):
+    """Run a job with constants so low that a toy reaches them.
+
+    Gradients have many buckets, files many blocks and parameters many pieces, one thread reads ahead, and FP8's
+    histories roll over after two steps.
+    """
+    with (
+        mock.patch.multiple(sizes, BUCKET_BYTES=10_000, SLICE_BYTES=1),
+        mock.patch.object(replicas, "PIECE_BYTES", 1000),
+        mock.patch.object(format, "BLOCK_BYTES", 1000),
+        mock.patch.object(reader, "BLOCK_BYTES", 1000),
+        mock.patch.multiple(load, BLOCK_BYTES=1000, READERS=1),
+        mock.patch.object(fp8_scales, "HISTORY", 2),
+    ):
+        return job(*args)
 
 
 def mesh_of(cfg: Config) -> Mesh:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_twin import PACKS, PLAIN_PACKS
-from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
+from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
 from minitron.data.loader import Loader
 from minitron.kernels import attention
 from minitron.pipeline import executor
@@ -37,13 +37,13 @@ def fp8(how: str, **keys) -> dict:
 
 
 def run(cfg, again: bool, most_nodes: int = graph.MOST_NODES):
-    """Each step's figures, and the weights at the end."""
+    """Each step's figures, and the weights at the end; with many buckets, and FP8's magnitudes of two steps alone."""
     torch.set_num_threads(1)
     with (
         mock.patch.multiple(graph, WARM_UP=2, MOST_NODES=most_nodes),
         mock.patch.multiple(attention, FLASH_CPU=PACKS, REFERENCE=PLAIN_PACKS),  # documents, as a GPU's kernel has them
     ):
-        return run_steps(cfg, again)
+        return lowered(run_steps, cfg, again)
 
 
 def run_steps(cfg, again: bool):

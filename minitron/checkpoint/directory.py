@@ -34,7 +34,7 @@ from pathlib import Path
 
 from minitron.checkpoint import format as files
 from minitron.checkpoint.format import CheckpointError, disk_errors
-from minitron.config.files import errors_as
+from minitron.config.files import errors_as, size_of
 from minitron.runtime.status import TAKEN
 
 STEP, STEP_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})"), "step_{:08d}".format
@@ -68,13 +68,13 @@ def in_the_way(directory: Path, after: int, until: int) -> Path | None:
 
 def _named(directory: Path) -> dict[int, Path]:
     """Map iterations, ascending, to all paths that have the name of a checkpoint."""
-    found = ((STEP.fullmatch(path.name), path) for path in directory.glob("step_*"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    found = (match for match in map(STEP.fullmatch, _names(directory)) if match)
+    return dict(sorted((int(match[1]), directory / match[0]) for match in found))
 
 
 def _names(folder: Path) -> list[str]:
-    """List the names in a folder; none if it is no folder."""
-    with suppress(OSError):
+    """List the names in a folder; none if it is no folder, or others' alone. Raises OSError if the disk fails."""
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # `glob` ignores what a failing disk raises
         return os.listdir(folder)
     return []
 
@@ -107,9 +107,10 @@ def newest(directory: Path) -> Path | None:
     """
     pointer = directory / "latest"
     with disk_errors(pointer):
-        if not pointer.exists():  # the first save was killed after its rename, or somebody copied folders only
+        try:
+            size_of(pointer)
+        except (FileNotFoundError, NotADirectoryError):  # the first save was killed, or somebody copied folders only
             return next(reversed(checkpoints(directory).values()), None)
-        files.file_size(pointer)
         with open(pointer, "rb") as file:
             text = file.read(256).decode(errors="replace")
     name = text.split(" ")[0]
@@ -124,9 +125,9 @@ def newest(directory: Path) -> Path | None:
 
 def _finish(folder: Path) -> None:
     """Put a checkpoint in its place whose save was killed between the two renames that replace an older one by it."""
-    for whole in folder.parent.glob(f"{folder.name}.tmp-*"):
+    for whole in map(folder.with_name, filter(TEMPORARY.fullmatch, _names(folder.parent))):
         # Until it is committed it holds the `latest` to be, written after all else; what it replaces no longer does.
-        if TEMPORARY.fullmatch(whole.name) and (whole / "latest").is_file() and not folder.exists():
+        if whole.stem == folder.name and (whole / "latest").is_file() and not folder.exists():
             with suppress(FileNotFoundError):  # all ranks try
                 os.rename(whole, folder)
 
@@ -171,25 +172,30 @@ def claim(directory: Path) -> str:
             (directory / f"owner.{owner}").unlink(missing_ok=True)
             raise
         for _, name in before:
-            (directory / f"owner.{name}").unlink(missing_ok=True)
+            if _begins(path := directory / f"owner.{name}", OWNER_BEGIN):
+                with suppress(OSError):  # the last one counts
+                    path.unlink()
     return owner
 
 
 def _owners(directory: Path) -> list[tuple[int, str]]:
-    """List (number, owner) of all owner files. The last one counts."""
-    found = ((OWNER.fullmatch(path.name), path) for path in directory.glob("owner.*"))
-    return sorted((int(match[2]), match[1]) for match, path in found if match and _begins(path, OWNER_BEGIN))
+    """List (number, owner) of all files with the name of an owner, ascending."""
+    return sorted((int(match[2]), match[1]) for match in map(OWNER.fullmatch, _names(directory)) if match)
 
 
 def check_owner(directory: Path, owner: str | None) -> None:
-    """Raise TakenOver if the directory has another owner. None, as a tool passes, is not checked."""
+    """Raise TakenOver if the directory has another owner. None, as a tool passes, is not checked.
+
+    The last file counts that is ours and not empty: a run that is killed while it claims a directory leaves it empty.
+    """
     with disk_errors(directory):
-        owners = _owners(directory) if owner is not None else []
-        if not owners or owners[-1][1] == owner:
-            return
-        newest = (directory / f"owner.{owners[-1][1]}").read_text(errors="replace")
-    fix = "only one run at a time can save there: end one of them, or give it another"
-    raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; {fix}")
+        for _, name in reversed(_owners(directory) if owner is not None else []):
+            if name == owner:
+                return
+            path = directory / f"owner.{name}"
+            if _begins(path, OWNER_BEGIN) and (newest := path.read_text(errors="replace")):
+                fix = "only one run at a time can save there: end one of them, or give it another"
+                raise TakenOver(f"checkpoint.dir={directory} was taken over by {newest}; {fix}")
 
 
 def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = None, token: str = "") -> Path:
@@ -200,12 +206,11 @@ def begin(directory: Path, iteration: int, num_bytes: int, owner: str | None = N
     make_writable(directory)
     with disk_errors(directory):
         check_owner(directory, owner)
-        for stale in directory.glob("*.tmp-*"):
-            if TEMPORARY.fullmatch(stale.name):
-                if _is_saved(stale):
-                    _remove(stale)
-                with suppress(OSError):
-                    stale.rmdir()  # of a save that had not begun to write: it removes empty folders alone
+        for stale in map(directory.joinpath, filter(TEMPORARY.fullmatch, _names(directory))):
+            if _is_saved(stale):
+                _remove(stale)
+            with suppress(OSError):
+                stale.rmdir()  # of a save that had not begun to write: it removes empty folders alone
         free = shutil.disk_usage(directory).free
         if free < num_bytes:
             needs = f"{free / 1e6:.0f} MB free and a save needs {num_bytes / 1e6:.0f} MB"
@@ -234,7 +239,12 @@ def commit(
         if os.path.lexists(folder) and not _is_saved(folder):
             raise CheckpointError(f"{folder} is in the way: it holds what no save wrote; move it away")
         replaced = _hide(folder)  # if it is there, of a run that went back to before it
-        os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            with suppress(OSError):  # a start finishes what a kill leaves here, but not what the disk has refused
+                os.rename(replaced, folder)
+            raise
         _sync(directory)
         os.replace(folder / "latest", directory / "latest")
         _sync(directory)
@@ -263,8 +273,10 @@ def _hide(folder: Path) -> Path:
 def _sync(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _pointer(name: str) -> str:

@@ -13,6 +13,7 @@ that is deleted (checkpoint.keep) while it is exported is such a failure. Folder
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class Exporter:
         """Begin to export a checkpoint that has been saved, if it is due, and report the export before it."""
         target = checkpoint.with_name(f"{checkpoint.name}-hf")
         self.saves += 1
-        if not self.due(step) or target.exists():
+        if not self.due(step) or os.path.lexists(target):
             return
         if step == self.cfg.train.steps:
             self.wait()

@@ -257,8 +257,12 @@ class Checkpointer:
         except TakenOver as error:
             self.log.warn(f"{error}; here this run saves aside, and ends")
             self.directory /= f"aside.{self.owner}"
-            self._to_disk(about, mine, begun)
-            raise TakenOver(f"{error}; this run's step {step} is in {self.directory}") from error
+            where = f"this run's step {step} is in {self.directory}"
+            try:
+                self._to_disk(about, mine, begun)
+            except CheckpointError as failed:
+                where = f"this run's step {step} is not saved: {failed}"
+            raise TakenOver(f"{error}; {where}") from error
         except CheckpointError as error:
             what = "local save" if local else "checkpoint"
             self.log.warn(f"{what} of step {step} failed, training goes on: {error}")

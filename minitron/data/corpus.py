@@ -83,7 +83,7 @@ def build_corpus(cache: Cache, vocab_size: int, root: str | os.PathLike | None =
     """
     sources = read_sources(root)
     fingerprint = fingerprint_of(sources, repr(sorted(TRAINER.items())).encode())
-    name = f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}"
+    name = f"corpus-{platform.python_version()}-{fingerprint}-v{vocab_size}-p{TRAINING_PIECE}"
     folder = cache.build_once(name, lambda partial: _build(partial, sources, vocab_size, fingerprint))
     with reading(folder):
         tokenizer = CorpusTokenizer((folder / "tokenizer.model").read_bytes(), f"{folder}/tokenizer.model")

@@ -51,7 +51,8 @@ class TokenizedFiles:
     def __init__(self, paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, cache: Cache):
         self.paths, self.eod = [os.path.expanduser(path) for path in paths], tokenizer.eod
         self.prefix = ", ".join(self.paths)
-        digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint}".encode())
+        # Beside the fingerprint, which names what makes ids of a text: prompts begin with this token.
+        digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint} {tokenizer.bos}".encode())
         for path in self.paths:
             line = lambda error: f"data.paths: {path} cannot be read ({error.strerror}); name JSONL files"
             with errors_as(ValueError, line, OSError):

@@ -62,7 +62,10 @@ def once(function: Function) -> Function:
 def _maker(result: Any, arguments: list[Any]) -> Function | None:
     """Return a function that makes results like these from arguments like these; None if it would have to compute."""
     results, structure = tree_flatten(result)
-    places = {id(x): i for i, x in enumerate(arguments) if isinstance(x, Tensor)}
+    tensors = [(id(x), i) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+    places = dict(tensors)
+    if len(places) < len(tensors):
+        return None  # one of them is there twice, so a result does not tell which it is
     storages = {arguments[i].untyped_storage()._cdata for i in places.values()}
     recipe: list[Any] = []  # shape, stride and dtype of each result, or its place among the arguments
     for x in results:

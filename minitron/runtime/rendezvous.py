@@ -99,13 +99,15 @@ class SignedStore:
         return [text for text in opened if text is not None]
 
     def compare_set(self, key: str, old: str, new: str) -> str:
-        """Replace the text by `new` if it is `old` or not valid; return the text as it is then."""
-        expected = self._signer.sign(key, old) if old else ""
+        """Replace the text by `new` if it is `old`, not valid or deleted; return the text as it is then."""
+        expected = self._signer.sign(key, old).encode() if old else b""
         while True:
             found = self._store.compare_set(key, expected, self._signer.sign(key, new))
-            if (text := self._signer.open(key, found)) is not None:
+            text = self._signer.open(key, found)
+            if text is not None and found != expected:
                 return text
-            expected = found
+            # If the key is not there, which anyone can bring about, the store returns what it was to find.
+            expected = b"" if found == expected else found
 
 
 @contextmanager

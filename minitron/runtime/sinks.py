@@ -35,7 +35,8 @@ from minitron.config.installed import pip_install
 from minitron.config.schema import Config
 from minitron.config.text import to_yaml
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE  # a disk that is full or fails: no mistake of the user
+# A disk that is full or fails, a mount that is away for a moment, too many open files: no mistake of the user.
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE
 
 
 def append_to(path: Path) -> io.FileIO:

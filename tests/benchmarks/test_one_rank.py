@@ -371,6 +371,37 @@ def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeyp
     assert "Not yet measured" not in text and "H200 at 700 W; torch 2; 2026-11-22, commit abc" in text
 
 
+ROW = {"config": ["toy.yaml", "parallel.pp=2"], "world": 8, "rank": 1, "graph": "on", "commit": "abc", "gpu": "H200"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": ["other.yaml", "parallel.pp=2"]},
+        {"config": ["toy.yaml", "parallel.pp=4"]},
+        {"config": ["toy.yaml"]},
+        {"world": 16},
+        {"rank": 2},
+        {"graph": "off"},
+        {"commit": "abd"},
+        {"gpu": "H100"},
+    ],
+    ids=str,
+)
+def test_an_earlier_row_stands_in_only_for_the_same_rank_of_the_same_job_on_the_same_gpu(tmp_path, monkeypatch, change):
+    results = tmp_path / "results.jsonl"
+    args = Namespace(**ROW, results=results)
+    written = one_rank.identity(args, args.rank) | {"commit": args.commit, "gpu": args.gpu}
+    record.write(results, written)
+
+    def found(row):
+        monkeypatch.setattr(record, "environment", lambda: {"gpu": row["gpu"]})
+        return one_rank.earlier(Namespace(**row, results=results), row["rank"])
+
+    assert found(ROW) == found(ROW | {"config": ROW["config"][::-1], "commit": "abc-dirty"}) == written
+    assert found(ROW | change) is None
+
+
 def test_a_measurement_that_hangs_is_ended_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "RECIPES", [(*recipes.RECIPES[0][:3], ((),))])
     monkeypatch.setattr(recipes, "MOST_SECONDS", 3)

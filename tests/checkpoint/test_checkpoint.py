@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layouts import GPT3, LLAMA, config, dataset_of, mesh_of
+from layouts import GPT3, LLAMA, config, dataset_of, lowered, mesh_of
 from minitron import pretrain
 from minitron.checkpoint.directory import ERRORS, TakenOver, begin, claim
 from minitron.checkpoint.format import CheckpointError, write_shard
@@ -141,13 +141,14 @@ TIED_LEGS = [
 def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
     """Every two steps another layout takes over; what it reads and saves again is bit-equal, whatever the layouts.
 
-    1e-6: summation order alone moves losses by 2e-7 in these 20 steps.
+    In every second leg gradients have many buckets, and files many blocks. 1e-6: summation order alone moves losses by
+    2e-7 in these 20 steps.
     """
     figures, until, before = [], 0, {}
     for (world, parallel, recompute), until in zip(legs, itertools.count(2, 2)):
         cfg = saving(config(base, LONG, {"parallel": parallel, "train": {"recompute": recompute}}), tmp_path)
         rules.check(cfg, world)
-        results = ranks(world, leg, cfg, until)
+        results = ranks(world, leg, cfg, until) if until % 4 else ranks(world, lowered, leg, cfg, until)
         assert all(result == results[0] for result in results)
         figures += results[0]
         if until > 2:
@@ -169,10 +170,11 @@ def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
     ids=["dropout", "context", "fp16", "bf16", "fp8"],
 )
 def test_the_same_layout_goes_on_bit_for_bit(ranks, tmp_path, world, parallel, change):
+    """With many buckets and blocks, and FP8's magnitudes of two steps alone."""
     cfg = config(LLAMA, LONG, change, {"parallel": parallel})
-    expected = ranks(world, whole, cfg, 4)
-    first = ranks(world, leg, saving(cfg, tmp_path), 2)
-    then = ranks(world, leg, saving(cfg, tmp_path), 4)
+    expected = ranks(world, lowered, whole, cfg, 4)
+    first = ranks(world, lowered, leg, saving(cfg, tmp_path), 2)
+    then = ranks(world, lowered, leg, saving(cfg, tmp_path), 4)
     assert repr([a + b for a, b in zip(first, then)]) == repr(expected)  # as text: a NaN norm equals itself
     if change is FP16:
         scales = [f["loss_scale"] for f in expected[0]]

@@ -142,7 +142,10 @@ def assert_same_weights(actual, expected):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_and_weights_come_back_bit_by_bit(name, folders, tmp_path):
+def test_logits_equal_transformers_and_weights_come_back_bit_by_bit(name, folders, tmp_path, monkeypatch):
+    """In blocks of a few rows."""
+    monkeypatch.setattr(hf, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(convert_hf, "BLOCK_VALUES", 200)
     source, (there, back) = folders(name), (tmp_path / "there", tmp_path / "back")
     assert len(list(source.glob("*.safetensors"))) > 2
     convert("import", source, there)

@@ -109,30 +109,6 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
         gpt.check_ids(np.array([5, -3]), 9, "here")
 
 
-def test_the_cache_is_reused_and_keyed_by_everything(tmp_path, monkeypatch):
-    built = []
-    save = gpt._save_index
-    monkeypatch.setattr(gpt, "_save_index", lambda folder, *rest: (built.append(folder), save(folder, *rest)))
-    data = {
-        name: write(tmp_path / name, documents)
-        for name, documents in (("a", [[1, 2, 3, 4]] * 5), ("b", [[1, 2, 3, 4]] * 5), ("c", [[1, 2, 3, 4]] * 6))
-    }
-
-    def fingerprint(name="a", sequences=range(5), num_samples=7, s=3, seed=1):
-        return GPTDataset(data[name], sequences, num_samples, s, seed, Cache(tmp_path / "cache"), 9).fingerprint
-
-    assert fingerprint() == fingerprint() == fingerprint("b") and len(built) == 1
-    others = [
-        fingerprint("c"),
-        fingerprint(sequences=range(4)),
-        fingerprint(num_samples=8),
-        fingerprint(s=2),
-        fingerprint(seed=2),
-    ]
-    assert len({fingerprint(), *others}) == 6 and len(built) == 6
-    assert not list((tmp_path / "cache").glob("*.partial"))
-
-
 def test_a_killed_build_is_built_again(tmp_path):
     indexed = write(tmp_path / "d", [[1, 2, 3, 4]] * 5)
     first = GPTDataset(indexed, range(5), 7, 3, 1, Cache(tmp_path / "cache"), 9)

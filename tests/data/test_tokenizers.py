@@ -5,6 +5,7 @@ import errno
 import functools
 import io
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -227,12 +228,36 @@ def test_a_million_spaces_do_not_overflow_the_regex_engine(gpt2_folder, llama3_f
     assert tokenizers.cut_long_spaces("") == [""]
 
 
-def test_fingerprints_name_the_content(gpt2_folder, llama3_file, llama2_file, tmp_path):
-    specs = ["bytes", f"gpt2:{gpt2_folder}", f"llama3:{llama3_file}", f"llama2:{llama2_file}"]
-    prints = [load_tokenizer(spec).fingerprint for spec in specs]
-    assert len(set(prints)) == 4 and all(len(name) == 16 for name in prints)
+def test_fingerprints_are_of_all_that_makes_ids(gpt2_folder, llama3_file, llama2_file, tmp_path, monkeypatch):
+    """And of nothing else: two ids that are swapped, a token less, another cut into words, another special token."""
+    lines = llama3_file.read_bytes().splitlines(keepends=True)
+    names = [line.split()[0] for line in lines[-2:]]
+    swapped = [b"%s %d\n" % (name, len(lines) - 1 - i) for i, name in enumerate(names)]
+    (tmp_path / "swapped").write_bytes(b"".join([*lines[:-2], *reversed(swapped)]))
     (tmp_path / "moved").write_bytes(llama3_file.read_bytes())
-    assert load_tokenizer(f"llama3:{tmp_path / 'moved'}").fingerprint == prints[2]
+    shutil.copytree(gpt2_folder, fewer := tmp_path / "fewer")
+    encoder, merges = json.loads((fewer / "encoder.json").read_text()), (fewer / "vocab.bpe").read_text("utf-8")
+    kept = {token: i for token, i in encoder.items() if i < len(encoder) - 2}
+    (fewer / "encoder.json").write_text(json.dumps(kept | {"<|endoftext|>": len(kept)}))
+    (fewer / "vocab.bpe").write_text("".join(merges.splitlines(keepends=True)[:-1]), "utf-8")
+
+    def found(spec, **patches):
+        with monkeypatch.context() as patch:
+            for name, value in patches.items():
+                patch.setattr(tokenizers, name, value)
+            return load_tokenizer(spec).fingerprint
+
+    gpt2, llama3 = f"gpt2:{gpt2_folder}", f"llama3:{llama3_file}"
+    prints = [
+        *map(
+            found, ["bytes", gpt2, f"gpt2:{fewer}", llama3, f"llama3:{tmp_path / 'swapped'}", f"llama2:{llama2_file}"]
+        ),
+        found(gpt2, GPT2_SPLIT=tokenizers.LLAMA3_SPLIT),
+        found(llama3, LLAMA3_SPLIT=tokenizers.GPT2_SPLIT),
+        found(llama3, SPECIAL=tokenizers.SPECIAL.replace("eom_id", "eon_id")),
+    ]
+    assert len({*prints}) == len(prints) and all(len(name) == 16 for name in prints)
+    assert found(f"llama3:{tmp_path / 'moved'}") == prints[3]
 
 
 @pytest.mark.parametrize("spec", ["gpt5:x", "gpt2", "gpt2:", "bytes:x", "", "corpus"])

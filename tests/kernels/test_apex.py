@@ -117,8 +117,10 @@ def randn(*shape, seed=0):
     "param_dtype, grad_dtype",
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
-def test_adamw(apex, param_dtype, grad_dtype):
+@pytest.mark.parametrize("piece", [1 << 30, 300])  # of a tensor
+def test_adamw(apex, monkeypatch, param_dtype, grad_dtype, piece):
     ops, fake = apex
+    monkeypatch.setattr(ops, "PIECE", piece)
     hyper, reports = AdamHyper(1e-2, (0.9, 0.99), 1e-3), []
     states = {}
     for module in (ops, plain):

@@ -79,7 +79,7 @@ def slurm(tmp_path, monkeypatch):
     """Stand-ins for Slurm's commands: sbatch notes its arguments; its job is done at once, with the published log."""
     scripts = {
         "scontrol": "echo 127.0.0.1",
-        "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
+        "srun": f'printf %s "$MINITRON_SECRET" >"{tmp_path}/secret"\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"',
         "sbatch": f'printf "%s\\n" "$@" "$NCCL_SOCKET_IFNAME$MASTER_SUFFIX" >"{tmp_path}/sbatch.txt"\n'
         f'cp "{tmp_path}/published.out" job.out\ntouch ready',
     }
@@ -136,6 +136,9 @@ def test_patterns_read_the_job_out_of_a_run(tmp_path, slurm):
         "log.every=2",
     )
     assert result.returncode == 0 and (tmp_path / "ready").exists(), result.stderr
+    secret = (tmp_path / "secret").read_text()
+    assert len(secret) == 64 and secret not in result.stdout + result.stderr
+    assert "MINITRON_SECRET" not in result.stdout  # the ranks have it, so none says that it lacks
     values = analysed(result.stdout, global_batch_size=8, sequence_length=32, report_tokens=20_000_000, baseline=560)
     seconds = seconds_of(result.stdout)
     assert len(seconds) == 3 and "[default1]: iteration " in result.stdout
@@ -153,8 +156,11 @@ def test_patterns_read_the_job_out_of_a_run(tmp_path, slurm):
 
 def test_a_job_that_fails_says_so_to_jube(tmp_path, slurm):
     result = job(tmp_path, "configs/gpt3_13b.yaml", "train.steps=0")
+    secret = (tmp_path / "secret").read_text()
     assert result.returncode != 0 and (tmp_path / "error").exists() and not (tmp_path / "ready").exists()
     assert "error: train.steps=0" in result.stderr
+    job(tmp_path, "configs/gpt3_13b.yaml", "train.steps=0")
+    assert (tmp_path / "secret").read_text() != secret  # each job has its own
 
 
 def test_patterns_read_the_published_job_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -90,6 +91,22 @@ def test_a_spike_is_ten_spreads_above_the_median():
     noisy = with_history(2.0, 0.5)
     noisy.history["loss"].extend([2.5, 1.5] * 40)
     assert noisy._suspicion({"loss": 4.0, "gradient norm": 0.5}) is None
+
+
+def test_what_was_usual_long_ago_is_forgotten_also_by_a_run_that_goes_on(monkeypatch):
+    """Forty high losses before twenty-five low ones: only the window's are known."""
+    monkeypatch.setattr(rerun, "WINDOW", 25)
+    compared, resumed = (with_history(5.0, 0.5, steps=n) for n in (40, 0))
+    for values in compared.history.values():
+        assert len(values) == 25
+    for _ in range(25):
+        compared.history["loss"].append(2.0)
+    resumed.restore(json.loads(json.dumps(compared.state())))
+    for run in compared, resumed:
+        assert run._suspicion({"loss": 2.1, "gradient norm": 0.5}) is None
+        assert "was 2 +- 0.02 in the last 25" in run._suspicion({"loss": 3.0, "gradient norm": 0.5})
+    resumed.history["loss"].append(9.0)
+    assert resumed.history["loss"][0] == 2.0 and len(resumed.history["loss"]) == 25
 
 
 def test_what_is_not_finite_is_always_suspicious_and_a_spike_only_against_enough_steps():

@@ -245,6 +245,20 @@ def test_a_stranger_s_word_at_the_gate_stops_nobody(old):
     assert first.next() == signal.SIGTERM == second.next() and first.number == second.number
 
 
+@pytest.mark.parametrize("secret", ["", "secret"])
+@pytest.mark.parametrize("store", ["memory", "tcp"])
+def test_a_gate_whose_key_somebody_deletes_is_closed_all_the_same(secret, store):
+    """Each rank puts it back as it knows it; none takes what is missing for an answer, or waits for it for ever."""
+    serve = {"memory": dist.HashStore, "tcp": lambda: dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)}
+    plain = serve[store]()
+    first, second = (stop_module.Gate(SignedStore(plain, Signer(secret))) for _ in range(2))
+    for _ in range(3):
+        assert first.next() == 0 == second.next()
+        assert plain.delete_key("gate")
+    second.close(signal.SIGTERM)
+    assert first.next() == signal.SIGTERM == second.next() and first.number == second.number
+
+
 def test_a_stranger_at_the_store_of_a_run_does_not_stop_it(tmp_path, monkeypatch):
     """It writes the key of the gate to torchrun's store. The run names the key and goes on until it gets a signal."""
     monkeypatch.setenv("MINITRON_SECRET", secret := "b7c1e0")

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from failing_disk import ERRNOS, FailingDisk
 from minitron.config import cli, flops
 from minitron.runtime import log_formats as forms
 from minitron.runtime import sinks
 from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
+from minitron.runtime.startup import Startup
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (
@@ -592,3 +594,35 @@ def test_a_reader_that_has_gone_ends_the_run(monkeypatch):
         log.info("hello")
     with suppress(BrokenPipeError):
         pipe.close()
+
+
+def test_a_log_that_fails_at_any_operation_costs_records(tmp_path, capsys):
+    """Also at the start. Nothing is raised, what is there is whole records, and later ones are written."""
+
+    def run(folder: Path, number: int = 0, first: int = 0, times: int = 1) -> FailingDisk:
+        with FailingDisk(folder, number, first, times) as disk:
+            with suppress(SystemExit), Log(cli.load([f"log.dir={folder}", "log.every=1"]), 0, 1) as log:
+                log.start(Startup({}, 0.0))
+                log.places(["host"])
+                log.ready()
+                for step in 1, 2:
+                    log.iteration(replace(STEP, step=step))
+                    log.saved(step, 0.5, local=False)
+                log.evaluation(2, 1.5)
+                log.warn("a save failed")
+                log.alarm("a rank died", "traceback")
+                log.own_times(2, [0.1], [])
+                log.end(0.0)
+                log.summary()
+                raise SystemExit(1)
+        return disk
+
+    done = run(tmp_path / "whole").done
+    for first in range(1, len(done) + 1):
+        for number, times in zip([getattr(errno, name) for name in ERRNOS], (1, 3, 10, 10**9)):
+            run(folder := tmp_path / f"{first}-{times}", number, first, times)
+            run(folder)
+            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            assert [row["step"] for row in rows if row["kind"] == "step"][-2:] == [1, 2]
+            assert "a save failed" in (folder / "errors.log").read_text()
+    assert len(done) > 30

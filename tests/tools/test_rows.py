@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+import zstandard
 
 from minitron.data.indexed import IndexedDataset
 from tools import preprocess_data, rows
@@ -44,10 +45,11 @@ def expected(tmp_path):
     return files_of(tmp_path / "lines")
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 1000, 1 << 20])
-def test_parquet_is_its_lines(tmp_path, table, expected, monkeypatch, batch_bytes):
+@pytest.mark.parametrize("batch_bytes, at_a_time", [(1, 7), (1000, 128), (1 << 20, 1)])
+def test_parquet_is_its_lines(tmp_path, table, expected, monkeypatch, batch_bytes, at_a_time):
     """In row groups of any size, compressed or not, with strings as Arrow has them, under any name of the file."""
     monkeypatch.setattr(rows, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(rows, "ROWS", at_a_time)
     wide = pyarrow.table({"body": pyarrow.array(TEXTS, pyarrow.large_string())} | OTHERS)
     few = pyarrow.table({"body": pyarrow.array(TEXTS).dictionary_encode()} | OTHERS)
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=33, compression="zstd")
@@ -59,6 +61,20 @@ def test_parquet_is_its_lines(tmp_path, table, expected, monkeypatch, batch_byte
         batches = list(rows.read_batches([str(tmp_path / name)], ("body",)))
         assert sum(batch.read_bytes for batch in batches) == (tmp_path / name).stat().st_size
         assert set(batches[0].lines[0]) == {"body"}, "other columns are not read"
+
+
+@pytest.mark.parametrize("read_bytes", [1, 7, 1000])
+def test_lines_in_frames_are_the_same_however_much_is_read_at_a_time(tmp_path, monkeypatch, read_bytes):
+    """Frames end, lines are cut and multi-byte characters are cut anywhere in what is read."""
+    monkeypatch.setattr(rows, "READ_BYTES", read_bytes)
+    lines = [json.dumps({"text": f"{text} \u00e9" * 9}, ensure_ascii=False) for text in TEXTS[:20]]
+    content, frames = "\n".join(lines).encode(), zstandard.ZstdCompressor()
+    parts = content[:100], content[100:101], content[101:900], content[900:]
+    (tmp_path / "in.jsonl.zst").write_bytes(b"".join(map(frames.compress, parts)))
+    (tmp_path / "in.jsonl").write_bytes(content)
+    read = [list(rows.read_batches([str(tmp_path / name)], ("text",))) for name in ("in.jsonl.zst", "in.jsonl")]
+    found = [[line.rstrip(b"\n") for batch in batches for line in batch.lines] for batches in read]
+    assert found[0] == found[1] == [line.encode() for line in lines]
 
 
 def test_a_dataset_of_hugging_face_is_its_lines(tmp_path, table, expected):
