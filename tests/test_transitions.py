@@ -45,9 +45,9 @@ def given_up(trainer: Trainer, loader: Loader, batches: list, step: int) -> None
     The whole of it only on one rank: others would have begun to sum its gradients.
     """
     actions, left_out = trainer.executor.training(len(batches)), step % 3 + (trainer.mesh.world.size > 1)
-    run = trainer.executor.begin(batches, trainer.backward_scale(len(batches)))
+    run = trainer.executor.begin(batches, trainer.scaler.backward_scale(len(batches)))
     run.do(actions[: len(actions) - left_out])
-    trainer.reset()
+    trainer.runner.reset()
 
 
 def steps(cfg: Config, between=None) -> tuple[list[dict], dict]:
@@ -59,7 +59,7 @@ def steps(cfg: Config, between=None) -> tuple[list[dict], dict]:
         batches = loader.step(step * cfg.train.global_batch_size, step)
         if between is not None:
             between(trainer, other, batches, step)
-        figures.append(trainer.step(batches, cfg.optimizer.lr).read() | {"scale": float(trainer.loss_scale())})
+        figures.append(trainer.step(batches, cfg.optimizer.lr).read() | {"scale": float(trainer.scaler.scale)})
     loader.close(), other.close()
     return figures, weights(trainer)
 
@@ -117,7 +117,7 @@ def behind(cfg: Config, skipped: int, poison: float | None) -> tuple[list[dict],
         trainer.gradients.finish = finish_wrongly if step < skipped else finish
         stats = trainer.step(loader.step(step * cfg.train.global_batch_size, step), cfg.optimizer.lr).read()
         assert stats["skipped"] == (step < skipped)
-        figures.append(stats | {"scale": float(trainer.loss_scale())})
+        figures.append(stats | {"scale": float(trainer.scaler.scale)})
     loader.close()
     return figures[-(cfg.train.steps - skipped) :], weights(trainer)
 
