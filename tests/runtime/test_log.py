@@ -25,6 +25,7 @@ from minitron.runtime.log import Log
 from minitron.runtime.log_formats import Iteration, Line
 from minitron.runtime.sinks import File
 from minitron.runtime.startup import Startup
+from minitron.supervise.goodput import of_run
 
 # A line of a 175B run on 96 nodes of 4 A100 (JUWELS Booster), as it was published.
 PUBLISHED = (
@@ -612,7 +613,7 @@ def test_a_log_that_fails_at_any_operation_costs_records(tmp_path, capsys):
                 log.warn("a save failed")
                 log.alarm("a rank died", "traceback")
                 log.own_times(2, [0.1], [])
-                log.end(0.0)
+                log.end(0.0, of_run)
                 log.summary()
                 raise SystemExit(1)
         return disk
