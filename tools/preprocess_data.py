@@ -78,7 +78,9 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument(
-        "--check", action="store_true", help="try the tokenizer and the first megabyte of each input, and write nothing"
+        "--check",
+        action="store_true",
+        help="try the tokenizer and the first megabyte of each input, in whole documents; write nothing",
     )
     options = parser.parse_args(argv)
     keys = options.json_keys if options.text_field is None else [options.text_field]

@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import cli, flops
+from minitron.config.text import printable
 from tools.command import Parser, run
 
 # Per sample, forward and backward, as the recipes that name these models count them.
@@ -152,7 +153,7 @@ def average_step_time(path: Path, start: int, end: int) -> float:
     gap = rest[0] - first if rest else first
     if kind == "Megatron lines" and gap > 1 and start <= first:
         note += f"; each is a mean over {gap} steps, the first up to {first}: --start_step {first + 1} leaves it out"
-    print(note, file=sys.stderr)
+    print(printable(note), file=sys.stderr)
     return sum(window) / len(window)
 
 

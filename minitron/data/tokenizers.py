@@ -183,7 +183,9 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
         encoder = parse_json(text)
         end = encoder.pop("<|endoftext|>")
         byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
-        ranks = {bytes(byte_of[c] for c in token): int(i) for token, i in encoder.items()}
+        ranks = {bytes(byte_of[c] for c in token): i for token, i in encoder.items()}
+        if not all(type(i) is int for i in (end, *ranks.values())):
+            raise TypeError("an id is no integer")
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published {names[0]}") from error
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
