@@ -12,6 +12,7 @@ Left out: what is no tensor but common.pt (FP8 states, random numbers), compress
 """
 
 import io
+import math
 import pickle
 import zipfile
 from pathlib import Path
