@@ -265,12 +265,12 @@ def _try(text: bytes, end: str, begin: str | None, name: str) -> str:
     """Let another process load and use a tokenizer.json, with limits of time and memory. Raises ValueError."""
     given = json.dumps([[str(path) for path in sys.path], end, begin, name])
     done = subprocess.run([sys.executable, "-I", "-c", TRIAL, given], input=text, capture_output=True)
-    said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:1000]
+    said = done.stderr.decode(errors="replace").strip()
     if status := done.returncode:
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         limits = f"within {TRIAL_SECONDS} s and {TRIAL_BYTES >> 20} MiB"
-        died = f"{name}: the library, which has to read it {limits}, ended with {how} ({said}); copy the file again"
-        raise ValueError(said if status == 1 else died)
+        died = f"{name}: the library, which has to read it {limits}, ended with {how} ({' '.join(said.split())[:200]})"
+        raise ValueError(said.rpartition("\n")[2] if status == 1 else f"{died}; copy the file again")
     return "passed"
 
 
