@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
+from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.data.tokenizers import load_tokenizer
 from tools.command import Parser, run
@@ -245,7 +246,7 @@ def _without_interrupts() -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def _tokenizer(spec: str):
     """The tokenizer of a worker process, loaded at its first batch."""
-    return load_tokenizer(spec)
+    return load_tokenizer(spec, cache=Cache("", first_on_node=False))  # the main process has tried it
 
 
 if __name__ == "__main__":
