@@ -156,3 +156,11 @@ CASES = [pytest.param(row, id=name(row), marks=() if row in ORDINARY else pytest
 @pytest.mark.parametrize("row", CASES)
 def test_a_row_equals_one_process(ranks, row):
     exactly.assert_equals_one_process(ranks, world_of(row), config_of(row))
+
+
+@pytest.mark.parametrize("switch", ["lora", "hidden-dropout", "attention-dropout", "documents", "model"])
+def test_a_switch_that_says_what_is_computed_changes_it(switch):
+    """Else its rows would prove nothing: what both sides leave out is equal."""
+    rows = [PLAIN | {"fp8": "none", switch: value} for value in SWITCHES[switch]]
+    losses = [exactly.train(exactly.alone(config_of(row)))[0][0]["loss"] for row in rows]
+    assert len(set(losses)) == len(losses)
