@@ -1,8 +1,8 @@
 """Random models, layouts, data and switches that the rules accept, each against one process.
 
-hypothesis draws a case, shrinks one that fails, and prints it as the keys of a command line. Add such a line to CASES:
-it is tried first from then on. Cases are built so that rules rarely refuse them: a size is drawn as a multiple of what
-must divide it. `tests/exactly.py` says how a case is compared.
+hypothesis draws a case and prints one that fails as the keys of a command line; the slow run shrinks it first. Add such
+a line to CASES: it is tried first from then on. Cases are built so that rules rarely refuse them: a size is drawn as a
+multiple of what must divide it. `tests/exactly.py` says how a case is compared.
 
     python -m pytest tests/test_random_layouts.py                   20 cases, always the same
     python -m pytest -m slow tests/test_random_layouts.py           300 on up to eight ranks, other ones each time
