@@ -48,6 +48,22 @@ def records(folder: Path, kind: str) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
+def test_a_cpu_run_takes_the_plain_kernels_where_triton_is_installed():
+    """Triton, and torch's compiler, which looks for it, are not even imported: they take seconds."""
+    pytest.importorskip("triton")
+    code = f"""
+import sys
+from minitron.pretrain import main
+sys.argv = ["pretrain", *{[*TINY, "train.steps=1"]!r}]
+main()
+print("loaded:", sorted({{"triton", "torch._inductor"}} & sys.modules.keys()))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "kernels: plain" in done.stdout + done.stderr and "loaded: []" in done.stdout
+
+
 def test_what_a_run_leaves_and_that_its_own_config_repeats_it(tmp_path):
     options = [
         "train.steps=4",

@@ -16,6 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config.command import Parser, run
+from minitron.config.text import printable
 from minitron.data.gpt import scan_ids
 from minitron.data.indexed import DataError, IndexedDataset, check_index, read_sidecar
 from minitron.data.tokenizers import Tokenizer, load_tokenizer
@@ -64,10 +65,10 @@ def describe(dataset: IndexedDataset, largest: int) -> str:
     quantiles = np.quantile(dataset.lengths, QUANTILES).astype(int)
     lengths = [f"{share:.0%} {length:,}" for share, length in zip(QUANTILES, quantiles, strict=True)]
     sidecar, documents = read_sidecar(dataset.prefix), len(dataset.document_indices) - 1
-    made_by = f"{sidecar['tokenizer']} of {sidecar['vocab_size']} ids" if sidecar else "unknown (no .json)"
+    made_by = f"{printable(sidecar['tokenizer'])} of {sidecar['vocab_size']} ids" if sidecar else "unknown (no .json)"
     return "\n".join(
         [
-            dataset.prefix,
+            printable(dataset.prefix),
             f"  documents {documents:,}   sequences {len(dataset):,}   tokens {dataset.num_tokens:,}",
             f"  dtype {dataset.dtype}   largest id {largest}   fingerprint {dataset.fingerprint}",
             "  sequence lengths   " + "   ".join(lengths),

@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config import cli, rules
 from minitron.config.command import Parser, run
-from minitron.config.files import errors_as, size_of
+from minitron.config.files import errors_as, lines_of, size_of
 from minitron.config.schema import Config
+from minitron.config.text import printable
 from minitron.data.build import TRAIN, VALID, check_maker, check_vocabulary, parse_paths, split_part
 from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
 
 
 def say(mark: str, part: str, text: object) -> None:
-    print(f"{mark:<6} {part:<10} {' '.join(str(text).split())}", flush=True)
+    print(f"{mark:<6} {part:<10} {printable(' '.join(str(text).split()))}", flush=True)
 
 
 def from_manifests(text: str) -> tuple[Config, int]:
@@ -160,7 +161,7 @@ def _sft(cfg: Config, tokenizer: Tokenizer | None) -> str:
         with errors_as(ValueError, lambda error: f"data.paths: {path} cannot be read ({error.strerror})", OSError):
             size_of(path)
             with open(path, "rb") as file:
-                first = next((line for line in file if line.strip()), b"")
+                first = next((line for line in lines_of(file, path) if line.strip()), b"")
         if tokenizer is not None:
             with errors_as(ValueError, lambda error: f"{path}: its first line {error}", ValueError):
                 encode_line(first, tokenizer)

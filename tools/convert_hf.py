@@ -42,6 +42,7 @@ from minitron.checkpoint.directory import begin, commit
 from minitron.checkpoint.format import Description, describe, header, index_bytes, index_tensors, write_shard
 from minitron.config.command import Parser, new_folder, run
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
+from minitron.config.text import printable
 from minitron.kernels.gemm import DTYPES
 from tools import hf_export, hf_tokenizer
 
@@ -153,10 +154,11 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
         (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(reader.model)}, sort_keys=False))
         hf_tokenizer.keep(Path(source), folder)
     if reader.dropout:
-        print(hf.dropout_note(reader))
+        print(printable(hf.dropout_note(reader)))
     print(
         f"{values:,} weights of a {reader.model.family} model in {dtype}; to train them:\n"
-        f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=..."
+        f"python -m minitron.pretrain {printable(Path(target, 'model.yaml'))} "
+        f"checkpoint.load={printable(target)} data.source=..."
     )
 
 
@@ -183,7 +185,7 @@ def export_folder(
         settings |= {key: value for key, value in ids.items() if key.endswith("_token_id")}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     print(
-        f"iteration {reader.iteration} in {dtype}, {words}; to load it:\n"
+        f"iteration {reader.iteration} in {dtype}, {printable(words)}; to load it:\n"
         f"transformers.AutoModelForCausalLM.from_pretrained({target!r})"
     )
 

@@ -36,6 +36,7 @@ from minitron.checkpoint.format import NAMES
 from minitron.config import cli, rules
 from minitron.config.command import Parser, new_folder, run
 from minitron.config.schema import Config, ModelConfig, PrecisionConfig
+from minitron.config.text import printable
 from minitron.kernels.gemm import DTYPES
 from tools.convert_hf import Writer
 from tools.torch_dist import Reader
@@ -155,7 +156,8 @@ def import_checkpoint(source: Path, target: str, keys: list[str], dtype: str | N
         print(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
     print(
         f"{count:,} weights of a {model.family} model in {dtype}; to train them:\n"
-        f"python -m minitron.pretrain {Path(target, 'model.yaml')} checkpoint.load={target} data.source=..."
+        f"python -m minitron.pretrain {printable(Path(target, 'model.yaml'))} "
+        f"checkpoint.load={printable(target)} data.source=..."
     )
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.checkpoint.directory import checkpoints
 from minitron.checkpoint.reader import Reader
 from minitron.config.command import Parser, run
+from minitron.config.text import printable
 
 
 def main(argv: list[str]) -> None:
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
     print(describe(reader))
     if options.tensors:
         for name in reader.names():
-            print(f"  {name}   {list(reader.shape(name))}   {', '.join(_stored(reader, name))}")
+            print(f"  {printable(name)}   {list(reader.shape(name))}   {', '.join(_stored(reader, name))}")
     if not options.no_verify:
         reader.verify()
         print(f"  all {len(reader.files)} checksums are right")
@@ -42,17 +43,17 @@ def describe(reader: Reader) -> str:
     for name, count in elements.items():
         for kind in reader.kinds(name):
             total[kind] = total.get(kind, 0) + count * reader.dtype(name, kind).itemsize
-    others = [folder.name for folder in checkpoints(reader.path.parent).values() if folder != reader.path]
+    others = [printable(folder.name) for folder in checkpoints(reader.path.parent).values() if folder != reader.path]
     size = sum(record["bytes"] for record in reader.files.values())
-    state = [f"{name} {value}" for name, value in reader.state.items() if name not in ("data", "rerun")]
+    state = [printable(f"{name} {value}") for name, value in reader.state.items() if name not in ("data", "rerun")]
     return "\n".join(
         [
-            str(reader.path),
+            printable(reader.path),
             f"  iteration {reader.iteration:,}   consumed samples {reader.consumed_samples:,}",
-            f"  saved by {'   '.join(f'{axis} {size}' for axis, size in reader.layout.items())}",
+            f"  saved by {'   '.join(f'{printable(axis)} {size}' for axis, size in reader.layout.items())}",
             f"  parameters {sum(elements[name] for name in weights):,} in {len(weights)} tensors",
             f"  {size / 1e9:.3f} GB in {len(reader.files)} files: "
-            + ", ".join(f"{kind} {num_bytes / 1e9:.3f} GB" for kind, num_bytes in total.items()),
+            + ", ".join(f"{printable(kind)} {num_bytes / 1e9:.3f} GB" for kind, num_bytes in total.items()),
             f"  state: {', '.join(state) or 'weights only'}",
             f"  beside it: {', '.join(others) or 'no other checkpoint'}",
         ]
@@ -60,7 +61,7 @@ def describe(reader: Reader) -> str:
 
 
 def _stored(reader: Reader, name: str) -> list[str]:
-    return [f"{kind} {str(reader.dtype(name, kind)).removeprefix('torch.')}" for kind in reader.kinds(name)]
+    return [f"{printable(kind)} {str(reader.dtype(name, kind)).removeprefix('torch.')}" for kind in reader.kinds(name)]
 
 
 if __name__ == "__main__":

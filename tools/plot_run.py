@@ -25,6 +25,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import command
+from minitron.config.text import printable
 from minitron.planner import style
 from minitron.supervise.goodput import Goodput, measure, read_rows
 
@@ -100,7 +101,7 @@ def read_run(directory: Path) -> Run:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); name the log.dir of a run") from None
-    run, restarted = Run(str(directory)), False
+    run, restarted = Run(printable(directory)), False
     lines = text.split("\n")
     # What follows the last newline is empty, or a record that a live run is still writing.
     for number, line in enumerate(lines[:-1], start=1):
@@ -308,7 +309,7 @@ def picture(runs: list[Run], window: int | None = None):
         above.axhline(entropy, color=style.FAINT, linestyle="--", linewidth=1)
         above.annotate(f"unigram entropy {entropy:.2f}", (1, entropy), (-4, 4), xycoords=("axes fraction", "data"),
                        textcoords="offset points", ha="right", color=style.FAINT)  # fmt: skip
-    names = short_names([run.name for run in runs])
+    names = [name.replace("$", r"\$") for name in short_names([run.name for run in runs])]  # no formula
 
     def curve(axes, run: Run, values: list[float], color: str, label: str | None) -> None:
         """Draw the values, pale where their mean is drawn over them."""
@@ -366,7 +367,7 @@ def main(argv: list[str]) -> None:
     print(draw(runs, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
     print("\n".join(verdict(run) for run in runs))
     save_png(runs, path, arguments.smooth)
-    print(f"Picture: {path}")
+    print(f"Picture: {printable(path)}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config.command import Parser, run
+from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedWriter, best_dtype
 from minitron.data.tokenizers import load_tokenizer
 from tools.rows import Batch, documents, files_of, read_batches
@@ -78,7 +79,9 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument(
-        "--check", action="store_true", help="try the tokenizer and the first megabyte of each input, and write nothing"
+        "--check",
+        action="store_true",
+        help="try the tokenizer and the first megabyte of each input, in whole documents; write nothing",
     )
     options = parser.parse_args(argv)
     keys = options.json_keys if options.text_field is None else [options.text_field]
@@ -243,7 +246,7 @@ def _without_interrupts() -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def _tokenizer(spec: str):
     """The tokenizer of a worker process, loaded at its first batch."""
-    return load_tokenizer(spec)
+    return load_tokenizer(spec, cache=Cache("", first_on_node=False))  # the main process has tried it
 
 
 if __name__ == "__main__":

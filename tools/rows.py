@@ -8,26 +8,34 @@
 A table is read some rows at a time, and of its columns those that are wanted. The rest is alike: batches of about
 BATCH_BYTES, which worker processes can take apart.
 
+A small file may hold a huge text: 64 KiB of zstd are 2 GiB of zeros. So what is compressed is decompressed a little at
+a time, a document has at most RECORD_BYTES, and one read of a table takes at most TABLE_BYTES of memory.
+
 Left out: nested fields, and downloads: a dataset of the Hub is a folder of Parquet files once it is here.
 """
 
-import gzip
+import io
 import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import zstandard
 
-from minitron.config.files import read_json
+from minitron.config.command import limited_memory
+from minitron.config.files import RECORD_BYTES, lines_of, read_json
 from minitron.config.installed import pip_install
 
 BATCH_BYTES = 1 << 20
 READ_BYTES = 1 << 17
+FED_BYTES = 1 << 10  # compressed, decompressed at a time: at most 32 MiB come of it
 ROWS = 128  # of a table, read at a time
+TABLE_BYTES = 4 << 30  # of memory, that one read may take
+XZ_BYTES = 1 << 30  # of memory, that the dictionary of an .xz file may take
 
 
 class Batch(NamedTuple):
@@ -54,26 +62,44 @@ def files_of(inputs: list[str]) -> list[str]:
 
 def _saved_files(folder: Path) -> list[str]:
     """The Arrow files of a dataset that `save_to_disk` wrote, in order."""
-    try:
-        if (folder / "dataset_dict.json").exists():
-            splits = dict(read_json(folder / "dataset_dict.json"))["splits"]
-            names = " or ".join(str(folder / split) for split in splits)
-            raise ValueError(f"{folder} holds the splits of a dataset; name one of them: {names}")
-        if not (folder / "state.json").exists():
-            parquet = "its Parquet files" if any(folder.rglob("*.parquet")) else "files"
-            why = "is a folder, and none that save_to_disk of Hugging Face's datasets wrote (it has no state.json)"
-            raise ValueError(f"{folder} {why}; name {parquet}")
-        state = dict(read_json(folder / "state.json"))
-        names = [data["filename"] for data in state["_data_files"]]
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} cannot be read as a saved dataset ({error!r}); save it again") from error
-    if state.get("_indices_data_files"):
+    if (folder / "dataset_dict.json").exists():
+        splits = _names(folder / "dataset_dict.json", lambda content: content["splits"])
+        names = " or ".join(str(folder / split) for split in splits)
+        raise ValueError(f"{folder} holds the splits of a dataset; name one of them: {names}")
+    if not (folder / "state.json").exists():
+        parquet = "its Parquet files" if any(folder.rglob("*.parquet")) else "files"
+        why = "is a folder, and none that save_to_disk of Hugging Face's datasets wrote (it has no state.json)"
+        raise ValueError(f"{folder} {why}; name {parquet}")
+    if _content(folder / "state.json").get("_indices_data_files"):
         fix = "call flatten_indices() before save_to_disk"
         raise ValueError(f"{folder} holds its rows in another order than its files; {fix}")
+    names = _names(folder / "state.json", lambda state: [data["filename"] for data in state["_data_files"]])
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} lacks {name}, which its state.json names; copy it again")
     return [str(folder / name) for name in names]
+
+
+def _content(path: Path) -> dict:
+    """The JSON object that a file of a saved dataset holds. Raises ValueError."""
+    try:
+        if isinstance(content := read_json(path), dict):
+            return content
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); save the dataset again") from error
+    raise ValueError(f"{path} holds no JSON object; save the dataset again")
+
+
+def _names(path: Path, listed: Callable[[dict], list]) -> list[str]:
+    """The names that such a file lists. Raises ValueError for one that is not of a file or folder beside it."""
+    try:
+        names = list(listed(_content(path)))
+        for name in names:
+            if Path(name).name != name or name in ("", ".."):
+                raise ValueError(f"{path} names {name!r}, which is not beside it; save the dataset again")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not as save_to_disk writes it ({error!r}); save the dataset again") from error
+    return names
 
 
 def read_batches(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterator[Batch]:
@@ -85,7 +111,7 @@ def read_batches(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterato
         with _opened(path) as raw:
             reported, number, first, lines, size = 0, 0, 1, [], 0
             try:
-                for number, line in enumerate(_lines(path, raw), start=1):
+                for number, line in enumerate(lines_of(_decompressed(path, raw), path), start=1):
                     lines.append(line)
                     size += len(line)
                     if size >= BATCH_BYTES:
@@ -127,27 +153,47 @@ def _table_batches(path: str, kind: str, keys: tuple[str, ...]) -> Iterator[Batc
         raise ValueError(f"{path} {why}; {pip_install('data')}") from error
     first, rows, size, total = 1, [], 0, os.path.getsize(path)
     try:
-        if kind == "parquet":
-            table = parquet.ParquetFile(path)
-            schema, tables = table.schema_arrow, table.iter_batches(ROWS, columns=list(keys))
-        else:
-            table = ipc.open_stream(pyarrow.memory_map(path))
-            schema = table.schema
-            tables = (part for whole in table for part in _slices(whole.select(list(keys))))
+        source = pyarrow.memory_map(path) if kind == "arrow" else path  # mapped before the limit, which counts maps
+        with limited_memory(TABLE_BYTES):
+            if kind == "parquet":
+                table = parquet.ParquetFile(source)
+                schema = table.schema_arrow
+                # Without threads: in them a failed allocation may end the process.
+                tables = table.iter_batches(ROWS, columns=list(keys), use_threads=False)
+            else:
+                table = ipc.open_stream(source)
+                schema = table.schema
+                tables = (part for whole in table for part in _slices(whole.select(list(keys))))
         _check_columns(path, schema, keys)
-        for part in tables:
-            for row in part.to_pylist():
+        while (found := _next_rows(tables)) is not None:
+            for row in found:
                 rows.append(row)
-                size += sum(len(row[key] or "") for key in keys)
-            if size >= BATCH_BYTES:
-                share = min(size, total)  # of a compressed file nobody knows it; the bar ends where it should
-                total -= share
-                yield Batch(path, first, rows, share)
-                first, rows, size = first + len(rows), [], 0
-    except (pyarrow.ArrowException, OSError) as error:
+                sizes = [len(row[key] or "") for key in keys]
+                if max(sizes) > RECORD_BYTES:
+                    where = f"{path}: row {first + len(rows) - 1}"
+                    raise ValueError(f"{where} has more than {RECORD_BYTES >> 20} MiB; split it or leave it out")
+                size += sum(sizes) + 1
+                if size >= BATCH_BYTES:
+                    share = min(size, total)  # of a compressed file nobody knows it; the bar ends where it should
+                    total -= share
+                    yield Batch(path, first, rows, share)
+                    first, rows, size = first + len(rows), [], 0
+    except MemoryError as error:
+        why = f"{ROWS} rows after row {first + len(rows) - 1} take more than {TABLE_BYTES >> 30} GiB of memory"
+        raise ValueError(f"{path}: {why}; split the texts, or leave the file out") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         why = f"cannot be read after row {first + len(rows) - 1} ({' '.join(str(error).split())})"
         raise ValueError(f"{path}: {why}; the file is damaged: copy it again") from error
     yield Batch(path, first, rows, total)
+
+
+def _next_rows(tables: Iterator[Any]) -> list[dict] | None:
+    """The rows of the next part of a table, which may not be what the file says they are; None after the last."""
+    with limited_memory(TABLE_BYTES):
+        if (part := next(tables, None)) is None:
+            return None
+        part.validate(full=True)
+        return part.to_pylist()
 
 
 def _slices(batch: Any) -> Iterator[Any]:
@@ -174,29 +220,52 @@ def _check_columns(path: str, schema: Any, keys: tuple[str, ...]) -> None:
 # ---- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _lines(path: str, raw: BinaryIO) -> Iterable[bytes]:
-    match Path(path).suffix:
-        case ".gz":
-            return gzip.GzipFile(fileobj=raw)
-        case ".xz":
-            return lzma.LZMAFile(raw)
-        case ".zst":
-            return _zstandard_lines(raw)
-    return raw
+DECODERS: dict[str, Callable[[], Any]] = {
+    ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+    ".xz": partial(lzma.LZMADecompressor, memlimit=XZ_BYTES),
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
 
 
-def _zstandard_lines(raw: BinaryIO) -> Iterator[bytes]:
-    """Lines of any number of frames.  zstandard's own reader would take a truncated file for a whole one."""
-    rest, frame, compressed = b"", None, raw.read(READ_BYTES)
+def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
+    """A stream of what a file holds, whose readline can be limited."""
+    decoder = DECODERS.get(Path(path).suffix)
+    return raw if decoder is None else io.BufferedReader(_Blocks(_frames(raw, decoder)), READ_BYTES)
+
+
+def _frames(raw: BinaryIO, new_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress any number of frames, with zeros between them. Raises EOFError if the last one is not whole."""
+    decoder, compressed = None, raw.read(FED_BYTES)
     while compressed:
-        frame = frame or zstandard.ZstdDecompressor().decompressobj()
-        *lines, rest = (rest + frame.decompress(compressed)).split(b"\n")
-        yield from lines
-        compressed = frame.unused_data or raw.read(READ_BYTES)
-        frame = None if frame.eof else frame
-    if frame:
+        if decoder is None:
+            compressed = compressed.lstrip(b"\0")
+            decoder = new_decoder() if compressed else None
+        if decoder is not None:
+            yield decoder.decompress(compressed)
+            compressed = decoder.unused_data
+            decoder = None if decoder.eof else decoder
+        compressed = compressed or raw.read(FED_BYTES)
+    if decoder is not None:
         raise EOFError("it ends inside a frame")
-    yield rest
+
+
+class _Blocks(io.RawIOBase):
+    """A file of the blocks that an iterator yields."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            if (block := next(self._blocks, None)) is None:
+                return 0
+            self._rest = memoryview(block)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 def documents(batch: Batch, keys: tuple[str, ...]) -> Iterator[dict]:

@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
 from minitron.config import command
+from minitron.config.text import printable
 from minitron.planner import style
 
 COLUMNS, ROWS = 60, 32  # of the terminal picture at most
@@ -58,7 +59,7 @@ def read(directory: Path) -> Times:
                     records.clear()
                 world, stages, restarted = int(record["world"]), int(record.get("pp", 1)), True
             elif kind == "places":
-                places = [str(place) for place in record["places"]]
+                places = [printable(place) for place in record["places"]]
             elif restarted and "step" in record:
                 records = {step: earlier for step, earlier in records.items() if step < record["step"]}
                 restarted = False
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> None:
     print(draw(times, unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8"), end="\n\n")
     print(verdict(times))
     save_png(times, path := arguments.png or arguments.run_dir / "stragglers.png")
-    print(f"Picture: {path}")
+    print(f"Picture: {printable(path)}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Left out: what is no tensor but common.pt (FP8 states, random numbers), compress
 """
 
 import io
+import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -22,10 +23,12 @@ from torch import Tensor
 
 from minitron.checkpoint.boxes import Box, covers
 from minitron.checkpoint.reader import MAX_COUNT, MAX_DIMS
+from minitron.config.command import limited_memory
 
 METADATA_BYTES = 1 << 30
+MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 64  # that a pickle may take, and for each of its bytes: objects take some 15
 # What reading a chunk raises if its file is damaged, or .metadata has no sound offset and length of it.
-UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError)
+UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, MemoryError)
 UNREADABLE += (AttributeError, TypeError, OverflowError)
 CHECKPOINT = {
     f"torch.distributed.checkpoint.{room}" for room in ("metadata", "filesystem", "planner", "default_planner")
@@ -95,7 +98,8 @@ class _Unpickler(pickle.Unpickler):
 def unpickle(data: bytes, origin: str) -> Any:
     """Follow a pickle without running anything. Raises ValueError, also for whatever a damaged one raises."""
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        with limited_memory(MEMORY_BYTES + MEMORY_TIMES * len(data)):  # seven bytes may ask for a table of gigabytes
+            return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:
         why = " ".join(str(error).split())
         raise ValueError(f"{origin} is refused: {why or repr(error)}; give a checkpoint that Megatron wrote") from error
@@ -122,6 +126,7 @@ class Reader:
             }
             for name in self._tensors:
                 self._check(name)
+            self._check_bytes()
         except (AttributeError, TypeError, KeyError, IndexError) as error:
             why = f"{error!r:.200}"
             raise ValueError(f"{origin} is no index of a torch_dist checkpoint ({why}); copy it again") from error
@@ -156,8 +161,10 @@ class Reader:
         try:
             with zipfile.ZipFile(path) as file:
                 (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
+                if file.getinfo(name).file_size > path.stat().st_size:
+                    raise ValueError(f"{name} is compressed, which torch.save does not do")
                 data = file.read(name)
-        except (zipfile.BadZipFile, ValueError, OSError) as error:
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({error}); copy it again") from error
         content = unpickle(data, str(path))
         args = content.get("args") if isinstance(content, dict) else None
@@ -180,6 +187,13 @@ class Reader:
             why = f"the chunks of {name!r:.80} do not hold each element of {str(shape):.80} once"
             raise ValueError(f"{self.path}/.metadata: {why}; copy it again")
 
+    def _check_bytes(self) -> None:
+        """Raise ValueError if the tensors are larger than the files: a small folder takes little memory."""
+        total = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._tensors)
+        there = sum(path.stat().st_size for path in self.path.iterdir())
+        if total > there:
+            raise ValueError(f"{self.path} has {there} bytes, and its .metadata tensors of {total}; copy all its files")
+
     def _chunk(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         info = self._places[name, begin]
         file_name = str(getattr(info, "relative_path", None))
@@ -192,7 +206,8 @@ class Reader:
             with open(path, "rb") as file:
                 file.seek(info.offset)
                 data = file.read(info.length)
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            with limited_memory(MEMORY_BYTES + 2 * len(data)):
+                tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: {name} cannot be read ({why}); copy the file again") from error

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config.command import Parser, new_folder, run
 from minitron.config.installed import pip_install
+from minitron.config.text import printable
 from minitron.data.corpus import PIECES, UNCHANGED
 from minitron.data.tokenizers import LLAMA3_SPLIT, load_tokenizer
 from tools.rows import documents, files_of, read_batches
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
         print(f"note: the text has no more than {tokenizer.vocab_size} pieces, fewer than --vocab-size")
     print(
         f"{tokenizer.vocab_size} ids, {each:.2f} bytes each on its own text; to train with them:\n"
-        f"data.tokenizer={spec.format(options.output)} model.vocab_size={tokenizer.vocab_size}"
+        f"data.tokenizer={printable(spec.format(options.output))} model.vocab_size={tokenizer.vocab_size}"
     )
 
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 
 from minitron.config import cli, flops
 from minitron.config.command import Parser, run
+from minitron.config.text import printable
 
 # Per sample, forward and backward, as the recipes that name these models count them.
 MODEL_FLOPS = {
@@ -39,7 +40,7 @@ MODEL_FLOPS = {
     "llama3.1-405b": 2.16533e16,
     "mixtral-7b": 3.4e14,
 }
-# Dense TFLOP/s: (bf16, FP8), again as those recipes have them.
+# Dense TFLOP/s: (bf16, FP8), as the recipe on GKE has them; OTHERS has what NVIDIA's documents for Slurm take.
 MAX_TFLOPS = {
     "h100": (989, 1978),
     "h200": (989, 1978),
@@ -48,9 +49,16 @@ MAX_TFLOPS = {
     "v5e": (197, None),
     "v5p": (459, None),
 }
+OTHERS = {"bf16": "989, and 989.5 for the tables of 70B", "fp8": "1979"}  # of an H100
 REPORT_TOKENS = 20_000_000  # of the JUBE benchmark: its metric is the time for so many
 LORA_SHARE = 2 / 3  # forward and the gradients of activations; frozen weights have none of their own
 
+PEAKS = f"""\
+An MFU is a share of a peak, and the published documents do not agree on that of an H100 or H200, in TFLOP/s:
+  bf16         989, as in NVIDIA's recipe on GKE; NVIDIA's documents for Slurm take {OTHERS["bf16"]}
+  FP8          1978, as in NVIDIA's recipe on GKE; NVIDIA's documents for Slurm take {OTHERS["fp8"]} in all tables
+--accelerator_type takes those of the recipe on GKE; --max_flops gives another.
+"""
 NOTES = """\
 Where the published documents do not agree with their own figures (this tool computes what their formulas say):
   GPT-3 175B   The example with 5.80 s (90,394 tokens/s, 128.04 days) is meant for 5.90 s: 88,862 and 130.25. Its log
@@ -152,7 +160,7 @@ def average_step_time(path: Path, start: int, end: int) -> float:
     gap = rest[0] - first if rest else first
     if kind == "Megatron lines" and gap > 1 and start <= first:
         note += f"; each is a mean over {gap} steps, the first up to {first}: --start_step {first + 1} leaves it out"
-    print(note, file=sys.stderr)
+    print(printable(note), file=sys.stderr)
     return sum(window) / len(window)
 
 
@@ -200,6 +208,7 @@ def main(argv: list[str]) -> None:
             f"--batch_size={o.batch_size}, --num_accelerators={o.num_accelerators}, --accelerator_type and --precision"
         )
         print(f"warning: an MFU of {fraction:.2f} is above 1; check {given}, and --model_type", file=sys.stderr)
+    print(o.peak, file=sys.stderr)
     print(f"Average step time: {seconds:.8f}\nTFLOPS/Accelerator: {rate:.8f}\nMFU: {fraction:.8f}")
     for name, count in o.countings.items():
         rate, fraction = utilization(count)
@@ -214,7 +223,10 @@ def main(argv: list[str]) -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options; model_flops, max_flops and countings settled. Raises ValueError."""
     parser = Parser(
-        description=__doc__, epilog=NOTES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        epilog=f"{PEAKS}\n{NOTES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--file", type=Path, required=True, help="the log")
@@ -245,12 +257,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     o.model_flops = o.model_flops or MODEL_FLOPS.get(o.model_type) or o.countings.get("full")
     if o.model_flops is None:
         raise ValueError("what a sample costs is missing; give --model_type, --model_flops or --config")
+    of = "of --max_flops"
+    if o.max_flops is None:
+        of = f"the {o.precision} peak of {o.accelerator_type} in NVIDIA's recipe on GKE"
+        if o.accelerator_type in ("h100", "h200"):
+            of += f"; NVIDIA's documents for Slurm take {OTHERS[o.precision]} (--max_flops)"
     o.max_flops = o.max_flops or MAX_TFLOPS.get(o.accelerator_type, (None, None))[o.precision == "fp8"]
     if o.max_flops is None:
         raise ValueError(
             f"the {o.precision} peak of {o.accelerator_type or 'the accelerator'} is not known; give "
             "--accelerator_type or --max_flops"
         )
+    o.peak = f"MFU is over {o.max_flops:g} TFLOP/s, {of}"
     return o
 
 

@@ -51,7 +51,8 @@ class Reader:
             index = read_index(self.index) if facts is None else facts
             self.iteration, self.consumed_samples = _counts(index["iteration"], index["consumed_samples"])
             self.config, self.layout, self.state = (_mapping(index, part) for part in ("config", "layout", "state"))
-            self.files, self._tensors, self.mark = index["files"], index["tensors"], index["checksum"]
+            self.files, self._tensors = _mapping(index, "files"), _mapping(index, "tensors")
+            self.mark = index["checksum"]
             self._index = index | {"path": str(self.path)}
             if facts is None:
                 self._check_head()

@@ -7,14 +7,16 @@ import argparse
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from minitron.config import installed
+from minitron.config.text import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,13 +36,33 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; --help lists what there is")
 
 
+class Printable:
+    """A stream that shows what moves a terminal's cursor as its escape, whoever wrote the names that a tool prints.
+
+    Newlines and tabs pass, so a name in a table or a paragraph goes through `printable` before.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r"[^\n\t]+", lambda found: printable(found[0]), text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def run(main: Callable[[list[str]], None]) -> None:
     """Call `main` with the command line. Status: 1 for a ValueError, 128 + the signal for Ctrl-C and a closed pipe."""
     try:
-        main(sys.argv[1:])
+        with contextlib.redirect_stdout(Printable(sys.stdout)):
+            main(sys.argv[1:])
         sys.stdout.flush()
     except ValueError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {printable(' '.join(str(error).split()))}")
+    except MemoryError:
+        sys.exit("error: this process may not have more memory; give it more, or smaller files")
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -48,6 +70,27 @@ def run(main: Callable[[list[str]], None]) -> None:
         # Its reader, `head` for one, has seen enough. The interpreter flushes once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+
+
+@contextlib.contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Inside, an allocation raises MemoryError if with it this process had `more` bytes more than now.
+
+    It is for libraries that take what a file says. All threads have the limit. Without /proc (macOS) there is none.
+    """
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = now + more if soft == resource.RLIM_INFINITY else min(soft, now + more)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextlib.contextmanager

@@ -14,8 +14,10 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import partial
+from typing import BinaryIO, NoReturn
 
+RECORD_BYTES = 128 << 20  # of one document
 JSON_BYTES = 64 << 20  # more than any description of a model or of its files
 
 
@@ -44,6 +46,14 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
         raise OSError(errno.EFBIG, f"its {size} bytes are more than {most}", os.fspath(path))
     with open(path, "rb") as file:
         return file.read(most)
+
+
+def lines_of(file: BinaryIO, path: str | os.PathLike) -> Iterator[bytes]:
+    """Yield the lines of an open file. Raises OSError, and ValueError for a line of more than RECORD_BYTES."""
+    for number, line in enumerate(iter(partial(file.readline, RECORD_BYTES + 1), b""), 1):
+        if len(line) > RECORD_BYTES:
+            raise ValueError(f"{path}: line {number} has more than {RECORD_BYTES >> 20} MiB; split it or leave it out")
+        yield line
 
 
 def read_json(path: str | os.PathLike, most: int = JSON_BYTES) -> object:

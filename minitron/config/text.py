@@ -28,7 +28,8 @@ SHOWN = 200  # characters of a value in an error
 EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FRAME = yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentStartEvent, yaml.DocumentEndEvent
 NUMBER = re.compile(r"[+-]?([0-9](_?[0-9])*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?\.(inf|nan)", re.I)
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# Control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs.
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Plain(str):
@@ -126,7 +127,12 @@ def shown(value: Any) -> str:
     return short(text)
 
 
+def printable(text: object) -> str:
+    """Write a name so that it cannot move the cursor or pass for two lines: each such character becomes its escape."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
 def short(text: object, most: int = SHOWN) -> str:
-    """Put a text on one line, without control characters, cut off after `most` characters."""
-    line = UNPRINTABLE.sub("?", " ".join(str(text).split()))
+    """Put a text on one line, cut off after `most` characters."""
+    line = printable(" ".join(str(text).split()))
     return line if len(line) <= most else f"{line[:most]}..."

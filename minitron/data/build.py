@@ -129,7 +129,7 @@ def _token_files(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, 
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
     else:
         prefixes, weights = parse_paths(data.paths)
-        tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer)
+        tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer, cache=cache)
     files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache) for prefix in prefixes]
     info |= {"weights": weights, "data": [file.fingerprint for file in files]}
     info |= {"tokens": [file.num_tokens for file in files]}
@@ -148,7 +148,7 @@ def _token_files(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, 
 def _sft(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
     corpus = data.tokenizer == "corpus"
-    tokenizer = build_corpus(cache, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer)
+    tokenizer = build_corpus(cache, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer, cache=cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
     of_their_own = data.valid_paths
 

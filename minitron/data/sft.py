@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitron.config.files import errors_as, parse_json, size_of
+from minitron.config.files import errors_as, lines_of, parse_json, size_of
 from minitron.data.cache import Cache, load_arrays, reading, save_arrays
 from minitron.data.gpt import Sample
 from minitron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
@@ -194,7 +194,7 @@ def _tokenize(folder: Path, paths: list[str], tokenizer: Tokenizer) -> None:
     with IndexedWriter(folder / "documents", best_dtype(tokenizer.vocab_size)) as writer:
         for number, path in enumerate(paths):
             with open(path, "rb") as file:
-                for line, text in enumerate(file, 1):
+                for line, text in enumerate(lines_of(file, path), 1):
                     if not text.strip():
                         continue
                     with errors_as(ValueError, lambda error: f"{path}: line {line} {error}", ValueError):

@@ -19,7 +19,8 @@ It adds nothing either: code that separates documents appends `eod`.  `fingerpri
 a dataset can say which one made it wherever the files lie.
 
 The first four kinds read the published files with tiktoken and sentencepiece. `hf:` runs any tokenizer.json by Hugging
-Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above).
+Face's own library, the extra `data`, so its ids are those of transformers (but for special tokens: text, as above). A
+damaged or hostile tokenizer.json can abort that library, or let it take all memory: another process tries it first.
 
 Left out: downloads, a beginning-of-text token in pretraining data; chats are sft.py's.
 """
@@ -30,6 +31,13 @@ import itertools
 import json
 import os
 import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -37,6 +45,7 @@ import tiktoken
 
 from minitron.config.files import errors_as, parse_json, read_bytes
 from minitron.config.installed import pip_install
+from minitron.data.cache import Cache
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -49,17 +58,25 @@ NUM_SPECIAL = 256
 TOKENIZER_BYTES = 256 << 20
 # tiktoken's regex engine overflows its stack in a white-space run of some 500,000; Llama 3's own code cuts here.
 MAX_SPACES = 25_000
+TRIAL_SECONDS, TRIAL_BYTES = 60, 2 << 30  # of CPU, so that a busy machine fails no trial; of address space
+TRIAL_TEXT = f"It isn't 1,234 o'clock,\n\n  she\tsays: Ol\u00e9, \u4eca\u65e5 \U0001f600! \0 <s> {'a' * 40}!"
+TRIAL = """import json, sys
+sys.path[:], *given = json.loads(sys.argv[1])
+from minitron.data.tokenizers import _load_and_use
+_load_and_use(*given)"""
 
 
-def load_tokenizer(spec: str, key: str = "data.tokenizer") -> "Tokenizer":
+def load_tokenizer(spec: str, key: str = "data.tokenizer", cache: Cache | None = None) -> "Tokenizer":
     """Load the tokenizer that a spec of the table above names; `~` in it is the home directory.
 
-    key: what an error calls the spec.  Raises ValueError for an unknown kind or a bad file.
+    key: what an error calls the spec.  cache: where the success of a trial is kept; without one there is a trial each
+    time. If this process is not the cache's first on its node, that one has made the trial.
+    Raises ValueError for an unknown kind or a bad file.
     """
     kind, _, path = spec.partition(":")
     if spec == "bytes":
         return ByteTokenizer()
-    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2, "hf": load_hf}
+    loaders = {"gpt2": load_gpt2, "llama3": load_llama3, "llama2": load_llama2, "hf": partial(load_hf, cache=cache)}
     if kind not in loaders or not path:
         fix = "name one of them (the tokenizer of data.source=corpus is made with the corpus)"
         if os.path.isfile(os.path.join(os.path.expanduser(spec), "tokenizer.json")):
@@ -92,7 +109,8 @@ class TiktokenTokenizer:
         self.fingerprint = hashlib.sha256(table.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        return [i for piece in cut_long_spaces(text) for i in self._encoding.encode_ordinary(piece)]
+        with _library("tiktoken", "cannot encode a text", "remove such text"):
+            return [i for piece in cut_long_spaces(text) for i in self._encoding.encode_ordinary(piece)]
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
@@ -137,16 +155,18 @@ class HfTokenizer:
         except ImportError as error:
             fix = pip_install("data")
             raise ValueError(f"{name} needs the package tokenizers, which is not installed; {fix}") from error
-        fix = "copy the file again, or upgrade the package tokenizers"
-        with errors_as(ValueError, lambda e: f"{name}: no tokenizer.json that can be read ({e}); {fix}", Exception):
+        self._name, fix = name, "copy the file again, or upgrade the package tokenizers"
+        with _library(name, "no tokenizer.json that can be read", fix):
             self._library = Library.from_str(text.decode())
             content = parse_json(text)
-        self._library.no_truncation()
-        self._library.no_padding()
-        added = self._library.get_added_tokens_decoder()
-        self.vocab_size = max(self._library.get_vocab().values()) + 1
-        self.special = {token.content: i for i, token in added.items() if token.special}
-        self.eod, first = self._library.token_to_id(end), self._library.encode("").ids[:1]
+            self._library.no_truncation()
+            self._library.no_padding()
+            added = self._library.get_added_tokens_decoder()
+            self.vocab_size = max(self._library.get_vocab().values()) + 1
+            self.special = {token.content: i for i, token in added.items() if token.special}
+            self.eod, first = self._library.token_to_id(end), self._library.encode("").ids[:1]
+        if self.vocab_size > 1 << 31:
+            raise ValueError(f"{name}: its ids reach {self.vocab_size - 1}, more than int32 holds; {fix}")
         if self.eod is None:
             raise ValueError(f"{name}: the end of a document, {end!r}, is none of its tokens; correct eos_token")
         self.bos = self._library.token_to_id(begin) if begin is not None else None
@@ -157,10 +177,12 @@ class HfTokenizer:
         self.fingerprint = hashlib.sha256(json.dumps([table, self.eod], sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        with _library(self._name, "cannot encode a text", "remove such text, or correct the file"):
+            return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        return self._library.decode(ids, skip_special_tokens=False)
+        with _library(self._name, "cannot decode ids", "correct the file"):
+            return self._library.decode(ids, skip_special_tokens=False)
 
 
 # What data code needs of a tokenizer: encode, decode, vocab_size; eod, the id that ends a document; bos, the one that
@@ -183,7 +205,9 @@ def load_gpt2(folder: Path) -> TiktokenTokenizer:
         encoder = parse_json(text)
         end = encoder.pop("<|endoftext|>")
         byte_of = {character: byte for byte, character in enumerate(_printable_bytes())}
-        ranks = {bytes(byte_of[c] for c in token): int(i) for token, i in encoder.items()}
+        ranks = {bytes(byte_of[c] for c in token): i for token, i in encoder.items()}
+        if not all(type(i) is int for i in (end, *ranks.values())):
+            raise TypeError("an id is no integer")
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{encoder_path}: no GPT-2 vocabulary ({error!r}); give the published {names[0]}") from error
     merges = [line.split(" ") for line in _read(merges_path).decode(errors="replace").splitlines()[1:] if line]
@@ -217,8 +241,8 @@ def load_llama2(path: Path) -> SentencePieceTokenizer:
     return SentencePieceTokenizer(_read(path), str(path))
 
 
-def load_hf(folder: Path) -> HfTokenizer:
-    """Load DIR/tokenizer.json. The files beside it say which token ends a document."""
+def load_hf(folder: Path, cache: Cache | None) -> HfTokenizer:
+    """Load DIR/tokenizer.json, after a trial. The files beside it say which token ends a document."""
     path = folder / "tokenizer.json"
     if not os.path.isfile(path):
         others = {"tokenizer.model": "llama3:FILE or llama2:FILE", "vocab.json": "gpt2:DIR", "encoder.json": "gpt2:DIR"}
@@ -231,7 +255,49 @@ def load_hf(folder: Path) -> HfTokenizer:
     if os.path.isfile(path) and end is None:
         why = "neither tokenizer_config.json nor special_tokens_map.json beside it names an eos_token"
         raise ValueError(f'{path}: {why}, which ends documents; write {{"eos_token": "..."}} into the first')
-    return HfTokenizer(_read(path), end, begin if settings.get("add_bos_token") else None, str(path))
+    given = _read(path), end, begin if settings.get("add_bos_token") else None, str(path)
+    if cache is None:
+        _try(*given)
+    elif cache.first_on_node:
+        cache.recall(f"tokenizer-{hashlib.sha256(repr(given[:3]).encode()).hexdigest()}", lambda: _try(*given))
+    return HfTokenizer(*given)
+
+
+def _try(text: bytes, end: str, begin: str | None, name: str) -> str:
+    """Let another process load and use a tokenizer.json, with limits of time and memory. Raises ValueError."""
+    given = json.dumps([[str(path) for path in sys.path], end, begin, name])
+    done = subprocess.run([sys.executable, "-I", "-c", TRIAL, given], input=text, capture_output=True)
+    said = done.stderr.decode(errors="replace").strip()
+    if status := done.returncode:
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        limits = f"within {TRIAL_SECONDS} s and {TRIAL_BYTES >> 20} MiB"
+        died = f"{name}: the library, which has to read it {limits}, ended with {how} ({' '.join(said.split())[:200]})"
+        raise ValueError(said.rpartition("\n")[2] if status == 1 else f"{died}; copy the file again")
+    return "passed"
+
+
+def _load_and_use(end: str, begin: str | None, name: str) -> None:
+    """Be the other process of `_try`: end with one line if the tokenizer.json on stdin is of no use."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # the stacks of many threads would count as memory
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_SECONDS, TRIAL_SECONDS + 1))
+    try:
+        tokenizer = HfTokenizer(sys.stdin.buffer.read(), end, begin, name)
+        tokenizer.decode([*tokenizer.encode(TRIAL_TEXT), tokenizer.eod])
+    except ValueError as error:
+        sys.exit(" ".join(str(error).split()))
+
+
+@contextmanager
+def _library(name: str, what: str, fix: str) -> Iterator[None]:
+    """Turn whatever a library raises into a ValueError, also a panic of Rust code, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{name}: {what} ({' '.join(str(error).split())[:300]}); {fix}") from error
 
 
 def hf_settings(folder: Path) -> dict:

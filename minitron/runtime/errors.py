@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from minitron.config.text import printable
 from minitron.runtime.sinks import append_to
 
 
@@ -33,7 +34,7 @@ class ErrorLog:
         """Write the error that ends the rank: its message where a line on stderr says it, else its traceback."""
         if isinstance(error, SystemExit):
             if isinstance(error.__context__, ValueError):  # of cli.user_errors
-                self.write(f"error: {' '.join(str(error.__context__).split())}")
+                self.write(f"error: {printable(' '.join(str(error.__context__).split()))}")
         elif isinstance(error, Exception):
             self.write("".join(traceback.format_exception(error)))
 

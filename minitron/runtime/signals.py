@@ -12,7 +12,10 @@ told: it trains on or waits for ever, and keeps its GPU. The idea: a thread.
     imports, data, rendezvous, model    SIGINT and SIGTERM end the process with one line; SIGUSR1 waits for the training
     training                            `stop.Stop` takes all three
     afterwards                          SIGINT and SIGTERM end the process without a line
-    always                              a rank ends when its torchrun has died
+    always                              a rank ends when its torchrun has died; SIGBUS ends it, after a line
+
+SIGBUS comes from an instruction that uses a mapped file which has become shorter, or whose disk fails. A handler of
+Python's would run after that instruction, so never. Ours is called by the C library, and takes the interpreter's lock.
 
 A SIGINT that is ignored when the process starts, as in the background of a script, stays ignored.
 Left out: C code that holds the interpreter's lock for ever, which stops this thread, too. Collectives release it.
@@ -20,12 +23,15 @@ Left out: C code that holds the interpreter's lock for ever, which stops this th
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -34,6 +40,7 @@ from minitron.runtime.status import LOST
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 5.0  # that a last line may take
+SIGACTION, SA_SIGINFO, SI_ADDR = "P128xiP", 4, 16  # C's struct of 64-bit Linux; where siginfo_t has the address
 
 
 class Listener:
@@ -56,6 +63,10 @@ class Listener:
         self.wire.setblocking(False)
         self.numbers = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self.before = self.take()
+        self.on_bus_error = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._bus_error)
+        action = struct.pack(SIGACTION, ctypes.cast(self.on_bus_error, ctypes.c_void_p).value, SA_SIGINFO, 0)
+        self.before_bus_error = ctypes.create_string_buffer(len(action))
+        ctypes.CDLL(None).sigaction(signal.SIGBUS, action, self.before_bus_error)
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)  # also of threads that begin later
         signal.set_wakeup_fd(self.wire.fileno())
         threading.Thread(target=self._listen, args=[heard], name="signals", daemon=True).start()
@@ -70,6 +81,7 @@ class Listener:
 
     def close(self) -> None:
         signal.set_wakeup_fd(-1)
+        ctypes.CDLL(None).sigaction(signal.SIGBUS, self.before_bus_error, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: Python cannot put back what a library had set
@@ -84,12 +96,26 @@ class Listener:
     def end(self, text: str, status: int) -> None:
         """End this process at once, whatever its main thread does; `text` says why, unless nothing takes it in time."""
         try:
-            late = threading.Timer(LINE_SECONDS, os._exit, [status])  # a disk stands still, or a full pipe
-            late.daemon = True
-            late.start()
-            self.alarm(text)
+            self._last_line(text, status)
         finally:
             os._exit(status)
+
+    def _last_line(self, text: str, status: int) -> None:
+        late = threading.Timer(LINE_SECONDS, os._exit, [status])  # a disk stands still, or a full pipe
+        late.daemon = True
+        late.start()
+        self.alarm(text)
+
+    def _bus_error(self, number: int, info: int, _: int) -> None:
+        """Write a line that names the file. Then the instruction runs again, and now the signal ends the process."""
+        ctypes.CDLL(None).sigaction(number, self.before_bus_error, None)
+        address, found = ctypes.c_void_p.from_address(info + SI_ADDR).value, "memory of no file"
+        with open("/proc/self/maps") as maps:
+            for span, *_, path in (line.rstrip("\n").split(maxsplit=5) for line in maps if "/" in line):
+                begin, end = (int(part, 16) for part in span.split("-"))
+                found = path if begin <= address < end else found
+        why = f"{found} is mapped and cannot be read: it is shorter than it was, or its disk fails"
+        self._last_line(f"SIGBUS: {why}\n{''.join(traceback.format_stack())}", 128 + number)
 
     def _listen(self, heard: socket.socket) -> None:
         """Read the numbers of signals from the wire until it is closed."""

@@ -22,7 +22,7 @@ from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Axis
 from minitron.kernels.param import Shard
-from tools import convert_hf
+from tools import convert_hf, inspect_checkpoint
 from tools.convert_hf import Writer
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -250,8 +250,9 @@ def tensors_with(**box) -> dict:
         (dict(files={"../a": {"bytes": 1, "checksum": "0", "algorithm": "crc32"}}), "'../a' is no file beside it"),
         (dict(files={"a": {"bytes": 1, "checksum": "0", "algorithm": "md5"}}), "with a crc32 checksum"),
         (dict(tensors={"b.bias": {"shape": [7]}}), "not as version 1 has it: KeyError"),
-        (dict(files=3), "not as version 1 has it: AttributeError"),
-        (dict(tensors=3), "not as version 1 has it: TypeError"),
+        (dict(files=3), "files is no object"),
+        (dict(tensors=3), "tensors is no object"),
+        (dict(tensors=[]), "tensors is no object"),
         (dict(tensors={"a": {"shape": [7], "kinds": {"param": {"dtype": "fp32", "boxes": []}}}}), "has it: ValueError"),
         (dict(iteration=4), "is of iteration 4, and its folder says 00000003; give it its old name back"),
         (dict(iteration=1 << 60), "1152921504606846976 is no count"),
@@ -282,6 +283,15 @@ def test_a_foreign_index_is_refused(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         Reader(tmp_path)
     assert str(path) in str(caught.value)
+
+
+def test_names_of_an_index_are_printed_on_one_line(tmp_path, capsys):
+    write(tmp_path)
+    hostile = "a\x1b[2Jb\nc\u2028d"
+    tensors = {hostile: tensors_with()["b.bias"]}
+    reindex(tmp_path, tensors=tensors, state={hostile: 1}, layout={hostile: 1})
+    inspect_checkpoint.main([str(tmp_path), "--tensors", "--no-verify"])
+    assert all(line.isprintable() and not line.startswith("c") for line in capsys.readouterr().out.split("\n"))
 
 
 @pytest.mark.parametrize("shape", [lambda n: (4, n), lambda n: (n, 4), lambda n: (n,)])

@@ -279,6 +279,13 @@ def test_a_missing_file_is_an_error(kind, tmp_path):
     [
         (lambda encoder, merges: ("[1, 2]", merges), r"encoder\.json: no GPT-2 vocabulary"),
         (lambda encoder, merges: ("{", merges), r"encoder\.json: no GPT-2 vocabulary"),
+        (lambda encoder, merges: (encoder.replace('"!": 0', '"!": null'), merges), r"encoder\.json: no GPT-2"),
+        (lambda encoder, merges: (encoder.replace('"!": 0', '"!": 0.0'), merges), r"encoder\.json: no GPT-2"),
+        (lambda encoder, merges: (encoder.replace('"!": 0', '"!": [0]'), merges), r"encoder\.json: no GPT-2"),
+        (
+            lambda encoder, merges: (regex.sub(r'("<\|endoftext\|>"): \d+', r"\1: null", encoder), merges),
+            r"encoder\.json: no GPT-2 vocabulary",
+        ),
         (
             lambda encoder, merges: (encoder.replace("<|endoftext|>", "ab"), merges),
             r"encoder\.json: no GPT-2 vocabulary",

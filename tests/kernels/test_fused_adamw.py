@@ -4,29 +4,17 @@ tests/gpu/test_fp8_gpu.py holds it against plain torch on a GPU, bit by bit. The
 rounds to bf16, and flushes the smallest FP8 numbers: here values are chosen that need neither.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from minitron.kernels import plain
+from triton_cpu import compile_kernel, needs_triton, run_interpreted
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which a GPU's torch has"
-)
-ROOT = Path(__file__).parents[2]
+pytestmark = needs_triton
 
 
 def test_in_tritons_interpreter():
-    """In a process of its own: kernels are interpreted if the variable is set when they are defined."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 def interpreted():
@@ -50,19 +38,11 @@ def interpreted():
 
 @pytest.mark.parametrize("given", [("out", "amax"), ("out",), ("amax",)])
 def test_it_compiles_for_hopper_and_rounds_as_torch_does(given):
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from minitron.kernels.fused import _cast_master
 
     values = dict(LIMIT=448.0, BLOCK=4096) | {name: None for name in ("out", "amax") if name not in given}
     types = dict(master="*fp32", scale="*fp32", out="*fp8e4nv", amax="*fp32", n="i32")
-    signature = {name: "constexpr" if name in values else types[name] for name in _cast_master.arg_names}
-    code = triton.compile(
-        triton.compiler.ASTSource(_cast_master, signature, values),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 8},
-    ).asm["ptx"]
+    code = compile_kernel(_cast_master, types, values, warps=8).asm["ptx"]
     assert ("cvt.rn.satfinite.e4m3x2.f32" in code) == ("out" in given)
     assert "cvt.rn.bf16" in code and "cvt.rz" not in code
 

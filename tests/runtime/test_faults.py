@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from minitron.checkpoint.directory import checkpoints
 from minitron.comm.activity import Activity, Progress
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config, PrecisionConfig
+from minitron.data.indexed import IndexedWriter
 from minitron.optim.scaler import LossScaler
 from minitron.pipeline.schedule import Backward, Forward
 from minitron.runtime import signals, watch
@@ -584,6 +586,26 @@ def test_ranks_do_not_outlive_a_killed_torchrun(tmp_path, adopts, fault, argv, r
     said = [text.count("torchrun, which started this rank, has died: the rank ends without saving\n") for text in texts]
     assert max(said) == 1
     assert all("has died" in text for text in texts)  # the second to look may hear first that the other rank is gone
+
+
+# ---- a mapped file that becomes shorter ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_token_file_that_is_truncated_during_the_run_is_named(tmp_path):
+    """The kernel ends the rank with SIGBUS, as before, but its log names the signal, the file and the reader."""
+    with IndexedWriter(tmp_path / "the data", np.uint16) as writer:
+        for i in range(4):
+            writer.add_document(np.full(1 << 20, i, np.uint16))
+    argv = ["data.source=indexed", f"data.paths=[{tmp_path / 'the data'}]", "data.split=1", "train.steps=30000"]
+    with Run(tmp_path, "none", *argv, ranks=None) as run:
+        run.training()
+        os.truncate(tmp_path / "the data.bin", 4096)
+        status, _, output = run.end()
+    assert status == -signal.SIGBUS, output
+    for name in ("rank-0.log", "errors.log"):
+        text = (run.folder / name).read_text()
+        assert "SIGBUS" in text and f"{tmp_path / 'the data.bin'} is mapped" in text and "loader.py" in text
 
 
 # ---- ranks that cannot join each other ------------------------------------------------------------------------------

@@ -125,7 +125,26 @@ def test_the_documented_command_prints_what_is_documented(tmp_path):
     done = command("--file", path, *GKE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Average step time: 25.39738855\nTFLOPS/Accelerator: 692.98463368\nMFU: 0.70069225\n"
-    assert done.stderr == f"{path}: DLLogger records, 21 of them from step 10 to 30\n"
+    found, peak = done.stderr.splitlines()
+    assert found == f"{path}: DLLogger records, 21 of them from step 10 to 30"
+    assert "989 TFLOP/s" in peak and "GKE" in peak and "989.5" in peak
+
+
+@pytest.mark.parametrize(
+    "options, used, others",
+    [
+        (["--precision", "fp8"], 1978, ["GKE", "Slurm", "1979"]),
+        (["--precision", "fp8", "--max_flops", "1979"], 1979, ["--max_flops"]),
+        (["--max_flops", "989.5"], 989.5, ["--max_flops"]),
+        (["--accelerator_type", "b200"], 2250, ["b200"]),
+    ],
+)
+def test_the_peak_that_is_used_is_named_with_those_of_other_documents(tmp_path, capsys, options, used, others):
+    path = dllogger_file(tmp_path / "log", [20.0] * 40)
+    figures, said = printed(capsys, "--file", path, *GKE, *options)
+    assert figures["MFU"] == pytest.approx(figures["TFLOPS/Accelerator"] / used, rel=1e-6)
+    assert f"{used:g} TFLOP/s" in said and all(word in said for word in others)
+    assert "Slurm" not in said or "GKE" in others
 
 
 def printed(capsys, *argv):
@@ -330,4 +349,5 @@ def test_a_mistake_ends_the_command_with_status_1(tmp_path):
 def test_help_names_the_documents_errors(capsys):
     with pytest.raises(SystemExit):
         tool.main(["--help"])
-    assert tool.NOTES.strip() in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert tool.NOTES.strip() in said and all(peak in said for peak in ("1978", "1979", "989.5"))

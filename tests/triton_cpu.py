@@ -1,0 +1,46 @@
+"""Triton kernels without a GPU: run in Triton's interpreter, or compiled for a Hopper GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
+
+
+def run_interpreted(file: str) -> None:
+    """Run a test file as a script in a process whose Triton kernels are interpreted.
+
+    Triton reads TRITON_INTERPRET when a kernel is defined, so the variable must be set before the first import.
+    """
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compile_kernel(kernel, types, values, warps, stages=3, aligned=None, gpu=90):
+    """Compile a kernel for a GPU of compute capability gpu / 10. Returns Triton's result, with `asm` and `metadata`.
+
+    types: of the arguments that are no constants, by name. values: the constants. aligned(name, type): whether an
+    argument is a multiple of 16; by default pointers are, as they are in a step.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    aligned = aligned or (lambda name, kind: kind[0] == "*")
+    signature = {name: "constexpr" if name in values else types[name] for name in kernel.arg_names}
+    even = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and aligned(name, kind)
+    }
+    return triton.compile(
+        triton.compiler.ASTSource(kernel, signature, values, even),
+        target=GPUTarget("cuda", gpu, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
