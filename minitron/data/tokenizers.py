@@ -259,7 +259,9 @@ def load_hf(folder: Path, cache: Cache | None) -> HfTokenizer:
     if cache is None:
         _try(*given)
     elif cache.first_on_node:
-        cache.recall(f"tokenizer-{hashlib.sha256(repr(given[:3]).encode()).hexdigest()}", lambda: _try(*given))
+        content = hashlib.sha256(given[0])
+        content.update(repr(given[1:3]).encode())
+        cache.recall(f"tokenizer-{content.hexdigest()}", lambda: _try(*given))
     return HfTokenizer(*given)
 
 
