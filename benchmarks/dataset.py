@@ -39,7 +39,8 @@ from minitron.config import cli
 from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
 from minitron.data.indexed import IndexedDataset
-from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.data.tokenizers import Tokenizer
+from minitron.interop.tokenizers import load_tokenizer
 
 SHARDS, WEIGHTS = 4, (4, 3, 2, 1)
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".c", ".js", ".pm"}

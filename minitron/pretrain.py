@@ -26,14 +26,17 @@ import torch
 import torch.distributed as dist
 
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.hf import FolderReader, dropout_note
 from minitron.checkpoint.load import Start, agree, check_data, prefer_local, restore
+from minitron.checkpoint.save import Exporter
+from minitron.checkpoint.weights import Weights
 from minitron.comm.collectives import all_reduce_
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.build import Datasets, build_datasets
+from minitron.data.cache import Cache
 from minitron.data.indexed import DataError
+from minitron.data.tokenizers import Tokenizer
 from minitron.kernels import kernels
 from minitron.optim.replicas import ReplicasDiffer
 from minitron.optim.rerun import WrongResult
@@ -112,7 +115,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         with watched(mesh, log, cfg.train.hang_seconds, signer):
             with cli.user_errors(quiet=rank > 0):  # raised on all ranks alike
                 mesh.activity.begin("load")
-                start = agree(cfg, mesh, first_on_node=local_rank == 0)
+                start = agree(cfg, mesh, local_rank == 0, open_weights)
                 mesh.activity.begin("datasets")
                 data = open_data(cfg, start, mesh, first_on_node=local_rank == 0)
             mesh.activity.begin("start")
@@ -146,12 +149,13 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             for reader, resumed in (start.frozen, False), (start.reader, start.resume):
                 if reader is not None:
                     log.info(f"{'resumed from' if resumed else 'weights of'} {reader.path}")
-                    if isinstance(reader, FolderReader) and reader.dropout:
-                        log.info(dropout_note(reader))
+                    if reader.note:
+                        log.info(reader.note)
             start, reader = start._replace(reader=None, frozen=None), None  # an index is large, and was needed once
             with stop:
                 try:
-                    waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root)
+                    exporter = make_exporter(cfg, log) if rank == 0 else None
+                    waited = train(trainer, data, log, stop, start.step, start.consumed_samples, start.root, exporter)
                 except ValueError:  # a run's own error, raised between steps: graphs must end before NCCL does
                     trainer.runner.close()
                     raise
@@ -216,6 +220,29 @@ def open_data(cfg: Config, start: Start, mesh: Mesh, first_on_node: bool) -> Dat
     return opened[0]
 
 
+def open_weights(path: str, vocab_multiple: int, key: str) -> Weights:
+    """Open a Hugging Face folder, a checkpoint, or an adapter with its base."""
+    from minitron.interop import weights
+
+    return weights.open_weights(path, vocab_multiple, key)
+
+
+def make_exporter(cfg: Config, log: Log) -> Exporter | None:
+    """Make what exports beside saves, if checkpoint.export asks for it."""
+    if cfg.checkpoint.export == "none":
+        return None
+    from minitron.interop.export import Exporter
+
+    return Exporter(cfg, log)
+
+
+def load_tokenizer(spec: str, cache: Cache) -> Tokenizer:
+    """Open the tokenizer of a published model."""
+    from minitron.interop import tokenizers
+
+    return tokenizers.load_tokenizer(spec, cache=cache)
+
+
 def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) -> Datasets:
     """Open what the run reads; a run that goes on keeps the order it began with, however many steps it has now.
 
@@ -231,6 +258,7 @@ def build_data(cfg: Config, start: Start = Start(), first_on_node: bool = True) 
         train_samples=start.data.get("train_samples", needed),
         valid_samples=t.eval_steps * t.global_batch_size if t.eval_every else 0,
         first_on_node=first_on_node,
+        load_tokenizer=load_tokenizer,
     )
     check_data(start, data.info)
     if len(data.train) < needed:

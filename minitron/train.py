@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitron.checkpoint.save import State
+from minitron.checkpoint.save import Exporter, State
 from minitron.checkpoint.saves import Saves
 from minitron.comm.activity import Progress
 from minitron.comm.collectives import all_reduce_
@@ -207,10 +207,12 @@ def train(
     done: int = 0,
     consumed: int = 0,
     root: tuple[int, str] | None = None,
+    exporter: Exporter | None = None,
 ) -> float:
     """Run the steps after the `done` ones, which took `consumed` samples, to the last or until `stop`.
 
-    root: the checkpoint in checkpoint.dir that they descend from, see Checkpointer. Returns the seconds that the end
+    root: the checkpoint in checkpoint.dir that they descend from, see Checkpointer. exporter: on rank 0, what
+    makes folders of another format beside saves. Returns the seconds that the end
     waited for a save.
 
     Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
@@ -221,7 +223,7 @@ def train(
     loader = Loader(data.train, cfg, mesh)
     replicas = Replicas(trainer.chunks, trainer.gradients, t)
     stragglers = Stragglers(mesh, log, t, kernels.gpu_clock(mesh.device))
-    saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, done, consumed, root)
+    saves = Saves(cfg, trainer.state, data.info, log, stop, replicas, done, consumed, root, exporter)
     meter = Meter(log, mesh, trainer.memory, saves.stalls, *filter(None, [stop, saves.checkpointer]))
     evaluation = Evaluation(trainer, data.valid, log, stop, meter)
     observers: list[Observer] = [meter, replicas, stragglers, Boundary(trainer.executor, stop), evaluation, saves]

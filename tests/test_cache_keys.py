@@ -22,7 +22,8 @@ from minitron.data.blend import BlendedDataset
 from minitron.data.build import _open
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedDataset, IndexedWriter
-from minitron.data.tokenizers import ByteTokenizer, load_tokenizer
+from minitron.data.tokenizers import ByteTokenizer
+from minitron.interop.tokenizers import load_tokenizer
 from minitron.kernels import meta
 from minitron.runtime import environment
 from test_data_corpus import SOURCES, VOCAB, make_library

@@ -14,10 +14,10 @@ from failing_disk import ERRNOS, FailingDisk
 from layouts import LLAMA, config
 from minitron import pretrain
 from minitron.checkpoint.directory import TakenOver, begin, check_owner, checkpoints, claim, newest
-from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import Checkpointer
+from minitron.interop.export import Exporter
 from minitron.runtime.log import Log
 from minitron.train import Trainer
 from test_checkpoint import COMMAND, LONG, saving, start_trainer

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 
 from kill_run import Ranks, new_store, records
 from layouts import config, first_gradients
-from minitron.checkpoint import hf
 from minitron.checkpoint.load import Start, restore
 from minitron.comm.mesh import Mesh
 from minitron.data.batch import Batch
+from minitron.interop import convert_hf, hf
+from minitron.interop import hf_write as hf_export
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_data_gpt import plain_samples
-from tools import convert_hf, hf_export
 
 # The twin is in float64 but for what transformers casts (RMSNorm, rotary angles, softmax); float32's rounding step is
 # 6e-8, and a gradient has passed three blocks and back.

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from layouts import GPT3, LLAMA, adapters_that_do_something, config, dataset_of, first_gradients, mesh_of, part_of
-from minitron.checkpoint import hf
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.loader import Loader
+from minitron.interop import hf
 from minitron.parallel.vocab import vocab_parallel_cross_entropy
 from minitron.testing import assert_close_rel
 from minitron.train import build

@@ -19,7 +19,8 @@ from minitron.config.command import Parser, run
 from minitron.config.text import printable
 from minitron.data.gpt import scan_ids
 from minitron.data.indexed import DataError, IndexedDataset, check_index, read_sidecar
-from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.data.tokenizers import Tokenizer
+from minitron.interop.tokenizers import load_tokenizer
 
 SHOWN_TOKENS = 64
 QUANTILES = (0, 0.25, 0.5, 0.75, 0.99, 1)

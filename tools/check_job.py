@@ -30,7 +30,8 @@ from minitron.data.build import TRAIN, VALID, check_maker, check_vocabulary, par
 from minitron.data.gpt import count_tokens
 from minitron.data.indexed import IndexedDataset
 from minitron.data.sft import encode_line
-from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.data.tokenizers import Tokenizer
+from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.command import DEVICES, chosen
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
@@ -192,9 +193,10 @@ def base(job: Job) -> str:
     _seen(job, "the weights", [path or ""])
     try:
         from minitron.checkpoint.load import open_base  # which loads torch
+        from minitron.interop.weights import open_weights
     except ImportError as error:
         raise Unseen(f"{path}: {error}; name the job's own Python") from None
-    return f"{open_base(job.cfg).path} holds this model's weights"
+    return f"{open_base(job.cfg, open_weights).path} holds this model's weights"
 
 
 def disk(job: Job) -> str:

@@ -33,8 +33,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an installed minitron
 
-from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import best_kind, open_weights
 from minitron.checkpoint.load import check_tensors
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
@@ -44,7 +42,10 @@ from minitron.data.batch import Batch
 from minitron.data.cache import Cache
 from minitron.data.corpus import build_corpus
 from minitron.data.sft import encode_chat, encode_prompt
-from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.data.tokenizers import Tokenizer
+from minitron.interop import hf
+from minitron.interop.tokenizers import load_tokenizer
+from minitron.interop.weights import best_kind, open_weights
 from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES
 from minitron.model.gpt import GPT, whole_model
@@ -189,7 +190,7 @@ def load_model(
     dtype, tokenizer, base (of an adapter): other than the folder says.  Raises ValueError for what cannot be read, or
     does not match.
     """
-    reader, folder, data = open_weights(path, base), Path(os.path.expanduser(path)), {}
+    reader, folder, data = open_weights(path, base=base), Path(os.path.expanduser(path)), {}
     if isinstance(reader, hf.FolderReader):
         cfg = Config(model=reader.model, precision=PrecisionConfig(reader.precision))
     else:

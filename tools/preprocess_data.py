@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also without an 
 from minitron.config.command import Parser, run
 from minitron.data.cache import Cache
 from minitron.data.indexed import IndexedWriter, best_dtype
-from minitron.data.tokenizers import load_tokenizer
+from minitron.interop.tokenizers import load_tokenizer
 from tools.rows import Batch, documents, files_of, read_batches
 
 BATCHES_PER_WORKER = 3  # one at work, one waiting for it, one on the way back

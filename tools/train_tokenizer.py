@@ -28,7 +28,7 @@ from minitron.config.command import Parser, new_folder, run
 from minitron.config.installed import pip_install
 from minitron.config.text import printable
 from minitron.data.corpus import PIECES, UNCHANGED
-from minitron.data.tokenizers import LLAMA3_SPLIT, load_tokenizer
+from minitron.interop.tokenizers import LLAMA3_SPLIT, load_tokenizer
 from tools.rows import documents, files_of, read_batches
 
 END = "<|endoftext|>"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minitron.checkpoint import hf
 from minitron.config.schema import ModelConfig
-from tools.convert_megatron import BLOCK, LAYERS, REST, arranged
+from minitron.interop import hf
+from minitron.interop.convert_megatron import BLOCK, LAYERS, REST, arranged
 
 
 @torch.no_grad()

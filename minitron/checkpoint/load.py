@@ -15,7 +15,7 @@ may be started again. A newer save on the nodes' own disks (local.py) is preferr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,12 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitron.checkpoint.adapter import Weights, base_of, best_kind, check_base, config_of, fingerprint, open_weights
 from minitron.checkpoint.boxes import Box, Piece, to_global, whole_shape
 from minitron.checkpoint.directory import STEP_NAME, checkpoints, in_the_way, make_writable, newest
 from minitron.checkpoint.format import BLOCK_BYTES, CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.checkpoint.save import State, pieces
+from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint
 from minitron.comm.activity import listed
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
@@ -67,7 +67,19 @@ class Start(NamedTuple):
     local: bool = False
 
 
-def agree(cfg: Config, mesh: Mesh, first_on_node: bool = True) -> Start:
+def open_checkpoint(path: str, vocab_multiple: int, key: str) -> Weights:
+    """Open a whole model that minitron has saved. Raises CheckpointError. The parameters: see OpenWeights."""
+    reader = Reader(path)
+    if reader.config.get("finetune", {}).get("kind") == "lora":
+        raise CheckpointError(f"{key}{path} holds an adapter; name the folder of a whole model")
+    return reader
+
+
+# open_weights(path, vocab_multiple, key): how a vocabulary is padded, and the key that named the folder, for errors.
+OpenWeights = Callable[[str, int, str], Weights]
+
+
+def agree(cfg: Config, mesh: Mesh, first_on_node: bool = True, open_weights: OpenWeights = open_checkpoint) -> Start:
     """Let rank 0 `find` the start, and open it on all ranks. Collective over the world.
 
     The other ranks read no index of a checkpoint; a Hugging Face folder and merged weights are opened by each of them.
@@ -77,12 +89,14 @@ def agree(cfg: Config, mesh: Mesh, first_on_node: bool = True) -> Start:
     found: list[Start] = []
 
     def look(_: list) -> Start:
-        found.append(start := find(cfg))
+        found.append(start := find(cfg, open_weights))
         reader, frozen = (w.facts() if isinstance(w, Reader) else w is not None for w in (start.reader, start.frozen))
         return start._replace(reader=reader, frozen=frozen)
 
     def opened(facts: dict | bool) -> Weights | None:
-        return Reader(facts["path"], facts) if isinstance(facts, dict) else open_base(cfg) if facts else None
+        if isinstance(facts, dict):
+            return Reader(facts["path"], facts)
+        return open_base(cfg, open_weights) if facts else None
 
     def open_here() -> None:
         if not found:
@@ -106,14 +120,14 @@ def _check_shared(cfg: Config, start: Start) -> None:
             raise CheckpointError(f"checkpoint.dir={c.dir} {why}; it must be one directory that all nodes share")
 
 
-def find(cfg: Config) -> Start:
+def find(cfg: Config, open_weights: OpenWeights = open_checkpoint) -> Start:
     """Find where a run of this configuration starts, and check the index of that checkpoint, on this rank alone.
 
     Raises CheckpointError, also if checkpoint.dir cannot be written.
     """
     c, base, mark = cfg.checkpoint, None, None
     if cfg.finetune.kind == "lora":
-        base = open_base(cfg)
+        base = open_base(cfg, open_weights)
         mark = fingerprint(base)
     if c.dir is not None:
         directory = Path(c.dir).expanduser()
@@ -145,7 +159,7 @@ def find(cfg: Config) -> Start:
             return _resumed(reader)._replace(frozen=base, mark=mark, root=root)
     if base is not None:
         return Start(frozen=base, mark=mark)
-    return Start(None if cfg.finetune.kind is None and c.load is None else open_base(cfg))
+    return Start(None if cfg.finetune.kind is None and c.load is None else open_base(cfg, open_weights))
 
 
 def prefer_local(cfg: Config, start: Start, info: dict, state: State, log: Log, first_on_node: bool = True) -> Start:
@@ -366,14 +380,14 @@ def check_tensors(reader: Weights, ours: Mapping[str, list[int]]) -> None:
         raise CheckpointError(f"{reader.index} is of another model: {', '.join(shapes)}{more}; {fix}")
 
 
-def open_base(cfg: Config) -> Weights:
+def open_base(cfg: Config, open_weights: OpenWeights) -> Weights:
     """Open the weights that a run starts from. Raises CheckpointError if they are of another model."""
     path = base_of(cfg)
     if path is None:
         fix = "set finetune.base to a Hugging Face folder or a minitron checkpoint"
         raise CheckpointError(f"finetune.kind={cfg.finetune.kind} has no weights to start from; {fix}")
     key = "checkpoint.load=" if cfg.finetune.base is None else "finetune.base="
-    reader = open_weights(path, vocab_multiple=cfg.model.vocab_multiple, key=key)
+    reader = open_weights(path, cfg.model.vocab_multiple, key)
     directory = cfg.checkpoint.dir
     if directory is not None and reader.path.resolve() in checkpoints(Path(directory).expanduser().resolve()).values():
         why = f"lies in checkpoint.dir={directory}, where this run's saves would delete it"

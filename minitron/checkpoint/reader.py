@@ -42,6 +42,8 @@ class Reader:
     facts: what `facts` returned where the index was read; the index is then neither opened nor checked again.
     """
 
+    note = ""
+
     def __init__(self, path: str | os.PathLike, facts: dict | None = None):
         self.path = Path(os.path.expanduser(path))
         if facts is None and not STEP.fullmatch(self.path.name):
@@ -61,6 +63,10 @@ class Reader:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.index} is not as version 1 has it: {repr(error)[:200]}") from error
+
+    def parts(self) -> tuple[str, Reader]:
+        """As Weights has it."""
+        return "", self
 
     def facts(self) -> dict:
         """Return the index for another rank's Reader: each tensor's part is a text, parsed there when it is needed."""

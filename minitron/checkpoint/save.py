@@ -37,7 +37,7 @@ from dataclasses import asdict
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from minitron.checkpoint.boxes import Piece, boxes_of_range, to_global, whole_sh
 from minitron.checkpoint.cadence import Cadence
 from minitron.checkpoint.checksum import THREADS
 from minitron.checkpoint.directory import ERRORS, STEP_NAME, TakenOver, begin, check_owner, claim, commit
-from minitron.checkpoint.export import Exporter
 from minitron.checkpoint.format import CheckpointError, Description, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.local import LocalSaves
 from minitron.config.schema import Config
@@ -59,6 +58,14 @@ from minitron.optim.zero1 import Zero1Optimizer
 from minitron.parallel.linear import ParallelLinear
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.meter import Mark, Pause, Stall
+
+
+class Exporter(Protocol):
+    """Makes folders of another format from saves, on rank 0 (interop/export.py)."""
+
+    def saved(self, checkpoint: Path, step: int) -> None: ...
+
+    def close(self, stopped: int) -> None: ...
 
 
 class State(NamedTuple):
@@ -121,7 +128,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, cfg: Config, state: State, data: dict, log: Log, step: int = 0, root: tuple[int, str] | None = None
+        self,
+        cfg: Config,
+        state: State,
+        data: dict,
+        log: Log,
+        step: int = 0,
+        root: tuple[int, str] | None = None,
+        exporter: Exporter | None = None,
     ):
         self.cfg, self.state, self.data, self.log = cfg, state, data, log
         self.saved, self.root = (step, None) if root is None else root
@@ -138,7 +152,7 @@ class Checkpointer:
         gradients, masters = state.optimizer.gradients, state.optimizer.masters
         sizes = [x.numel() if gradients.counts(b) else 0 for b, x in zip(gradients.buckets, masters, strict=True)]
         self.directory = Path(cfg.checkpoint.dir).expanduser()
-        self.exporter = Exporter(cfg, log) if cfg.checkpoint.export == "hf" and mesh.rank == 0 else None
+        self.exporter = exporter
 
         def take_memory() -> None:
             self.memory = host_memory(len(state.slices()), sum(sizes), pinned=on_gpu)

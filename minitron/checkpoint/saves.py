@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from minitron.checkpoint.format import CheckpointError
-from minitron.checkpoint.save import Checkpointer, State
+from minitron.checkpoint.save import Checkpointer, Exporter, State
 from minitron.config.schema import Config
 from minitron.optim.replicas import Replicas
 from minitron.runtime.log import Log
@@ -32,10 +32,11 @@ class Saves(Observer):
         done: int,
         consumed: int,
         root: tuple[int, str] | None,
+        exporter: Exporter | None,
     ):
         self.activity, self.stop, self.replicas = replicas.mesh.activity, stop, replicas
         self.folder, self.first, self.step, self.consumed, self.waited = cfg.checkpoint.dir, done, done, consumed, 0.0
-        self.checkpointer = None if self.folder is None else Checkpointer(cfg, state, data, log, done, root)
+        self.checkpointer = None if self.folder is None else Checkpointer(cfg, state, data, log, done, root, exporter)
 
     def stalls(self) -> list[Stall]:
         """Return what training has waited for since the last call."""

@@ -37,7 +37,7 @@ from minitron.data.gpt import GPTDataset, scan_ids
 from minitron.data.indexed import IndexedDataset, check_index, read_sidecar
 from minitron.data.mock import MockDataset
 from minitron.data.sft import SFTDataset, TokenizedFiles
-from minitron.data.tokenizers import Tokenizer, load_tokenizer
+from minitron.data.tokenizers import LoadTokenizer, Tokenizer
 
 SCAN_BYTES = 1 << 30  # of .bin: what is read in full before training
 PEEK_TOKENS = 1 << 20  # read of a larger one
@@ -64,6 +64,10 @@ class Datasets(NamedTuple):
     note: str = ""
 
 
+def no_tokenizer(spec: str, cache: Cache) -> Tokenizer:
+    raise ValueError(f"data.tokenizer={spec} cannot be opened here; use a source that needs no tokenizer of others")
+
+
 def build_datasets(
     data: DataConfig,
     *,
@@ -73,6 +77,7 @@ def build_datasets(
     train_samples: int,
     valid_samples: int,
     first_on_node: bool = True,
+    load_tokenizer: LoadTokenizer = no_tokenizer,
 ) -> Datasets:
     """Build or find the datasets; safe to call on every rank at once.
 
@@ -80,6 +85,7 @@ def build_datasets(
     depends on them.  vocab_size: ids must lie below it.
     first_on_node: False for a rank that calls after the first rank of its node has returned.  That one has built what
     was missing and checked the cache's checksums.
+    load_tokenizer: opens data.tokenizer, unless that is "corpus".
     Raises ValueError for everything that the module docstring lists.
     """
     if train_samples < 1:
@@ -89,7 +95,7 @@ def build_datasets(
         raise ValueError(f"{why}; lower train.steps, train.eval_steps or train.global_batch_size")
     open_source = {"mock": _mock, "sft": _sft}.get(data.source, _token_files)
     cache = Cache(os.path.expanduser(data.cache_dir), first_on_node)
-    tokenizer, info, dataset = open_source(data, cache, vocab_size, seq_len, seed)
+    tokenizer, info, dataset = open_source(data, load_tokenizer, cache, vocab_size, seq_len, seed)
     train, valid = dataset(TRAIN, train_samples), dataset(VALID, valid_samples) if valid_samples else None
     if data.source in ("corpus", "indexed"):  # the order of others does not depend on how many samples there are
         info |= {"train_samples": train_samples, "valid_samples": valid_samples}
@@ -102,7 +108,7 @@ def build_datasets(
 Source = tuple[Tokenizer | None, dict, Callable[[int, int], Dataset]]
 
 
-def _mock(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _mock(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Make random data, with another seed for validation.
 
     Without data.document_length a document has a quarter of a sample on average, so that separate_documents has work.
@@ -116,7 +122,9 @@ def _mock(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: i
     return None, {"source": "mock"}, dataset
 
 
-def _token_files(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _token_files(
+    data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int
+) -> Source:
     """Open the corpus, one file or a blend of several, and check all files."""
     weights, info = None, {"source": data.source, "split": data.split, "seq_len": seq_len, "seed": seed}
     if data.source == "corpus":
@@ -129,7 +137,7 @@ def _token_files(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, 
         info |= {key: corpus.meta[key] for key in ("python", "fingerprint", "unigram_entropy")}
     else:
         prefixes, weights = parse_paths(data.paths)
-        tokenizer = None if data.tokenizer == "corpus" else load_tokenizer(data.tokenizer, cache=cache)
+        tokenizer = None if data.tokenizer == "corpus" else load(data.tokenizer, cache)
     files = [_open(prefix, data.tokenizer, tokenizer, vocab_size, cache) for prefix in prefixes]
     info |= {"weights": weights, "data": [file.fingerprint for file in files]}
     info |= {"tokens": [file.num_tokens for file in files]}
@@ -145,10 +153,10 @@ def _token_files(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, 
     return tokenizer, info, dataset
 
 
-def _sft(data: DataConfig, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
+def _sft(data: DataConfig, load: LoadTokenizer, cache: Cache, vocab_size: int, seq_len: int, seed: int) -> Source:
     """Tokenize and pack files of questions and answers."""
     corpus = data.tokenizer == "corpus"
-    tokenizer = build_corpus(cache, vocab_size).tokenizer if corpus else load_tokenizer(data.tokenizer, cache=cache)
+    tokenizer = build_corpus(cache, vocab_size).tokenizer if corpus else load(data.tokenizer, cache)
     check_vocabulary(tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}", vocab_size)
     of_their_own = data.valid_paths
 

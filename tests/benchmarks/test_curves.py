@@ -8,9 +8,9 @@ from torch import nn
 
 from benchmarks import curves, record, text
 from benchmarks.peers.same_weights import copy_weights
-from minitron.checkpoint import hf
 from minitron.config.schema import ModelConfig
-from tools.convert_megatron import BLOCK, LAYERS, REST, arranged
+from minitron.interop import hf
+from minitron.interop.convert_megatron import BLOCK, LAYERS, REST, arranged
 
 TINY = [
     *("configs/quickstart.yaml", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64"),

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from layouts import config
 from minitron import finetune, pretrain
-from minitron.checkpoint import hf
-from minitron.checkpoint.adapter import Merged, fingerprint, open_weights
 from minitron.checkpoint.format import CheckpointError
 from minitron.config import cli, rules
 from minitron.config.schema import Config
+from minitron.interop import hf
+from minitron.interop.weights import Merged, fingerprint, open_weights
 from minitron.testing import assert_close_rel
 from test_checkpoint import assert_same, contents, leg, saving, start_trainer, whole
 from test_convert_hf import batch_of, convert, error_of, loaded, model_of

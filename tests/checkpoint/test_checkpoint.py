@@ -31,11 +31,11 @@ from minitron.config import rules
 from minitron.config.schema import Config, RopeScaling
 from minitron.data.indexed import IndexedWriter
 from minitron.data.loader import Loader
-from minitron.pretrain import build_data
+from minitron.interop.convert_hf import Writer
+from minitron.pretrain import build_data, open_weights
 from minitron.runtime.log import Log
 from minitron.train import Trainer, build
 from tools import inspect_checkpoint
-from tools.convert_hf import Writer
 
 # Steps of which a test runs some: they set what the data hold. Five blocks make every pipeline uneven.
 LONG = {"train": {"steps": 30, "global_batch_size": 4}, "model": {"num_layers": 5}}
@@ -54,7 +54,7 @@ def saving(cfg: Config, directory: Path, **keys) -> Config:
 def start_trainer(cfg: Config) -> tuple[Trainer, Start]:
     torch.set_num_threads(1)
     mesh = mesh_of(cfg)
-    start = agree(cfg, mesh)
+    start = agree(cfg, mesh, open_weights=open_weights)
     trainer = build(cfg, mesh, base=start.mark)
     restore(start, trainer.state)
     return trainer, start

@@ -21,9 +21,10 @@ from minitron.checkpoint.boxes import Box, boxes_of_range, covers, to_global
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Axis
+from minitron.interop import convert_hf
+from minitron.interop.convert_hf import Writer
 from minitron.kernels.param import Shard
-from tools import convert_hf, inspect_checkpoint
-from tools.convert_hf import Writer
+from tools import inspect_checkpoint
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 

@@ -15,17 +15,16 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
-from minitron.checkpoint import hf
 from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli, rules
 from minitron.config.schema import Config
 from minitron.data.batch import Batch
+from minitron.interop import convert_hf, hf
+from minitron.interop.convert_hf import Writer
+from minitron.interop.hf_write import settings_of
 from minitron.model.gpt import GPT, whole_model
 from minitron.testing import assert_close_rel
-from tools import convert_hf
-from tools.convert_hf import Writer
-from tools.hf_export import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -563,7 +562,7 @@ def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
 MEMORY = """
 import sys, threading
 import torch
-from tools import convert_hf as tool
+from minitron.interop import convert_hf as tool
 tool.BLOCK_VALUES, tool.SHARD_BYTES = 1 << 20, 4 << 20
 
 def owned():

@@ -22,9 +22,9 @@ from minitron.checkpoint.directory import TakenOver, begin, claim, commit, make_
 from minitron.checkpoint.format import CheckpointError, describe, index_bytes, index_tensors, write_shard
 from minitron.checkpoint.reader import Reader
 from minitron.config.cli import user_errors
+from minitron.interop import convert_hf
 from minitron.supervise.lead import TAKEN
 from test_checkpoint_format import write
-from tools import convert_hf
 
 
 class Killed(BaseException):

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from minitron import pretrain
-from minitron.checkpoint import export as exporting
-from minitron.checkpoint.export import Exporter
 from minitron.config import cli, rules
 from minitron.data.corpus import read_sources
 from minitron.data.indexed import IndexedWriter
 from minitron.data.sft import encode_chat
-from minitron.data.tokenizers import load_tokenizer
-from tools import convert_hf, hf_tokenizer
-from tools.hf_export import settings_of
+from minitron.interop import convert_hf, hf_tokenizer
+from minitron.interop import export as exporting
+from minitron.interop.export import Exporter
+from minitron.interop.hf_write import settings_of
+from minitron.interop.tokenizers import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 library = pytest.importorskip("tokenizers")

@@ -14,6 +14,7 @@ from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import DataError, IndexedDataset, IndexedWriter
 from minitron.data.mock import MockDataset
 from minitron.data.tokenizers import ByteTokenizer
+from minitron.pretrain import load_tokenizer
 
 BYTES = {"tokenizer": "bytes", "fingerprint": ByteTokenizer.fingerprint, "vocab_size": ByteTokenizer.vocab_size}
 
@@ -36,7 +37,8 @@ def build(tmp_path, **changes):
     )
     run = dict(vocab_size=300, seq_len=8, seed=3, train_samples=100, valid_samples=10)
     data |= {key: value for key, value in changes.items() if key in data}
-    return build_datasets(DataConfig(**data), **run | {key: changes[key] for key in changes.keys() - data.keys()})
+    run |= {key: changes[key] for key in changes.keys() - data.keys()}
+    return build_datasets(DataConfig(**data), load_tokenizer=load_tokenizer, **run)
 
 
 def tokens_of(dataset, count):

@@ -20,9 +20,11 @@ from minitron.data.corpus import build_docstrings, explained
 from minitron.data.gpt import Sample
 from minitron.data.loader import Loader
 from minitron.data.sft import TokenizedFiles, encode_chat
-from minitron.data.tokenizers import LLAMA3_SPLIT, ByteTokenizer, load_tokenizer
+from minitron.data.tokenizers import ByteTokenizer
+from minitron.interop.tokenizers import LLAMA3_SPLIT, load_tokenizer
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
+from minitron.pretrain import load_tokenizer as load_tokenizer_of_run
 from minitron.testing import assert_close_rel
 from minitron.train import build
 from test_pretrain import pretrain, records
@@ -54,9 +56,8 @@ def datasets(folder, paths, seq_len=S, tokenizer="bytes", valid=0, vocab_size=30
         cache_dir=str(folder / "cache"),
         **data,
     )
-    return build_datasets(
-        data, vocab_size=vocab_size, seq_len=seq_len, seed=seed, train_samples=10, valid_samples=valid
-    )
+    run = dict(seq_len=seq_len, seed=seed, train_samples=10, valid_samples=valid)
+    return build_datasets(data, vocab_size=vocab_size, load_tokenizer=load_tokenizer_of_run, **run)
 
 
 def unpacked(dataset, samples):

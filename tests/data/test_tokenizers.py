@@ -14,8 +14,8 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitron.data import tokenizers
-from minitron.data.tokenizers import GPT2_SPLIT, LLAMA3_SPLIT, load_tokenizer
+from minitron.interop import tokenizers
+from minitron.interop.tokenizers import GPT2_SPLIT, LLAMA3_SPLIT, load_tokenizer
 
 TEXT = (
     "The quick brown fox isn't lazy; the dog's name is Ol\u00e9!\n\n    def f(x):\n        return x + 12345\r\n"

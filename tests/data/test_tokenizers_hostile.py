@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from minitron.data import tokenizers
 from minitron.data.cache import Cache
-from minitron.data.tokenizers import TRIAL_BYTES, load_tokenizer
+from minitron.interop import tokenizers
+from minitron.interop.tokenizers import TRIAL_BYTES, load_tokenizer
 
 pytest.importorskip("tokenizers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +162,7 @@ def write(folder, text, end=END):
 
 def test_every_hostile_file_loads_or_is_one_line(tmp_path, monkeypatch):
     """With lower limits than a user's, for the sake of time; an ordinary file needs a tenth of them."""
-    limits = "import minitron.data.tokenizers as t\nt.TRIAL_SECONDS, t.TRIAL_BYTES = 5, 1 << 29"
+    limits = "import minitron.interop.tokenizers as t\nt.TRIAL_SECONDS, t.TRIAL_BYTES = 5, 1 << 29"
     monkeypatch.setattr(tokenizers, "TRIAL", tokenizers.TRIAL.replace("\nfrom", f"\n{limits}\nfrom"))
 
     def load(numbered):
@@ -224,7 +224,7 @@ def test_the_line_says_how_the_trial_ended(tmp_path, monkeypatch, harm, how):
 
 def test_time_is_bounded_also_if_the_parent_has_died(tmp_path, monkeypatch):
     """By a limit of the process itself, in seconds of CPU: a busy machine fails no trial."""
-    harm = "import minitron.data.tokenizers as t\nt.TRIAL_SECONDS, t.HfTokenizer = 1, lambda *_: list(iter(int, 1))"
+    harm = "import minitron.interop.tokenizers as t\nt.TRIAL_SECONDS, t.HfTokenizer = 1, lambda *_: list(iter(int, 1))"
     slow = tokenizers.TRIAL.replace("\nfrom", f"\n{harm}\nfrom")
     monkeypatch.setattr(tokenizers, "TRIAL", slow)
     with pytest.raises(ValueError, match="ended with SIGXCPU"):

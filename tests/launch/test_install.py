@@ -64,7 +64,7 @@ def test_the_wheel_holds_what_users_name(wheel):
             if path.suffix in (".py", ".yaml", ".json", ".txt"):
                 assert f"minitron/share/{folder}/{path.name}" in names
     assert {f"minitron/share/benchmarks/{name}.json" for name in ("devices", "published")} <= names
-    assert {"minitron/config/names.yaml", "minitron/checkpoint/config_keys.txt"} <= names
+    assert {"minitron/config/names.yaml", "minitron/interop/config_keys.txt"} <= names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minitron").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py") and not name.startswith("minitron/share/")}
     assert not [name for name in names if not name.startswith(("minitron/", "minitron-"))]

@@ -16,6 +16,7 @@ from layouts import GPT3, LLAMA, config, train_steps
 from minitron.comm.mesh import Mesh
 from minitron.config.schema import RopeScaling
 from minitron.data.batch import Batch
+from minitron.interop import hf_write as hf_export
 from minitron.kernels.kernels import choose
 from minitron.kernels.param import with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_keys
@@ -25,7 +26,6 @@ from minitron.parallel.layout import make_layout
 from minitron.parallel.packed import as_documents
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
-from tools import hf_export
 
 # Both compute in float32; sums run in another order through eight layers.
 TOLERANCE = 1e-5

@@ -14,6 +14,7 @@ import transformers
 import test_invariance
 from layouts import LLAMA, config, dataset_of, mesh_of, train_steps
 from minitron.data.loader import Loader
+from minitron.interop import hf_write as hf_export
 from minitron.model import gpt
 from minitron.optim.replicas import Replicas
 from minitron.testing import assert_close_rel
@@ -21,7 +22,6 @@ from minitron.train import build
 from readmes import ROOT, program
 from test_invariance import assert_equals_one_process, axes
 from test_model import TOLERANCE, batch_of, model_of
-from tools import hf_export
 
 CODE, TESTS = ROOT / "minitron" / "README.md", ROOT / "tests" / "README.md"
 # module -> what it replaces, by what; transformers' model of the same, with its settings

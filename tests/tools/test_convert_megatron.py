@@ -20,9 +20,9 @@ from minitron.checkpoint.reader import Reader
 from minitron.comm.mesh import Mesh
 from minitron.config import cli
 from minitron.data.batch import Batch
+from minitron.interop import convert_hf, convert_megatron, torch_dist
 from minitron.model.gpt import whole_model
 from minitron.testing import assert_close_rel
-from tools import convert_hf, convert_megatron, torch_dist
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48)

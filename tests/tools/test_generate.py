@@ -10,12 +10,13 @@ import transformers
 from layouts import GPT3, LLAMA, config
 from minitron import finetune
 from minitron.comm.mesh import Mesh
+from minitron.interop import convert_hf
 from minitron.model.gpt import whole_model
 from minitron.model.init import initialise
 from minitron.testing import assert_close_rel
 from test_pretrain import TINY, pretrain
 from test_tokenizers import llama3_file  # noqa: F401  (a fixture)
-from tools import convert_hf, generate
+from tools import generate
 
 PROMPT = [7, 3, 80, 3, 11]
 GREEDY = partial(generate.choose, vocab_size=90, temperature=0.0, top_p=1.0, generator=None)

@@ -13,7 +13,8 @@ import zstandard
 
 from minitron.config import files
 from minitron.config.text import printable
-from tools import check_job, command, plot_run, rows, torch_dist
+from minitron.interop import torch_dist
+from tools import check_job, command, plot_run, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -26,7 +27,8 @@ PACKED = {
 # Reads each file with a limit of 2 GiB on what the process has at this moment.
 CHILD = """
 import resource, sys
-from tools import rows, torch_dist
+from tools import rows
+from minitron.interop import torch_dist
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), resource.RLIM_INFINITY))
 for path in sys.argv[1:]:

@@ -11,9 +11,10 @@ import torch
 import yaml
 
 from minitron import pretrain
-from minitron.data.tokenizers import load_tokenizer
+from minitron.interop import convert_hf
+from minitron.interop.tokenizers import load_tokenizer
 from readmes import ROOT, blocks
-from tools import convert_hf, generate, train_tokenizer
+from tools import generate, train_tokenizer
 
 pytest.importorskip("lm_eval")  # some forty packages: not an extra
 TEXT = "def f(x):\n    return x + 1\nimport sys, os\nfor i in range(3): print(i)\n" * 50

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from minitron.data.corpus import read_sources
-from minitron.data.tokenizers import load_tokenizer
+from minitron.interop.tokenizers import load_tokenizer
 from readmes import ROOT, blocks
 from tools import train_tokenizer
 

@@ -21,18 +21,13 @@ import os
 import shutil
 from pathlib import Path
 
-from minitron.checkpoint.adapter import Weights
 from minitron.checkpoint.format import CheckpointError
 from minitron.checkpoint.reader import Reader
 from minitron.config.files import read_json
 from minitron.data.sft import HEADER
-from minitron.data.tokenizers import (
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    _printable_bytes,
-    load_tokenizer,
-)
+from minitron.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from minitron.interop.tokenizers import TiktokenTokenizer, _printable_bytes, load_tokenizer
+from minitron.interop.weights import Weights
 
 KEPT = "tokenizer"  # folder beside an imported checkpoint
 GENERATION = "generation_config.json"

@@ -6,13 +6,10 @@ it was trained with. The idea: it records these weights, by their path and by a 
 
     open_weights("runs/lora").read("blocks.0.attention.qkv.weight", ...)       W + alpha/r B A, computed box by box
 
-The fingerprint is a hash of the first row of every tensor: little to read, the same for a Hugging Face folder and the
-checkpoint that was imported from it, and another one after a step of training, which changes every row that it uses.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -20,17 +17,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minitron.checkpoint import hf
 from minitron.checkpoint.directory import newest
 from minitron.checkpoint.format import CheckpointError, disk_errors
 from minitron.checkpoint.reader import Reader
-from minitron.config import cli
+from minitron.checkpoint.weights import Weights, base_of, best_kind, check_base, config_of, fingerprint, whole
 from minitron.config.schema import Config, ModelConfig
 from minitron.config.sizes import adapted
+from minitron.interop import hf
 
 
 def open_weights(
-    path: str, base: str | None = None, vocab_multiple: int = ModelConfig.vocab_multiple, key: str = ""
+    path: str, vocab_multiple: int = ModelConfig.vocab_multiple, key: str = "", base: str | None = None
 ) -> Weights:
     """Open the model in a folder, with the read interface of `reader.Reader`.
 
@@ -55,45 +52,6 @@ def open_weights(
     return Merged(reader, cfg, open_weights(base, vocab_multiple=cfg.model.vocab_multiple, key=key))
 
 
-def base_of(cfg: Config) -> str | None:
-    """Return the folder of the weights that a run starts from; None if it starts from none."""
-    return cfg.checkpoint.load if cfg.finetune.base is None else cfg.finetune.base
-
-
-def config_of(reader: Reader) -> Config:
-    """Return the configuration that a checkpoint was saved with, as far as weights depend on it."""
-    sections = ("model", "precision", "finetune", "lora")
-    tree = {name: reader.config[name] for name in sections if name in reader.config}
-    tree |= {"checkpoint": {"load": reader.config.get("checkpoint", {}).get("load")}}
-    return cli.from_tree(tree, str(reader.index))
-
-
-def best_kind(reader: Weights, name: str) -> str | None:
-    """Return the most exact of the kinds in which a tensor is stored; None if it is no weight."""
-    return next((kind for kind in ("master", "param") if kind in reader.kinds(name)), None)
-
-
-def fingerprint(reader: Weights) -> str:
-    """Hash the values of a model to 16 hex digits."""
-    digest = hashlib.sha256()
-    if isinstance(reader, Merged):  # not of sums, whose last bit differs from machine to machine
-        digest.update(reader.mark.encode())
-        reader = reader.adapter
-    for name in sorted(reader.names()):
-        if kind := best_kind(reader, name):
-            shape = reader.shape(name)
-            part = reader.read(name, kind, (0,) * len(shape), shape if len(shape) == 1 else (1, *shape[1:]))
-            digest.update(f"{name} {shape}".encode() + part.float().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def check_base(adapter: Reader, base: Weights, mark: str) -> None:
-    """Raise CheckpointError unless the adapter was trained beside these weights. mark: their fingerprint."""
-    if adapter.state.get("base") != mark:
-        why = f"its weights had the fingerprint {adapter.state.get('base')}, and {base.path} has {mark}"
-        raise CheckpointError(f"{adapter.path} holds an adapter of another model: {why}; name the former as the base")
-
-
 class LowRank(NamedTuple):
     """One target's product within a weight: rows from `start` on are scale * b @ a[columns]."""
 
@@ -105,6 +63,8 @@ class LowRank(NamedTuple):
 
 class Merged:
     """An adapter's checkpoint and its base as one model. Raises CheckpointError if they do not belong together."""
+
+    note = ""
 
     def __init__(self, adapter: Reader, cfg: Config, base: Weights):
         self.mark = fingerprint(base)
@@ -139,6 +99,10 @@ class Merged:
         a, b = (whole(self.adapter, name.removesuffix("weight") + f"adapter.{x}") for x in ("a", f"b.{part.b}"))
         return a[part.columns], b[outputs] * (self.cfg.lora.scale if scaled else 1.0)
 
+    def parts(self) -> tuple[str, Weights]:
+        """Not the sums, whose last bit differs from machine to machine."""
+        return self.mark, self.adapter
+
     def verify(self) -> None:
         """Verify all files that have a checksum. Raises CheckpointError."""
         self.adapter.verify()
@@ -149,11 +113,3 @@ class Merged:
         match, rank = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name), self.cfg.lora.rank
         spans = enumerate(self.targets.get(match[1], {}).items() if match else ())
         return [LowRank(span.start, span.size, target, slice(i * rank, (i + 1) * rank)) for i, (target, span) in spans]
-
-
-Weights = Reader | hf.FolderReader | Merged
-
-
-def whole(reader: Reader, name: str) -> Tensor:
-    """Read all of a tensor in float32."""
-    return reader.read(name, best_kind(reader, name), (0,) * len(reader.shape(name)), reader.shape(name)).float()

@@ -287,6 +287,17 @@ class FolderReader:
     def verify(self) -> None:
         """Do nothing: files of others have no checksums."""
 
+    @property
+    def note(self) -> str:
+        """Say which dropout of the source a run does not take over by itself."""
+        keys = " ".join(f"model.{key}={rate:g}" for key, rate in self.dropout.items())
+        why = f"{self.index} has dropout, which belongs to a run and is not taken over"
+        return f"{why}; to train with it: {keys}" if keys else ""
+
+    def parts(self) -> tuple[str, FolderReader]:
+        """As Weights has it."""
+        return "", self
+
     def _slice(self, part: Part, *index: slice) -> Tensor:
         """Read a box of one part. Opens the file each time: while mapped, its pages count as memory of the process."""
         place = self._places[part.name]
@@ -337,12 +348,6 @@ class FolderReader:
         if not all(torch.equal(self._slice(words, rows), self._slice(head, rows)) for rows in self._blocks()):
             why = f"{head.name} differs from the embedding, to which config.json ties it"
             raise CheckpointError(f"{self._places[head.name].path}: {why}; set tie_word_embeddings=false there")
-
-
-def dropout_note(reader: FolderReader) -> str:
-    """Say which dropout of the source a run does not take over by itself."""
-    keys = " ".join(f"model.{key}={rate:g}" for key, rate in reader.dropout.items())
-    return f"{reader.index} has dropout, which belongs to a run and is not taken over; to train with it: {keys}"
 
 
 class Place(NamedTuple):

@@ -1,6 +1,6 @@
 """What transformers and PEFT are to find in an exported folder: settings, and tensors under their names.
 
-Both follow `tensor_map` of minitron/checkpoint/hf.py, by which a Hugging Face folder is also read.  PEFT
+Both follow `tensor_map` of minitron/interop/hf.py, by which a Hugging Face folder is also read.  PEFT
 (github.com/huggingface/peft) keeps an adapter as adapter_config.json and adapter_model.safetensors, with a pair of
 matrices for each module of the Hugging Face model.  An adapter of the fused q, k, v becomes three with the same A:
 
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from minitron.checkpoint.adapter import LowRank, Merged
-from minitron.checkpoint.hf import FORMATS, ROPE_SCALING, tensor_map
 from minitron.config.schema import ModelConfig
+from minitron.interop.hf import FORMATS, ROPE_SCALING, tensor_map
+from minitron.interop.weights import LowRank, Merged
 from minitron.kernels.gemm import DTYPES
 
 

@@ -1,0 +1,1 @@
+"""Models of others: Hugging Face folders, PEFT adapters, Megatron checkpoints, tokenizers. Imports the trainer."""

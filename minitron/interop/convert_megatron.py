@@ -1,0 +1,294 @@
+"""A checkpoint of Megatron-core or Megatron-LM (torch_dist) to one of minitron: dense GPT and Llama.
+
+    python tools/convert_megatron.py import checkpoints/megatron checkpoints/mine
+    python -m minitron.pretrain checkpoints/mine/model.yaml checkpoint.load=checkpoints/mine data.source=...
+    python tools/convert_megatron.py import nemo/weights checkpoints/mine model.num_heads=32 model.num_kv_heads=8
+
+The source is a folder iter_0001000, or the one above it, then its newest. Its tensors hold the sizes; what they do not
+hold (heads, rotary base, epsilon) is in the arguments that Megatron-LM saves. Where these are missing, as in a
+checkpoint of Megatron-core alone, keys of `model` or a YAML file after the two folders say it; they win over the
+arguments, too.
+
+    decoder.layers.self_attention.linear_qkv.weight [L, (n + 2g) d, h]   rows group by group: q ... q k v
+    -> blocks.i.attention.qkv.weight [(n + 2g) d, h]                     rows: all q, all k, all v
+
+Weights alone are taken over, and what is left out is said. No pickle is run (torch_dist.py).
+
+Left out: the optimizer's state, Megatron's older format of a pickle a rank, mixtures of experts, other tensors than
+those of the two families: each is refused by its name.
+"""
+
+import argparse
+import tempfile
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from minitron.checkpoint.format import NAMES
+from minitron.config import cli, rules
+from minitron.config.command import Parser, new_folder
+from minitron.config.schema import Config, ModelConfig, PrecisionConfig
+from minitron.config.text import printable
+from minitron.interop import hf
+from minitron.interop.convert_hf import Writer
+from minitron.interop.torch_dist import Reader
+from minitron.kernels.gemm import DTYPES
+
+LAYERS = "decoder.layers."
+NOT_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state_machine")
+# minitron's name within a block -> Megatron's, with Transformer Engine's fused norms or with norms of their own.
+BLOCK = {
+    "norm1.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "norm1.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
+    "attention.qkv.weight": ("self_attention.linear_qkv.weight",),
+    "attention.qkv.bias": ("self_attention.linear_qkv.bias",),
+    "attention.out.weight": ("self_attention.linear_proj.weight",),
+    "attention.out.bias": ("self_attention.linear_proj.bias",),
+    "norm2.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "norm2.bias": ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
+    "mlp.up.weight": ("mlp.linear_fc1.weight",),
+    "mlp.up.bias": ("mlp.linear_fc1.bias",),
+    "mlp.down.weight": ("mlp.linear_fc2.weight",),
+    "mlp.down.bias": ("mlp.linear_fc2.bias",),
+}
+REST = {
+    "embedding.words.weight": "embedding.word_embeddings.weight",
+    "embedding.positions": "embedding.position_embeddings.weight",
+    "head.norm.weight": "decoder.final_layernorm.weight",
+    "head.norm.bias": "decoder.final_layernorm.bias",
+    "head.weight": "output_layer.weight",
+}
+# Arguments that change the network -> the values that minitron computes. `fitting` adds those that depend on tensors.
+OFF = (None, False, "", [])
+FIXED = dict.fromkeys(
+    (
+        *("apply_layernorm_1p", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm"),
+        *("apply_query_key_layer_scaling", "qk_layernorm", "qk_l2_norm", "add_qkv_bias", "attention_output_gate"),
+        *("multi_latent_attention", "linear_attention_freq", "experimental_attention_variant"),
+        *("rotary_interleaved", "mrope_section", "squared_relu", "openai_gelu", "quick_geglu", "onnx_safe"),
+        *("glu_linear_offset", "activation_func", "num_experts", "num_moe_experts", "mtp_num_layers"),
+        *("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
+        *("hybrid_stack_spec", "is_hybrid_model", "heterogeneous_layers_config_path", "heterogeneous_block_specs"),
+        *("heterogeneous_layers_config_encoded_json", "spec", "transformer_layer_spec", "enable_mhc_connections"),
+        *("use_mup", "retro_add_retriever", "flextron", "enable_gpt_oss", "use_arbitrary_attention_mask"),
+        *("export_num_eagle_layers", "export_num_medusa_heads", "export_num_mtp", "export_qk_l2_norm"),
+        *("export_quant_cfg", "ammo_quant_cfg", "rope_scaling"),
+    ),
+    OFF,
+) | {
+    "window_size": (None,),
+    "window_attn_skip_freq": (None,),
+    "no_rope_freq": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": (None, "vanilla"),
+    "activation_func_clamp_value": (None,),
+    "rotary_percent": (1.0,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "seq_len_interpolation_factor": (None, 1),
+    "rope_type": (None, "rope"),
+    "mup_embedding_mult": (None, 1.0),
+    "mup_output_mult": (None, 1.0),
+    "mup_width_mult": (None, 1.0),
+    "export_real_quant_cfg": (None, "None"),
+    "export_kv_cache_quant": (None, False, "none"),
+}
+# Arguments of Megatron-LM and fields of Megatron-core, 0.4 to 0.19, that leave the network as it is.
+HARMLESS = Path(__file__).with_name("megatron_arguments.txt")
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    importer = commands.add_parser("import", help="MEGATRON_FOLDER CHECKPOINT_DIR [KEYS]: Megatron to minitron")
+    importer.add_argument("source", metavar="MEGATRON_FOLDER", help="with .metadata, or the one above it")
+    importer.add_argument("target", metavar="CHECKPOINT_DIR", help="new; gets the checkpoint and model.yaml")
+    importer.add_argument(
+        "keys", nargs="*", metavar="KEY=VALUE|FILE", help="of `model`, as minitron.pretrain takes them"
+    )
+    importer.add_argument("--dtype", choices=DTYPES, help="number format of the weights (as the source has them)")
+    importer.add_argument(
+        "--accept",
+        default="",
+        metavar="NAME,NAME",
+        help="arguments of the checkpoint that are unknown here, and of which you know that the network is the same",
+    )
+    options = parser.parse_args(argv)
+    if Path(options.target).exists():
+        raise ValueError(f"{options.target} exists already; delete it or name a new folder")
+    accepted = set(options.accept.split(","))
+    import_checkpoint(Path(options.source).expanduser(), options.target, options.keys, options.dtype, accepted)
+
+
+def import_checkpoint(source: Path, target: str, keys: list[str], dtype: str | None, accepted: set[str]) -> None:
+    """Write a checkpoint of iteration 0 and model.yaml. Raises ValueError for whatever cannot be converted."""
+    reader = Reader(find(source))
+    weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
+    model, erf = model_of(reader, weights, keys, accepted)
+    shapes, places = hf.global_shapes(model), {}
+    for name in shapes:
+        places[name] = place_of(name, weights, reader)
+    for name in sorted(weights - {place for place, _ in places.values()}):
+        why = f"holds {name} {list(reader.shape(name))}, which minitron's {model.family} does not have"
+        raise ValueError(f"{reader.path} {why}; only dense GPT and Llama models can be converted")
+    found = reduce(torch.promote_types, (reader.dtype(place) for place, _ in places.values()))
+    if found not in NAMES:
+        raise ValueError(f"{reader.path} holds weights in {found}, none of {', '.join(DTYPES)}; convert them first")
+    dtype = dtype or NAMES[found]
+    count = 0
+    with new_folder(target) as folder:
+        with Writer(folder, 0, asdict(Config(model=model, precision=PrecisionConfig(dtype)))) as writer:
+            for name, shape in shapes.items():
+                tensor = arranged(reader.read(*places[name]), name, shape, model, f"{reader.path}: {places[name][0]}")
+                writer.add(name, "param", shape, (0,) * len(shape), tensor.to(DTYPES[dtype]))
+                count += tensor.numel()
+        (folder / "model.yaml").write_text(yaml.safe_dump({"model": asdict(model)}, sort_keys=False))
+    if erf:
+        print("note: bias_gelu_fusion was off, so its GELU was the exact one; minitron's is the tanh form, 1e-4 away")
+    left = len(reader.names()) - len(weights)
+    if left or reader.others:
+        print(f"left out: {left} tensors of the optimizer, {len(reader.others)} objects")
+    print(
+        f"{count:,} weights of a {model.family} model in {dtype}; to train them:\n"
+        f"python -m minitron.pretrain {printable(Path(target, 'model.yaml'))} "
+        f"checkpoint.load={printable(target)} data.source=..."
+    )
+
+
+def find(source: Path) -> Path:
+    """Return the folder with .metadata: the source, or the newest iteration in it."""
+    latest = source / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        text = latest.read_text().strip()
+        source /= f"iter_{int(text):07d}" if text.isdigit() else text
+    if not source.is_dir():
+        raise ValueError(f"{source}: there is no such folder; name a checkpoint of Megatron's")
+    if not (source / ".metadata").is_file():
+        if any(source.glob("mp_rank_*")):
+            why = "is in Megatron's older format, a pickle a rank, and loading one can run any code"
+            raise ValueError(f"{source} {why}; save it with --ckpt-format torch_dist")
+        if any(source.glob("*/.zarray")):
+            raise ValueError(f"{source} is in the format zarr; save it with --ckpt-format torch_dist")
+        inside = sorted(path.parent.name for path in source.glob("*/.metadata"))
+        fix = f"name one of its folders: {', '.join(inside[:5])}" if inside else "name a folder iter_... of Megatron's"
+        raise ValueError(f"{source} has no .metadata of a torch_dist checkpoint; {fix}")
+    return source
+
+
+def model_of(reader: Reader, weights: set[str], keys: list[str], accepted: set[str]) -> tuple[ModelConfig, bool]:
+    """Read the model from tensors, arguments and keys, each winning over the one before. Raises ValueError.
+
+    The second value: whether its GELU was computed by erf, as Megatron does without its fused kernel.
+    """
+    try:
+        args, why = reader.common(), ""
+    except ValueError as error:
+        args, why = {}, f" ({error})"
+    words, fc2 = REST["embedding.words.weight"], BLOCK["mlp.down.weight"][0]
+    stacked, single = f"{LAYERS}{fc2}", f"{LAYERS}0.{fc2}"
+    if words not in weights or not {stacked, single} & weights:
+        missing = words if words not in weights else stacked
+        some = ", ".join(sorted(reader.names())[:3])
+        raise ValueError(f"{reader.path} has no {missing}, so it is no dense GPT of Megatron's (it has {some} ...)")
+    layers = reader.shape(stacked)[0] if stacked in weights else sum(name.endswith(fc2) for name in weights)
+    rows, hidden = reader.shape(words)
+    gpt = REST["head.norm.bias"] in weights
+    vocab = args.get("vocab_size")
+    model = {
+        "family": "gpt" if gpt else "llama",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": reader.shape(stacked if stacked in weights else single)[-1],
+        "vocab_size": vocab if isinstance(vocab, int) and 0 < vocab <= rows else rows,
+        "tie_embeddings": REST["head.weight"] not in weights,
+        "positions": "learned" if REST["embedding.positions"] in weights else "rope",
+    }
+    if model["positions"] == "learned":
+        model["max_positions"] = reader.shape(REST["embedding.positions"])[0]
+    args = {"norm_epsilon": args.get("layernorm_epsilon")} | args  # its older name
+    check_arguments(reader, args, FIXED | fitting(model, args), accepted)
+    if "num_attention_heads" in args:
+        grouped = args.get("group_query_attention", False)
+        model |= {"num_heads": args["num_attention_heads"]}
+        model |= {"num_kv_heads": args.get("num_query_groups") if grouped else None}
+        given = {"norm_eps": "norm_epsilon", "rope_theta": "rotary_base", "max_positions": "max_position_embeddings"}
+        model |= {key: args[name] for key, name in given.items() if args.get(name) is not None and key not in model}
+        if args.get("use_rope_scaling"):
+            model["rope_scaling"] = {"factor": float(args.get("rope_scaling_factor", 8.0))}
+    elif not any("num_heads" in key or "=" not in key for key in keys):
+        fix = "say model.num_heads=N, and as far as they differ from the defaults model.num_kv_heads, model.rope_theta"
+        raise ValueError(f"{reader.path} has no arguments of a run{why}; {fix}, model.norm_eps, model.max_positions")
+    if "rope_theta" in model:
+        model["rope_theta"] = float(model["rope_theta"])
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "megatron.yaml").write_text(yaml.safe_dump({"model": model}))
+        cfg = cli.load([str(path), *keys, "train.seq_len=1"])
+    rules.check(cfg, world=1)
+    return cfg.model, gpt and args.get("bias_gelu_fusion", True) is False
+
+
+def fitting(model: dict, args: dict) -> dict[str, tuple]:
+    """Return the arguments that must fit the tensors -> the values that do."""
+    gpt, heads = model["family"] == "gpt", args.get("num_attention_heads")
+    width = model["hidden_size"] // heads if isinstance(heads, int) and heads > 0 else None
+    rope = model["positions"] == "rope"
+    return {
+        "normalization": ("LayerNorm",) if gpt else ("RMSNorm",),
+        "swiglu": OFF if gpt else (True,),
+        "gated_linear_unit": OFF if gpt else (True,),
+        "position_embedding_type": ("rope",) if rope else ("learned_absolute",),
+        "use_rotary_position_embeddings": (*OFF, True) if rope else OFF,
+        "layernorm_epsilon": (None, args["norm_epsilon"]),
+        "kv_channels": (None, width),
+        **{name: (None, model[name]) for name in ("num_layers", "hidden_size", "ffn_hidden_size")},
+    }
+
+
+def check_arguments(reader: Reader, args: dict, fixed: dict[str, tuple], accepted: set[str]) -> None:
+    """Raise ValueError for an argument of another network, and for an unknown one that is on and not accepted."""
+    known = fixed.keys() | set(HARMLESS.read_text().split())
+    unknown = []
+    for name, value in args.items():
+        shown = " ".join(f"{name}={value!r}".split())[:200]
+        if name in fixed and value not in fixed[name]:
+            raise ValueError(f"{reader.path}: its argument {shown} is nothing that minitron computes")
+        off = value is None or value is False or value in ("", [], (), {})
+        if name not in known and not off and name not in accepted:
+            unknown.append((" ".join(f"{name}".split()), shown))
+    if unknown:
+        names, shown = (", ".join(part) for part in zip(*unknown[:9]))
+        fix = f"if the network is the same with and without it, add --accept {names.replace(' ', '')}"
+        raise ValueError(f"{reader.path}: its argument {shown} is unknown here; {fix}")
+
+
+def place_of(name: str, weights: set[str], reader: Reader) -> tuple[str, int | None]:
+    """Find Megatron's tensor for one of minitron's, and its row where layers are stacked. Raises ValueError."""
+    if name in REST:
+        candidates = [(REST[name], None)]
+    else:
+        _, layer, rest = name.split(".", 2)
+        candidates = [(f"{LAYERS}{theirs}", int(layer)) for theirs in BLOCK[rest]]
+        candidates += [(f"{LAYERS}{layer}.{theirs}", None) for theirs in BLOCK[rest]]
+    for place, row in candidates:
+        if place in weights and (row is None or row < reader.shape(place)[0]):
+            return place, row
+    raise ValueError(f"{reader.path} has no {candidates[0][0]}, which the model has; give the model's own keys")
+
+
+def arranged(tensor: Tensor, name: str, shape: tuple[int, ...], m: ModelConfig, origin: str) -> Tensor:
+    """Bring the rows of a tensor into minitron's order, and pad the vocabulary. Raises ValueError."""
+    if ".attention.qkv." in name and tensor.shape == shape:
+        groups = tensor.unflatten(0, (m.kv_heads, -1, m.head_dim))
+        each = m.num_heads // m.kv_heads
+        tensor = torch.cat([part.flatten(0, 2) for part in groups.split((each, 1, 1), 1)])
+    if name in ("embedding.words.weight", "head.weight") and len(tensor) >= m.vocab_size:
+        real = tensor[: m.vocab_size]
+        mean = real.double().mean(0, keepdim=True).to(real.dtype)
+        tensor = torch.cat([real, mean.expand(m.padded_vocab_size - m.vocab_size, -1)])
+    if tuple(tensor.shape) != shape:
+        why = f"has shape {list(tensor.shape)}, and {list(shape)} in the model that the keys describe"
+        raise ValueError(f"{origin} {why}; correct model.num_heads, model.num_kv_heads or model.vocab_size")
+    return tensor
