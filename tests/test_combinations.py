@@ -79,7 +79,7 @@ PLAIN = {switch: next(iter(values)) for switch, values in SWITCHES.items()}
 # More than two that read one another's results; each has a row. FP8's casts are gathered, recomputed and put off.
 TOGETHER = [
     {"tp": "2", "fp8": "current", "recompute": "selective", "lora": "none"},
-    {"tp": "2", "pp": "zb-h1", "fp8": "delayed", "recompute": "selective", "lora": "none"},
+    {"tp": "2", "pp": "zb-h1", "fp8": "delayed", "grads": "fp32", "recompute": "selective", "lora": "none"},
     {"tp": "2", "cp": "ring", "documents": "apart", "recompute": "full", "hidden-dropout": "0.2"},
 ]
 

@@ -37,12 +37,12 @@ def interpreted():
     backend = Backend("fused", fused_attention.forward, fused_attention.backward)
     shapes = [
         (64, 64, True, 1, 1, 64, True),
-        (100, 100, True, 2, 1, 80, False),
-        (70, 130, False, 1, 1, 32, True),
-        (130, 70, False, 2, 1, 16, True),
+        (70, 70, True, 2, 1, 24, False),
+        (70, 130, False, 1, 1, 64, True),
+        (100, 40, False, 2, 1, 16, True),
     ]
     for dtype, tolerance in TOLERANCE.items():
-        for sq, sk, causal, n, g, d, permuted in shapes if dtype == torch.float32 else shapes[1:2]:
+        for sq, sk, causal, n, g, d, permuted in shapes if dtype == torch.float32 else shapes[:1]:
             dout, q, k, v = random_block(sq, sk, n=n, g=g, d=d, dtype=dtype, permuted=permuted)
             allowed = torch.from_numpy(allowed_pairs(sq)) if causal else torch.ones(sq, sk, dtype=torch.bool)
             for dropout in (None, random_dropout(sq, sk, 0.3)):
@@ -52,7 +52,7 @@ def interpreted():
                 for name, value in expected.items():
                     assert_close_rel(actual[name], value, tolerance, f"{name} of {sq} x {sk} in {dtype}")
             if causal:
-                samples = [(0, 1, 40, 64, sq), (0, sq)] if sq == 64 else [(0, 1, 31, 32, 64, sq - 1, sq), (0, 96, sq)]
+                samples = [(0, 1, 40, 64, sq), (0, sq)] if sq == 64 else [(0, 1, 31, 32, 64, sq - 1, sq), (0, 64, sq)]
                 documents = as_documents([sorted(set(cuts)) for cuts in samples])
                 apart = torch.from_numpy(np.stack([allowed_pairs(sq, cuts) for cuts in documents.boundaries]))[:, None]
                 for options, mask in (({}, None), ({"dropout": dropout}, dropout.mask(n))):
@@ -68,13 +68,19 @@ def interpreted():
             )
             assert torch.equal(actual == 0, expected == 0)
             assert_close_rel(actual, expected, TOLERANCE[x.dtype])
-    dropout = random_dropout(96, 96, 0.3)
-    for name, kept in kept_in_each_product(backend, 96, 64, dropout).items():
+    dropout = random_dropout(64, 64, 0.3)
+    for name, kept in kept_in_each_product(backend, 64, 64, dropout).items():
         assert torch.equal(kept, dropout.mask(2) != 0), name
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "width,documents",
+    [
+        (128, True),
+        *(pytest.param(width, documents, marks=pytest.mark.slow) for width in (64, 256) for documents in (False, True)),
+        pytest.param(128, False, marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_compile_and_fit_the_shared_memory_of_a_gpu_that_is_given_them(width, documents):
     from minitron.kernels import fused_attention
 
