@@ -132,15 +132,13 @@ def test_the_options_are_there(tool):
 
 
 def test_the_map_of_the_code_names_every_module():
-    """A room's row names its files and no other; READMEs of other folders name their programs and recipes."""
+    """A folder's table names its files and no other; READMEs of other folders name their programs and recipes."""
     package = ROOT / "minitron"
-    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", prose(package / "README.md"), re.M)
-    rooms = {room.strip("`/"): cells for room, cells in rows if room.endswith("/`")}
-    assert rooms.keys() == {path.parent.name for path in package.glob("*/__init__.py")}
-    for room, cells in rooms.items():
-        named = {path for pattern in re.findall(r"`([\w*]+\.py)`", cells) for path in (package / room).glob(pattern)}
-        assert named == {path for path in (package / room).glob("*.py") if path.name != "__init__.py"}, room
-        assert all((package / room / name).exists() for name in re.findall(r"`(\w+\.py)`", cells)), room
+    sections = re.findall(r"^### `([\w/]+)/`\n\n((?:\|.*\n)+)", prose(package / "README.md"), re.M)
+    rooms = {room: re.findall(r"^\| `(\w+\.py)` \| .", rows, re.M) for room, rows in sections}
+    assert rooms.keys() == {str(path.parent.relative_to(package)) for path in package.rglob("__init__.py")} - {"."}
+    for room, named in rooms.items():
+        assert sorted(named) == sorted(p.name for p in (package / room).glob("*.py") if p.name != "__init__.py"), room
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", prose(package / "README.md"))
     assert len(named) > 20 and not [name for name in named if not any((top / name).exists() for top in (ROOT, package))]
     for folder in ("tools", "benchmarks"):
