@@ -106,7 +106,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
         listener.alarm = log.alarm
         if warning := raise_file_limits(os.environ, world):
             log.warn(warning)
-    # What all ranks find alike is said once; an id in its own samples and its own memory each rank for itself.
+    # Rank 0 prints common errors. Each rank prints errors of its own data and memory.
     alike = CheckpointError, Diverged, ReplicasDiffer, WrongResult
     with log, cli.user_errors((DataError, OutOfMemory)), cli.user_errors(alike, quiet=rank > 0):
         signer = make_signer(os.environ, log)

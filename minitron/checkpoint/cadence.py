@@ -1,19 +1,19 @@
 """When saves are due: every so many steps, or as often as costs least (`checkpoint.every=auto`).
 
-Problem: with rare saves a failure loses much work, and frequent ones cost time themselves. What is best depends on what
-a save costs training and on how long it takes, which nobody knows before the run. The idea: two early saves,
+Problem: with rare saves a failure loses much work, and frequent ones cost time themselves. The best interval depends on
+what a save costs training and on how long it takes, which is unknown before the run. The idea: two early saves,
 FIRST_STEPS apart, are measured; each later one comes after the interval of `save_interval.best_interval`.
 
     step  0 ... 10    the first save: the time of a step is known
                20     the second: so is what the first one cost. All ranks agree on the next interval
                20 + n, and so on; each save measures anew
 
-A save costs what the step behind it takes beyond others, for it waits for the copy, and what the steps beside its
-writing do: they share cores, disks and networks with it. Medians are compared, since steps vary for other reasons, too.
+A save costs the extra time of the steps that overlap it: the step after it waits for the copy, and those beside its
+writing share cores, disks and networks with it. Medians are compared, since steps vary for other reasons, too.
 
-Measurements differ from rank to rank. So at each save all ranks hand theirs in, the largest of each kind counts, and
-all get the same number of steps. An interval is kept as long as the best one is within a quarter of it: there its cost
-is within some percent of the least, and measurements are not more exact.
+Measurements differ from rank to rank. At each save the largest measurement of all ranks is used, and all ranks get the
+same number of steps. An interval is kept as long as the best one is within a quarter of it: there its cost is within
+some percent of the least, and measurements are not more exact.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ and other things may lie there. The idea:
 
   1. A save fills a folder of a temporary name. Once all of it has reached the disk, a rename makes it a checkpoint,
      and then `latest` is replaced. Killed before, it leaves everything as it was.
-  2. There is no lock, which a killed run could not release: a run that starts takes the directory over, and the run
-     before, if it still lives, checks this before it deletes or renames anything.
+  2. There is no lock file, because a killed run could not remove it. A run that starts takes the directory over, and
+     the run before, if it still lives, checks this before it deletes or renames anything.
   3. A save deletes, renames or replaces only what another save has made, as both its name and its content must show. So
      a checkpoint into which a user has put a file of his own stays.
 

@@ -8,8 +8,8 @@ A checkpoint in checkpoint.dir is resumed, with all of its state and its data; e
 gives the weights of a new run. Where adapters are trained the frozen weights come from there in either case, and must
 be the ones that the adapters were first trained with. What is damaged, missing or of another model ends the run before
 its first step. An older checkpoint is used when the user says so: checkpoint.resume_step=10 goes back, once. A
-checkpoint whose own configuration has that key descends from that step and is resumed in its place, so the same command
-may be started again. A newer save on the nodes' own disks (local.py) is preferred where it is whole, and else skipped.
+checkpoint saved with this resume_step is resumed instead, so the same command may be started again. A newer save on the
+nodes' own disks (local.py) is preferred where it is whole, and else skipped.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Checkpointer:
     """Saves a run into checkpoint.dir and checkpoint.local_dir. Make it, `save` and `wait` on all ranks alike.
 
     data: what identifies the order of samples (`Datasets.info`). step: the one after which the run begins. root: step
-    and index checksum of the checkpoint in checkpoint.dir that it descends from; None: none, or nobody asks.
+    and index checksum of the checkpoint in checkpoint.dir that it descends from; None if there is no parent.
     Raises CheckpointError, on all ranks: where a host has no memory for the copy, where nothing can be saved, and in
     `save` and `wait` if another run has taken the directory over.
 

@@ -135,7 +135,7 @@ class Activity:
 
 
 class Progress:
-    """How far a GPU is, in two words of the host's memory that a kernel writes after each action: step, actions done.
+    """How far a GPU is: after each action a kernel writes step and action count to pinned host memory.
 
     The host, which runs ahead, keeps what it has queued: (step, its actions) of the last steps. Whoever reads the words
     asks nothing of CUDA, and so gets an answer from a device that has failed, too.

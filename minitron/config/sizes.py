@@ -1,7 +1,7 @@
 """Sizes that the trainer allocates by and the planner counts by.
 
-They stand here because nothing in this room imports torch, so a plan takes a second, and because a second copy could
-become wrong. A size that only one of the two needs stands where it is used.
+Both parts count by the same functions, so that they cannot differ. This folder does not import torch, so a plan takes a
+second. A size that only one of the two needs is where it is used.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ lowest i.  After any number of steps every dataset is within about one sample of
     weights .5 .3 .2      step 0 1 2 3 4 5 6 7 8 9
                           draw 0 1 2 0 1 0 2 0 1 0
 
-The rule is a loop, and ten million steps of Python take minutes.  But a wrong start corrects itself: from slightly
-different counts the rule soon reaches the same counts, since it draws what is missing.  So the steps are cut into
+The rule is a loop, and ten million steps of Python take minutes.  But slightly wrong counts
+converge to the right ones, because the rule draws what is missing.  So the steps are cut into
 chunks that run side by side in NumPy, each from guessed counts (its shares, rounded).  Each chunk that did not begin
 with the counts at the end of the chunk before is then run once more, from those, until there is none left.  The first
 chunk is exact, so each round makes at least one more chunk exact; in practice a few rounds are enough.  The order is

@@ -5,7 +5,7 @@ checkpoint is whole and has no layout, so another process can turn it into such 
 processor's share of its own: `tools/convert_hf.py export runs/a/step_00000100 runs/a/step_00000100-hf`.
 
     save 100 | save 200 | save 300 ...          rank 0 starts it once a save is there, and does not wait for it
-             |- export 100 -----|               save 200 finds it at work: it has no export, and the log says so
+             |- export 100 -----|               save 200 is not exported: export 100 is still running
 
 The run waits for it only at its end, unless a signal ended the run. A failed export costs a line in the log. A save
 that is deleted (checkpoint.keep) while it is exported is such a failure. Folders of exports are never deleted.

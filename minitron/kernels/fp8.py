@@ -22,7 +22,7 @@ and three ways to a scale, the number that brings a tensor's largest magnitude t
 
 A recomputed forward pass casts the same values with the same scale and notes the same magnitude again, so recomputation
 needs no special case. In the first step of a run there is no history, and delayed scaling works as current does.
-With precision.fp8_params a weight is its cast, which the optimizer makes (fp8_scales.py); here it is transposed alone.
+With precision.fp8_params the optimizer casts the weight (fp8_scales.py). This file transposes it.
 precision.fp8_bf16_layers at both ends of the model stay in the model's own format, and the head without
 precision.fp8_head.
 """

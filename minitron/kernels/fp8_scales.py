@@ -1,9 +1,9 @@
 """Scales of FP8 tensors that outlive one cast: from the magnitudes of past steps, and of weights kept as FP8 bytes.
 
 A scale is the number that brings a tensor's largest magnitude to the limit of its format. `DelayedScaling` makes it
-from the largest magnitudes of the last steps, so that it is known before the tensor is. Where weights are kept as FP8
-bytes (precision.fp8_params) the optimizer casts them, and it has slices of them only: `WeightScales` says with which
-scales, and collects the largest magnitudes of the slices.
+from the largest magnitudes of the last steps, so that it is known before the tensor is. If weights are kept as FP8
+bytes (precision.fp8_params), the optimizer casts them. It holds only slices of a weight: `WeightScales` has the scales,
+and collects the largest magnitudes of the slices.
 
                  scale of the new weights                           their largest magnitude
     delayed      from the histories, as every rank has them         joins those of the step, when they enter histories
@@ -99,8 +99,8 @@ class WeightScales:
     scale, inverse (1 / scale), top (the largest magnitude in this rank's slices) [weights], float32, are the same
     tensors as long as they live: a recorded step reads them. delayed: scaling whose weights they are, in its order.
 
-    The optimizer calls begin(); where that says False, notes magnitudes in `top` and has data ranks agree on them, then
-    calls follow(); casts, noting magnitudes otherwise; end().
+    The optimizer calls begin(). If that returns False, it writes magnitudes to `top`, all-reduces them over data ranks
+    and calls follow(). Then it casts, and calls end(). If begin() returns True, the cast writes the magnitudes.
     """
 
     def __init__(self, num_weights: int, delayed: DelayedScaling | None, device: torch.device):

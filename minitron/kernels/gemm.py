@@ -82,7 +82,7 @@ def _join(stacked: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 class Quantized(NamedTuple):
-    """A layer's input of which there is the cast alone. like: its shape and dtype, for autograd; it has no values."""
+    """A layer's input that exists only as its FP8 cast. like: its shape and dtype, for autograd; it has no values."""
 
     like: Tensor
     payload: Payload

@@ -1,8 +1,8 @@
 """Every kernel of a run, chosen once: one object that is made when a run is built and handed down.
 
-Problem: a run chooses its attention, its pointwise kernels, its FP8 library and its AdamW. If each is chosen where it
-is used, an error comes late, and each chunk of a model makes a workspace of its own. The idea: `choose` decides all of
-it from the configuration and the device, in one place, and a layer that is handed a `Kernels` never asks what a device
+Problem: a run chooses its attention, its pointwise kernels, its FP8 library and its AdamW. Choosing
+them once reports errors before the model is built, and lets all chunks of a model share one workspace. The idea:
+`choose` reads the configuration and the device, in one place; a layer gets a `Kernels` and does not test what a device
 can do.
 
     device   ops                     attention                    products             FP8

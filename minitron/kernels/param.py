@@ -1,6 +1,6 @@
 """What is known of each parameter, and where its gradient goes.
 
-Problem: a weight is created in a layer, and many others must know something of it: initialisation (how it is drawn),
+Problem: a layer creates a weight, and other parts need facts about it: initialisation (how it is drawn),
 checkpoints (which part of the whole it is), the optimizer (whether it decays), gradient sums (over which ranks its
 gradient is still to be summed). Rules inferred from names or shapes go wrong silently. The idea: a parameter is an
 ordinary nn.Parameter with two attributes, which `new_parameter` sets where it is created:

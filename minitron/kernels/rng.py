@@ -1,4 +1,4 @@
-"""Dropout from a counter: an element is dropped or kept by its name, whichever rank computes it, and whenever.
+"""Dropout from a counter: the mask is a hash of seed, step, sample, layer and position.
 
 Problem: a random generator hands out numbers in the order of asking. Split a model over ranks, or recompute a layer
 in the backward, and the order changes: other masks, another model, and no two layouts can be proven equal. The usual
@@ -17,7 +17,7 @@ the mask anew from the keys: 8 bytes are kept for a token, and nothing for an el
 Why a 32-bit word and two multiplications are enough: dropout needs bits that are uncorrelated between neighbours in
 every coordinate, but neither secrecy nor a long period. The mixer is a bijection in which each input bit flips each
 output bit with a probability close to 1/2; tests/kernels/test_rng.py measures that and the correlations. Two tokens
-have the same key with probability 2^-32 and then share their masks, which no gradient over millions of tokens notices.
+have the same key with probability 2^-32; such collisions are too rare to bias gradients.
 Channels are hashed before they meet the key, or neighbouring keys would give shifted copies of one mask.
 
 Words are int64 tensors with values below 2^32, and no product reaches 2^63. Wrapping int32 products would need half

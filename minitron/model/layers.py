@@ -23,7 +23,7 @@ from minitron.parallel.layout import Layout
 
 
 class Residual(NamedTuple):
-    """The residual stream x + delta + bias, a sum yet to be made: the norm that reads it makes it in the same pass."""
+    """The residual stream x + delta + bias, as a pending sum: the next norm computes it in its own pass."""
 
     x: Tensor  # [..., h]
     delta: Tensor | None = None  # [..., h]
@@ -134,7 +134,7 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(qkv: Tensor, sizes: tuple[int, int, int], rope: Rope | None, ops: ModuleType) -> tuple[Tensor, ...]:
     """Split heads side by side into q, k, v, and rotate q and k: qkv [s, b, n + 2g, d], sizes (n, g, g).
 
-    qkv is used up, its memory may become q, k and v: whatever made it must not need it for its own backward.
+    Overwrites qkv, so its producer must not save it for its backward.
     """
     if rope is None:
         return qkv.split(sizes, 2)

@@ -16,9 +16,9 @@ u = x A^T, r numbers a token, in the same way as x or y would: so a gathered x i
 
 Without sequence parallelism the reduce-scatters are all-reduces, and there is nothing to gather.
 
-The gradient of the whole factor is a sum over this rank's rows of the sequence, as a norm's is, and is summed with them
-(optim/buckets.py). A fused weight has one adapter for all its outputs (`qkv`), or several for parts of them (`q`, `v`):
-these read x in one product, their A stacked, and each adds to its own rows of y.
+A whole factor's gradient is summed over tp, like a norm's (optim/buckets.py). A fused weight has one adapter for all
+its outputs (`qkv`), or several for parts of them (`q`, `v`): these read x in one product, their A stacked, and each
+adds to its own rows of y.
 
     blocks.0.attention.qkv.adapter.a [2 r, h], .b.q [n d, r], .b.v [g d, r]     for targets q and v
 

@@ -399,7 +399,7 @@ class Gradients:
                 bucket.gather = bucket.arrived
 
     def counts(self, bucket: Bucket) -> bool:
-        """Tell whether this rank's slice is the first of its copies over tp and stages: norms and saves take one."""
+        """Tell whether this rank holds the first copy over tp and stages, which norms and saves count."""
         return (self.mesh.tp.rank == 0 or not bucket.key.replicated) and (self.mesh.pp.rank == 0 or not bucket.key.tied)
 
     def square_sum(self) -> Tensor:

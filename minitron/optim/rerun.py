@@ -1,4 +1,4 @@
-"""Asks twice where a step's result cannot be right: was it the data, or a GPU?
+"""Recompute a suspicious step, to tell bad data from a faulty GPU.
 
 Problem: a GPU that computes wrong now and then raises no error. One NaN, or one gradient that is ten thousand times too
 large, and the step is lost, or worse, it is not: the loss jumps, and days later somebody blames the data. The idea
@@ -55,7 +55,7 @@ class WrongResult(ValueError):
     """A rank has computed something else from the same data and weights.
 
     mine: it may have been this one. of_one_node: those that it may have been are of one node. status: of the process.
-    quiet: it leaves the line, and to be the first to end, to one that was wrong.
+    quiet: this rank prints nothing and exits after a faulty rank.
     """
 
     def __init__(self, text: str, mine: bool, of_one_node: bool = True):

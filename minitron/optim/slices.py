@@ -10,10 +10,9 @@ in their buffers ("symmetric memory"). Copy engines bring the slices, and a shor
 Traffic is that of a ring, (P - 1) / P of a bucket in and as much out. Gradients come in pieces, which land in one of
 two stages, while what is in the other one is being added up. Only barriers and additions take multiprocessors.
 
-Others read a rank's gradients until their own sums are done. That is so when a collective that follows
-`Gradients.finish` has ended here, and the optimizer begins with one: so whatever the next step writes comes later. They
-read its parameters until their forward pass, which comes before that collective of the next step, and so before its
-next update.
+Peers read a rank's gradients until their own sums finish. The optimizer's all-reduce comes later than these sums, and
+the next step writes gradients after it. Peers read a rank's parameters until their forward pass, which comes before
+that all-reduce of the next step, and so before its next update.
 
 `ProcessGroupSlices` is the plain twin; it runs anywhere. Left out: several nodes, which share no memory.
 """

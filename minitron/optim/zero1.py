@@ -73,8 +73,8 @@ class Zero1Optimizer:
     Making it is collective over dp_cp where weights are kept in FP8, which then get their first bytes.
 
     masters, exp_avg, exp_avg_sq: one float32 tensor [size / dp_cp] per bucket, the same as long as it lives. steps: 0-d
-    float32, updates so far. snapshot_done: whoever reads the state on another stream puts the end of that here, and an
-    update waits for it.
+    float32, updates so far. snapshot_done: the end of a state copy in progress on another stream. The update waits for
+    it.
     """
 
     def __init__(self, gradients: Gradients, cfg: OptimizerConfig, kernels: Kernels):
@@ -109,8 +109,8 @@ class Zero1Optimizer:
 
         loss_sum, count: 0-d device tensors, this rank's contributions to the sum of token losses and to the number of
         tokens; zeros on ranks that are not to contribute. backward_scale: what the loss sum was multiplied with
-        before its backward (the fp16 loss scale), a number or a 0-d tensor. skip: update nothing. Afterwards the
-        gradients are used up: whoever needs them reads them before.
+        before its backward (the fp16 loss scale), a number or a 0-d tensor. skip: update nothing.
+        Gradients are invalid after this call.
         """
         totals = torch.stack([loss_sum.double(), count.double(), self.gradients.square_sum()])
         all_reduce_(totals, self.gradients.mesh.world)

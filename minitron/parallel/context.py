@@ -22,8 +22,8 @@ with equal work for all.
       rank 0  query 3 # # # %
 
 A rank lays its two chunks one after another: that is its local order. Between its own queries and keys the mask is
-causal in local order too. Of the keys of a lower rank all queries see the first chunk, and none the second. The keys of
-a higher rank are seen by the second chunk of queries, and by none of the first. So each step is one dense tile, with
+causal in local order too. All queries attend to the first chunk of a lower rank's keys only. Only the second
+chunk of queries attends to a higher rank's keys. So each step is one dense tile, with
 half of all pairs. Documents may not attend to each other: then there is one such tile for each document. Tiles are
 made on the host, from the boundaries, and a kernel needs no mask but the causal one. Where a rank has the sequence
 whole, a kernel that masks documents by itself gets them all in one tile (packed.py).

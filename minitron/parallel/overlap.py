@@ -172,7 +172,7 @@ class SymmetricMemoryComm:
     There are two streams beside the current one: `side` for every second piece of a product, so that the end of one
     piece and the beginning of the next share the GPU, and `copies` for what travels.
 
-    A rank writes what others are to read to memory that they see; then a barrier tells them that it is there. A barrier
+    A rank writes to symmetric memory; then all ranks pass a barrier. A barrier
     is a kernel, and a product that fills the GPU would delay it to the product's end: so `copies` has priority, and
     gets the first multiprocessor that becomes free. Only copies wait for barriers, so a rank that is ahead of others
     can go on with the products whose operands it has.
@@ -205,7 +205,7 @@ class SymmetricMemoryComm:
         self.reset()
 
     def reset(self) -> None:
-        """Forget a pass that was recorded, maybe to its middle, and has not run: ranks differ in how far they came."""
+        """Drop the state of an unfinished graph capture: ranks may have come to different places in it."""
         self._turns.clear()
         self._pending.clear()
 

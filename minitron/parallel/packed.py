@@ -1,8 +1,8 @@
 """Documents packed into one sequence and attended to apart: where they are, for the host and for a kernel.
 
-Problem: a sample of 4096 tokens may hold thirty documents, none of which may see another. A call for each of them, in
-every layer, takes the host longer than all products take the GPU; and a CUDA graph repeats calls as they were recorded,
-whatever documents the next batch has. The idea: every token carries the begin and the end of its document, in a tensor
+Problem: a sample of 4096 tokens may hold thirty documents, none of which may see another. One call
+per document and layer is bound by the host; and a CUDA graph repeats its recorded calls, although the next batch has
+other documents. The idea: every token carries the begin and the end of its document, in a tensor
 that travels with the batch. A kernel that masks by it does all documents in one call, of one shape for any of them.
 
     boundaries 0 3 8 of a sample of 8 tokens      begins 0 0 0 3 3 3 3 3      ends 3 3 3 8 8 8 8 8

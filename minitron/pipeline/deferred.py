@@ -7,8 +7,8 @@ layer hands in the product that makes its weight gradient, with the two matrices
     BackwardInput     layer 2: dx2, hand in dW2 = dy2^T x2       layer 1: dx1, hand in dW1
     BackwardWeight    dW2, dW1
 
-So the matrices live longer, and all else that the forward has kept is freed: together about as much as before. What
-recomputation has saved is there from then on, though. Gradients that are sums over rows (norms,
+So the matrices live longer, and all else that the forward has kept is freed: together about as much as before.
+Recomputed activations stay allocated until the weight gradients have run. Gradients that are sums over rows (norms,
 biases, embeddings) are not worth a delay. Under sequence parallelism one of the two matrices is a rank's rows, which
 are gathered for the product, again, beside the product before it: what waits are the rows alone.
 """

@@ -94,7 +94,7 @@ class Executor:
         return run.finish()
 
     def begin(self, batches: Sequence[object], seed: Tensor | float) -> Run:
-        """Begin what `train` does, for who runs it in pieces."""
+        """Start a pass. The caller runs its actions in segments."""
         return Run(self, batches, torch.ones((), device=self.device) * seed)
 
     def training(self, num_microbatches: int) -> tuple[Action, ...]:

@@ -13,8 +13,8 @@ The idea:
 3. A clock gives every operation the tick at which it finishes: a backward takes twice as many as a forward, and
    between ranks that have several chunks what is made arrives a tick later.
 4. A value finished at tick t for another rank is sent *and* received at tick t.  All that one rank sends and receives
-   at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action says what it
-   takes, what it makes, and how many of its rank's Exchanges it waits for: whoever runs the list decides nothing.
+   at one tick is one Exchange, posted without waiting; the wait comes where the value is used.  An action holds
+   its input, its output, and how many of its rank's Exchanges it waits for. The executor makes no scheduling decisions.
 5. Each rank's list is sorted by tick, and partners meet in Exchanges of the same tick.  So whoever is at the lowest
    tick can go on: no deadlock, even if every Exchange blocked.  "Send my output and receive my next input" as one
    step, the obvious choice, pairs ends of different ticks, and interleaved ranks end up waiting for each other.
@@ -34,19 +34,14 @@ The bubble is (pp - 1) (f + b - w) seconds in the place of (pp - 1) (f + b + w),
     rank 0    F0 F1    B0--- F2 B1--- B2---
     rank 1       F0 b0 F1 b1 w0 F2 b2 w1 w2
 
-Why messages of interleaved ranks take a tick: on a clock on which they take none, every Exchange stands just before
-what it brings is used, and nothing hides it. With one, the receiver does other work in between. At pp = 8, vp = 12 and
-64 microbatches, messages of a tenth of a forward then cost 0.8 % of the step in simulation (simulate.py), and 3.7 %
-without. More ticks are not better. NCCL runs a rank's Exchanges in order, so one that stands too early holds up the
-next: with the ticks of a forward, 20 microbatches at pp = 8 and vp = 2 took 3 % longer. If m is no multiple of pp, even
-one tick loses where messages take a fifth of a forward or more: 2 % with 23 at pp = 12 and vp = 6. With one chunk a
-rank a tick gains some percent where all stages are equal and loses 1 to 4 % where one is slower; with fewer
-microbatches than ranks it gains nothing. There they take none.
+Why messages of interleaved ranks take a tick: without it every Exchange comes just before its value is used, and
+nothing hides it. With it the receiver does other work in between. More ticks are not better: NCCL runs a rank's
+Exchanges in order, so one that comes too early delays the next. With one chunk a rank, or fewer microbatches than
+ranks, a tick does not help on average, so messages take none there.
 
-Why a backward takes twice the ticks of a forward, as its products do: for the same reason. With backwards as short as
-forwards, pp = 6, vp = 2 and 16 microbatches of a real 1 : 2 took 4 % longer. Nor may b be w: messages whose ticks are
-equal by chance share an Exchange, and the earlier one waits. Of 28 microbatches at pp = 8 and a real f : b : w
-of 1 : 1.2 : 0.8 that took 4 % longer than with b twice w.
+Why a backward takes twice the ticks of a forward: its products take twice the time, and a clock that differs from the
+real times makes ranks wait. b and w need different tick counts, or their messages share an Exchange by chance and the
+earlier one waits.
 
 Left out: schedules that split with vp > 1, or that hold more activations to have no bubble at all (ZB-H2); and weights
 that change in the middle of a batch (PipeDream).

@@ -1,8 +1,8 @@
 """What would make a job lighter: each key of the trainer that saves memory, by how much, and at what cost.
 
-The layout stays, and with it the number of GPUs; other layouts are search.py's. A job that fits, but not
-with its CUDA graphs, stays eager, and is to make room for them. A key alone that does it is the smallest change; where
-none does, all of them together, each added to those before, are listed too.
+The layout stays, and with it the number of GPUs; other layouts are search.py's. A job that fits
+without its CUDA graphs only stays eager; then the keys that make room for the graphs are listed. Each key is tried
+alone, then several together, each added to those before.
 """
 
 from __future__ import annotations

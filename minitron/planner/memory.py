@@ -26,7 +26,7 @@ result, no activation, but where an adapter reads it, and then in bf16.
 A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy,
 and what the pool of its activations leaves unused beyond the fragments of eager steps. Ranks of GPT-3 175B, 70B and
 405B with 23,000 to 53,000 kernels and copies took 0.48 to 0.80 GiB more than eagerly on an H200; `graph` says 0.52 to
-0.63. What an evaluation casts lies where a step's casts lay. All this is no part of the peak: a recording that finds no
+0.63. Evaluation reuses the buffers of a step's FP8 casts. All this is no part of the peak: a recording that finds no
 room leaves the steps eager.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow

@@ -3,11 +3,11 @@
     forward and backward of every stage (work.py) -> the run's own schedule, simulated (simulate.py)
     -> reductions and gathers of the data ranks laid beside it -> the update -> seconds of a step
 
-A data rank's reduction of a chunk begins with the chunk's last backward and runs beside whatever follows; what is left
-of it when the schedule is over is exposed. A gather may take until the first forward of its chunk in the next step. The
-parts are those of the rank that computes longest, so that they add up to the step: the time that it waits is the
-bubble, and what messages between stages add to that is `pp_exposed`. GPUs differ, and each rank waits for the slowest
-at every message: `stragglers` is what that adds to the schedule.
+A chunk's reduce-scatter starts with its last backward. Its part beyond the end of the schedule is exposed. A gather may
+take until the first forward of its chunk in the next step. The parts are those of the rank that computes longest, so
+that they add up to the step: the time that it waits is the bubble, and what messages between stages add to that is
+`pp_exposed`. GPUs differ, and each rank waits for the slowest at every message: `stragglers` is what that adds to the
+schedule.
 
 GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 has 12: 25,882 actions, 0.2 s.
 """

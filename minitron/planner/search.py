@@ -11,7 +11,7 @@ one with the lowest bound is looked at first, each time a little closer, until n
     4. the whole plan                         its schedule, simulated
 
 Stages are as equal as the trainer's default has them, or level: layers go one by one to the rank that computes least,
-beside the embedding and the head. A layout falls for a reason, and reasons are counted, of those never looked at, too.
+beside the embedding and the head. The search counts why it rejected each layout.
 After the fastest come those that need less memory: each is the fastest that fits into less than the one before.
 
 The global batch and the number formats, and with them the result of training, stay.

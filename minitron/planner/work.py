@@ -19,8 +19,8 @@ What a tp message costs depends on how it meets the products (parallel/overlap.p
     beside        the whole message, beside a product that does not depend on it: what is longer than it shows
     alone         the forward's four, and the gathers of dy, between nodes; all messages without overlap
 
-What is hidden is felt: NCCL takes multiprocessors, copies bring barriers and sums, and what runs beside them takes
-longer by a share of their time.
+Overlapped communication slows concurrent kernels: NCCL takes SMs, and copies bring barriers and sums. Kernels beside
+it take longer by a share of its time.
 
 `full` recomputation repeats the forward inside the backward, `selective` its norms and activations, or what Megatron
 means by it, attention. A split backward gathers dy once more, for its weight gradients, whose share of its seconds is

@@ -21,12 +21,12 @@ The host runs ahead of its GPU. It comes to the gate only when the GPU has done 
 (`Executor.wait_last_forward`): with a signal before that, the step on the GPU is the last one; with a later signal, the
 next step.
 
-The same signal a second time ends a rank at once, unless it comes within five seconds: then it counts as an echo, since
-Slurm signals every process and torchrun hands on what it gets. A SIGINT has exactly one echo, and only under torchrun:
-the terminal sends it to all processes and torchrun hands it on. So Ctrl+C pressed twice ends at once. torchrun also
-sends SIGTERM when a rank has died, and the GPUs of the others would wait for that rank forever; so would gloo, which
-mostly fails at once, if the connection broke under a send. So a rank that has got SIGTERM and stands still ends without
-saving.
+The same signal a second time ends a rank at once, unless it comes within five seconds: then it is ignored as an echo,
+since Slurm signals every process and torchrun hands on what it gets. A SIGINT has exactly one echo, and only under
+torchrun: the terminal sends it to all processes and torchrun hands it on. So Ctrl+C pressed twice ends at once.
+torchrun also sends SIGTERM when a rank has died, and the GPUs of the others would wait for that rank forever; so would
+gloo, which mostly fails at once, if the connection broke under a send. So a rank that has got SIGTERM and stands still
+ends without saving.
 
 **Skipped updates.** A step whose gradients are not finite changes nothing. In fp16 that is normal: such steps
 halve the loss scale until it fits. At a scale of 1, which cannot fall and which other formats always have, it means

@@ -12,8 +12,8 @@ the same work, compare.
     CPU    the host's clock, without the time in which Linux let other programs run; all forwards and backwards
     GPU    a kernel reads the GPU's clock and adds it to a word of its memory, in an eager step and in a replayed graph;
            of one microbatch, for these kernels take microseconds: the last one's forward, which waits for no gathers of
-           parameters, and the first one's backward, beside which no gradients are reduced. Products that are hidden
-           behind their own communication do not count, for nobody can tell apart what they wait for
+           parameters, and the first one's backward, beside which no gradients are reduced. Overlapped
+           products are not timed: their wait cannot be separated
 
 Every train.check_speed_every steps these times are gathered, and copied to the host without waiting. Of the last 20
 steps all but one have to say the same, else it is noise (`slower`): a rank that another program disturbs has some slow

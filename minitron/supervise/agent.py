@@ -2,7 +2,7 @@
 
 Problem: to import torch takes a rank seconds, and minutes where a thousand ranks read it from one shared disk. The
 idea: one process per node imports it once. It never touches a GPU, so its forks may. A start then takes milliseconds,
-and all ranks share the memory of the code. Should an import have called CUDA, each fork becomes a new Python.
+and all ranks share the memory of the code. If an import initialized CUDA, each rank starts a new Python process.
 
     supervisor -> agent        {"ranks": [{"RANK": "6", ...}, {"RANK": "7", ...}]}      start these
     agent -> supervisor        {"group": 4711}                                 their process group, to signal or kill

@@ -209,7 +209,7 @@ class Leader:
     def verdict(self, status: int | None, failures: list) -> str:
         """Say why the run is not started again; empty if it is.
 
-        A first start that fails by itself has found a mistake of its user's. A step that has failed three times will
+        If the first start fails by itself, the cause is a user error. A step that has failed three times will
         fail again. Of two runs in one checkpoint.dir, which would take it from each other for ever, the later goes on.
         """
         same = repeated(failures)

@@ -51,7 +51,7 @@ from minitron.supervise.lead import BEAT, STUCK, Leader, replace
 POLL_SECONDS = 0.1
 PORTS = 100
 LEFT = 128 + signal.SIGTERM
-# What SIGKILL does not end in this time hangs in a driver: the node is of no use any more. A rank with 30 GB of locked
+# Ranks that survive SIGKILL this long hang in a driver. Their node leaves the run. A rank with 30 GB of locked
 # memory takes three seconds to end. A supervisor that waits so long for a disk or a device counts as dead, too.
 KILL_SECONDS = 120.0
 
