@@ -41,6 +41,7 @@ TABLE = [
         (
             "launch/test_slurm.py::test_mistakes_are_one_line_and_a_failed_job",
             "launch/test_jube.py::test_a_job_that_fails_says_so_to_jube",
+            "runtime/test_environment.py::test_a_round_that_no_supervisor_wrote_is_named",
             "runtime/test_environment.py::test_a_folder_that_another_user_could_have_made_is_not_used",
         ),
     ),
@@ -75,6 +76,7 @@ TABLE = [
             "checkpoint/test_convert_hf.py::test_a_key_of_another_network_is_refused_by_name",
             "checkpoint/test_convert_hf.py::test_a_rotary_parameter_of_another_network_is_refused_by_name",
             "checkpoint/test_convert_hf.py::test_what_the_model_cannot_be_is_refused_by_name",
+            "checkpoint/test_convert_hf.py::test_a_dropout_that_is_no_rate_is_none",
             "checkpoint/test_convert_hf.py::test_a_damaged_folder_is_refused_and_nothing_is_left",
         ),
     ),
@@ -121,6 +123,7 @@ TABLE = [
         (
             "data/test_cache.py::test_a_list_of_files_from_elsewhere_is_refused",
             "data/test_cache.py::test_any_changed_byte_of_the_list_is_found_or_harmless",
+            "data/test_cache.py::test_a_remembered_text_that_somebody_has_deleted_is_named",
             "data/test_data_build.py::test_a_damaged_cache_names_the_folder_to_delete",
         ),
     ),
@@ -147,6 +150,7 @@ TABLE = [
         "one line; only files beside it are opened",
         (
             "tools/test_limits.py::test_a_saved_dataset_names_only_files_beside_it",
+            "tools/test_limits.py::test_a_name_that_no_file_can_have_or_that_is_listed_twice_is_refused",
             "tools/test_limits.py::test_a_state_that_is_none_is_named",
             "tools/test_rows.py::test_mistakes_with_tables_are_named",
         ),
@@ -216,6 +220,7 @@ TABLE = [
         (
             "tools/test_limits.py::test_printable_keeps_what_can_be_printed",
             "tools/test_limits.py::test_what_a_tool_prints_and_its_error_move_no_cursor",
+            "tools/test_limits.py::test_an_error_that_quotes_a_file_is_as_short_as_a_line",
             "tools/test_limits.py::test_a_run_s_name_is_no_escape_and_no_formula",
             "runtime/test_supervisor.py::test_a_reason_is_one_line",
         ),
