@@ -67,8 +67,8 @@ def main(
 
 def run(argv: list[str] | None, description: str, finetune: bool, listener: Listener) -> int:
     """Train until the last step, or until a signal, whose number it returns."""
-    startup = Startup(os.environ, listener.begun)
     with cli.user_errors():
+        startup = Startup(os.environ, listener.begun)
         rank, world, local_rank, ranks_here = place(os.environ)
     with cli.user_errors(quiet=local_rank > 0):  # the others on this node find the same mistake
         argv, options = sys.argv[1:] if argv is None else argv, None

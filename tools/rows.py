@@ -75,7 +75,7 @@ def _saved_files(folder: Path) -> list[str]:
         raise ValueError(f"{folder} holds its rows in another order than its files; {fix}")
     names = _names(folder / "state.json", lambda state: [data["filename"] for data in state["_data_files"]])
     for name in names:
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise ValueError(f"{folder} lacks {name}, which its state.json names; copy it again")
     return [str(folder / name) for name in names]
 
@@ -97,6 +97,8 @@ def _names(path: Path, listed: Callable[[dict], list]) -> list[str]:
         for name in names:
             if Path(name).name != name or name in ("", ".."):
                 raise ValueError(f"{path} names {name!r}, which is not beside it; save the dataset again")
+            if names.count(name) > 1:
+                raise ValueError(f"{path} names {name!r} twice; save the dataset again")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not as save_to_disk writes it ({error!r}); save the dataset again") from error
     return names

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from minitron.config import installed
-from minitron.config.text import printable
+from minitron.config.text import printable, short
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,7 +60,7 @@ def run(main: Callable[[list[str]], None]) -> None:
             main(sys.argv[1:])
         sys.stdout.flush()
     except ValueError as error:
-        sys.exit(f"error: {printable(' '.join(str(error).split()))}")
+        sys.exit(f"error: {short(error, 2000)}")
     except MemoryError:
         sys.exit("error: this process may not have more memory; give it more, or smaller files")
     except KeyboardInterrupt:

@@ -66,8 +66,8 @@ class Cache(NamedTuple):
         directory = Path(self.directory)
         if directory.is_dir() and not (os.access(directory, os.W_OK) or (directory / name).is_dir()):
             return compute()
-        folder = self.build_once(name, lambda partial: (partial / "text").write_text(compute()))
-        return (folder / "text").read_text()
+        with reading(folder := self.build_once(name, lambda partial: (partial / "text").write_text(compute()))):
+            return (folder / "text").read_text()
 
 
 def reading(directory: Path) -> AbstractContextManager:

@@ -147,7 +147,7 @@ def dropout_of(settings: dict) -> dict[str, float]:
     gpt = settings.get("model_type") == "gpt2"
     names = {"hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop" if gpt else "attention_dropout"}
     rates = {key: settings.get(name, 0.1 if gpt else 0.0) for key, name in names.items()}
-    return {key: float(rate) for key, rate in rates.items() if isinstance(rate, int | float) and rate > 0}
+    return {key: float(rate) for key, rate in rates.items() if isinstance(rate, int | float) and 0 < rate <= 1}
 
 
 def _take(settings: dict, keys: dict[str, str], origin: str) -> dict:

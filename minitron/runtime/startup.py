@@ -14,16 +14,21 @@ A graph of the step is captured some steps later; its own line says how long tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from time import time
+
+from minitron.config.files import errors_as, parse_json
 
 
 class Startup:
     """The parts so far, in seconds. begun: the time at the rank's first line."""
 
     def __init__(self, environ: Mapping[str, str], begun: float):
-        round_ = json.loads(environ.get("MINITRON_ROUND", "{}"))  # from the supervisor, if there is one
+        text = environ.get("MINITRON_ROUND", "{}")  # from the supervisor, if there is one
+        line = lambda error: f"MINITRON_ROUND={text[:40]} is not what a supervisor writes ({error}); unset it"
+        with errors_as(ValueError, line, ValueError, TypeError, AttributeError, OverflowError):
+            round_ = parse_json(text)
+            sum(round_.values(), 0.0)  # they are numbers
         self.parts, self.last = round_, round_.pop("at", begun)
         self.mark("start", begun)
         self.mark("import")

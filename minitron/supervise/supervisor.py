@@ -41,6 +41,7 @@ from pathlib import Path
 from time import monotonic
 
 from minitron.config.cli import user_errors
+from minitron.config.command import Parser
 from minitron.config.files import errors_as
 from minitron.runtime.signals import SIGNALS
 from minitron.runtime.status import BROKEN
@@ -61,7 +62,7 @@ class Supervisor:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, (args.rounds or args.dir / "rounds") / args.id
-        with errors_as(ValueError, lambda error: f"--dir={args.dir} cannot be used: {error}; name another", OSError):
+        with errors_as(ValueError, lambda error: f"{error}; name another --dir or --rounds", OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.agent, self.health = Agent(args.command, args.preload), Health(args.dir, args.dead_seconds / 2)
         self.beat: dict = {
@@ -242,7 +243,7 @@ def free_port(ports: Sequence[int]) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="supervisor", description=__doc__.split("\n")[0])
+    parser = Parser(prog="supervisor", description=__doc__.split("\n")[0])
     flag = parser.add_argument
     flag("--nodes", type=int, required=True, help="nodes that a round needs")
     flag("--spares", type=int, default=0, help="more nodes, which wait")

@@ -513,6 +513,12 @@ def checkpoint(folder, model, kind="param", names=None):
             writer.add("lora.a", kind, (1,), (0,), torch.zeros(1))
 
 
+@pytest.mark.parametrize("rate", [10**400, 7, -1, None, "x", [0.5]], ids=lambda rate: str(rate)[:9])
+def test_a_dropout_that_is_no_rate_is_none(folders, rate):
+    settings = json.loads((folders("gpt2") / "config.json").read_text()) | {"attn_pdrop": rate, "resid_pdrop": 0.5}
+    assert hf.dropout_of(settings) == {"hidden_dropout": 0.5}
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(folders, tmp_path):
     model = hf.FolderReader(folders("llama")).model
     gpt = hf.FolderReader(folders("gpt2")).model

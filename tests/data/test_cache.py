@@ -403,3 +403,12 @@ def test_a_list_of_files_from_elsewhere_is_refused(tmp_path, text):
     (folder / CONTENTS).write_text(text)
     with pytest.raises(ValueError, match="this folder of data.cache_dir is damaged"):
         Cache(tmp_path).build_once("name", fill)
+
+
+def test_a_remembered_text_that_somebody_has_deleted_is_named(tmp_path):
+    cache = Cache(tmp_path)
+    assert cache.recall("a", lambda: "text") == cache.recall("a", lambda: "another") == "text"
+    for path in (tmp_path / "a").iterdir():
+        path.unlink()  # as what cleans a scratch disk of old files, but leaves folders
+    with pytest.raises(ValueError, match=f"{tmp_path / 'a'}.*delete it"):
+        cache.recall("a", lambda: "text")

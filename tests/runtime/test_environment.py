@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from minitron.runtime import environment
+from minitron.runtime.startup import Startup
 
 ROOT = Path(__file__).parents[2]
 FILES = resource.RLIMIT_NOFILE
@@ -115,3 +116,30 @@ def test_without_a_folder_for_caches_libraries_keep_their_own(monkeypatch):
     environ = {}
     environment.set_defaults(environ)
     assert environ == environment.DEFAULTS
+
+
+BAD_ROUNDS = [
+    "abc",
+    "",
+    "[]",
+    "3",
+    '{"at": null}',
+    '{"start_seconds": "x"}',
+    '{"at": NaN}',
+    '{"at": ' + "9" * 400 + "}",
+    "[" * 9999,
+]
+
+
+@pytest.mark.parametrize("text", BAD_ROUNDS, ids=lambda text: text[:9])
+def test_a_round_that_no_supervisor_wrote_is_named(text):
+    with pytest.raises(ValueError, match="MINITRON_ROUND=.*unset it"):
+        Startup({"MINITRON_ROUND": text}, 0.0)
+
+
+def test_a_rank_without_a_supervisor_and_of_one_begins():
+    assert Startup({}, 0.0).parts.keys() == {"start_seconds", "import_seconds"}
+    assert (
+        Startup({"MINITRON_ROUND": '{"round": 2, "gather_seconds": 1.5, "at": 9.0}'}, 0.0).parts["gather_seconds"]
+        == 1.5
+    )

@@ -538,6 +538,8 @@ def test_garbage_in_all_files_does_not_end_a_run(tmp_path):
     "flag, value",
     [
         *((f"--{name}", value) for name in ("ranks", "nodes") for value in ("0", "-1")),
+        *((f"--{name}", "abc") for name in ("node", "beat-seconds")),
+        ("--nonsense", "x"),
         *((f"--{name}", "-1") for name in ("node", "spares", "port", "max-restarts", "backoff-seconds")),
         ("--node", "3"),  # of two and a spare
         ("--port", "0"),
@@ -557,7 +559,7 @@ def test_a_value_with_which_no_run_starts_is_one_line(tmp_path, capsys, flag, va
     with pytest.raises(SystemExit) as ended:
         supervisor.main([*(f"{name}={word}" for name, word in words.items()), "x"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and line.startswith("error: --") and value in line
+    assert ended.value.code == 1 and line.startswith("error: ") and flag in line and value in line
 
 
 def test_to_wait_without_limit_is_allowed():

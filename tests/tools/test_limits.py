@@ -148,6 +148,15 @@ def test_a_saved_dataset_names_only_files_beside_it(tmp_path, name):
         rows.files_of([str(folder)])
 
 
+@pytest.mark.parametrize("names, fix", [(["x" * 5000], "copy"), (["a.arrow", "b.arrow", "a.arrow"], "save")])
+def test_a_name_that_no_file_can_have_or_that_is_listed_twice_is_refused(tmp_path, names, fix):
+    for name in "a.arrow", "b.arrow":
+        (tmp_path / name).write_text("rows")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    with pytest.raises(ValueError, match=rf"state\.json.*{fix}"):
+        rows.files_of([str(tmp_path)])
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '"ab"', "{}", '{"_data_files": 1}', '{"_data_files": [[]]}'])
 def test_a_state_that_is_none_is_named(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
@@ -179,6 +188,15 @@ def test_what_a_tool_prints_and_its_error_move_no_cursor(capsys, monkeypatch):
     assert plain(caught.value.code) and "\\x1b" in caught.value.code
     out = capsys.readouterr().out
     assert plain(out.replace("\n", "").replace("\t", "")) and "\tnext" in out
+
+
+def test_an_error_that_quotes_a_file_is_as_short_as_a_line(capsys):
+    def main(argv):
+        raise ValueError(f"model.safetensors: unknown type {'a' * 100_000}")
+
+    with pytest.raises(SystemExit) as caught:
+        command.run(main)
+    assert "model.safetensors" in caught.value.code and len(caught.value.code) < 2500
 
 
 def test_no_memory_is_one_line():
