@@ -30,7 +30,7 @@ from minitron.config import rules
 from minitron.config.schema import Config, ParallelConfig
 from minitron.data.loader import Loader
 from minitron.kernels import attention, fp8_scales, plain
-from minitron.runtime import graph
+from minitron.pipeline import replay as graph
 from minitron.testing import assert_close_rel
 from minitron.train import Trainer, build
 from replay import replayed

@@ -184,10 +184,10 @@ TABLE = [
         "64 MiB of JSON; one row at a time",
         "skipped and counted; the run goes on",
         (
-            "runtime/test_supervisor.py::test_garbage_in_all_files_does_not_end_a_run",
-            "runtime/test_supervisor.py::test_garbage_in_beats_is_skipped_and_counted",
-            "runtime/test_supervisor.py::test_garbage_in_the_round_is_skipped_and_counted",
-            "runtime/test_goodput.py::test_rows_of_others_are_skipped_and_counted",
+            "supervise/test_supervisor.py::test_garbage_in_all_files_does_not_end_a_run",
+            "supervise/test_supervisor.py::test_garbage_in_beats_is_skipped_and_counted",
+            "supervise/test_supervisor.py::test_garbage_in_the_round_is_skipped_and_counted",
+            "supervise/test_goodput.py::test_rows_of_others_are_skipped_and_counted",
         ),
     ),
     Outside(
@@ -222,7 +222,7 @@ TABLE = [
             "tools/test_limits.py::test_what_a_tool_prints_and_its_error_move_no_cursor",
             "tools/test_limits.py::test_an_error_that_quotes_a_file_is_as_short_as_a_line",
             "tools/test_limits.py::test_a_run_s_name_is_no_escape_and_no_formula",
-            "runtime/test_supervisor.py::test_a_reason_is_one_line",
+            "supervise/test_supervisor.py::test_a_reason_is_one_line",
         ),
     ),
     Outside(
@@ -253,7 +253,7 @@ TABLE = [
         "the user, launch scripts",
         "numbers in their ranges",
         ONE_LINE,
-        ("runtime/test_supervisor.py::test_a_value_with_which_no_run_starts_is_one_line",),
+        ("supervise/test_supervisor.py::test_a_value_with_which_no_run_starts_is_one_line",),
     ),
     Outside(
         "saves on the nodes' own disks",

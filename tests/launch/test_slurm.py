@@ -16,6 +16,7 @@ from minitron.config import cli
 from minitron.runtime.log import Iteration, Log
 from minitron.runtime.signals import Listener
 from minitron.runtime.stop import Stop
+from minitron.supervise.goodput import of_run
 from slurm_cluster import Cluster, until
 
 ROOT = Path(__file__).parents[2]
@@ -467,7 +468,7 @@ def test_a_stopped_job_without_checkpoints_fails(cluster, stage):
 def processes(job: int, module: str, text: str = "") -> list[int]:
     """Process ids of the job's supervisors or agents, and of ranks, which look like their agents."""
     listed = subprocess.run(["ps", "-ewwo", "pid=,args="], capture_output=True, text=True).stdout.splitlines()
-    wanted = [line for line in listed if f"minitron.runtime.{module}" in line and f"/{job} " in line and text in line]
+    wanted = [line for line in listed if f"minitron.{module} " in line and f"/{job} " in line and text in line]
     return [int(line.split()[0]) for line in wanted]
 
 
@@ -488,7 +489,7 @@ SAVES = f"{TINY} checkpoint.every=5"
 def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES)
     until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
-    agents = processes(job, "agent")
+    agents = processes(job, "supervise.agent")
     os.kill(max(pid for pid in agents if parent(pid) in agents), signal.SIGKILL)
     facts = cluster.wait(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), stage.output(job)
@@ -501,7 +502,7 @@ def test_a_killed_rank_does_not_cost_the_place_in_the_queue(cluster, stage):
 def test_a_lost_node_sends_the_job_back_to_the_queue_without_it(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES)
     until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
-    [pid] = processes(job, "supervisor", "--node 1 ")
+    [pid] = processes(job, "supervise", "--node 1 ")
     os.kill(pid, signal.SIGKILL)
     facts = cluster.wait(job, "PENDING")
     until(lambda: cluster.job(job)["ExcNodeList"] == "node2", 20, lambda: stage.output(job))
@@ -517,7 +518,7 @@ def test_a_lost_node_sends_the_job_back_to_the_queue_without_it(cluster, stage):
 def test_a_spare_node_takes_the_place_of_a_lost_one(cluster, stage):
     job = stage.submit(cluster, EXTRA_ARGS=SAVES, SPARE_NODES="1", RUN_CONF_GPUS_PER_NODE="2")
     until(lambda: len(stage.metrics(job)) > 6, 200, lambda: stage.output(job))
-    [pid] = processes(job, "supervisor", "--node 0 ")
+    [pid] = processes(job, "supervise", "--node 0 ")
     os.kill(pid, signal.SIGKILL)
     facts = cluster.wait(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), stage.output(job)
@@ -707,7 +708,7 @@ def test_a_job_of_fine_tuning_that_was_stopped_goes_back_to_the_queue(tmp_path):
             log.iteration(Iteration(step, step, loss=1.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, seconds=0.1))
         stop.report(5, saved=True)
         log.summary()
-        log.end(0.0)
+        log.end(0.0, of_run)
     (tmp_path / "run" / "rank-0.log").rename(tmp_path / "lines")
     status, said = Stubs(tmp_path, "cat ../lines >>rank-0.log").end()
     assert status == 0 and f"{REPORT}; back to the queue\nscontrol requeue 7\n" in said, said

@@ -171,7 +171,7 @@ def count_bytes(cfg):
     trainer, held = build(cfg, mesh_of(cfg)), []
     parameters = sum(p.nbytes for chunk in trainer.chunks for p in chunk.parameters())
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in all_params(trainer)}
-    finish, gemms = trainer.gradients.finish, [g for chunk in trainer.chunks for g in chunk.fp8_state.gemms]
+    finish, gemms = trainer.runner.finish, [g for chunk in trainer.chunks for g in chunk.fp8_state.gemms]
 
     def look():
         held.append(sum(x.nbytes for g in gemms for x in (g._weight.rows, g._weight.columns)))
@@ -179,7 +179,7 @@ def count_bytes(cfg):
         held.append(shared <= storages.keys())
         finish()
 
-    trainer.gradients.finish = look
+    trainer.runner.finish = look
     loader = Loader(dataset_of(cfg), cfg, trainer.mesh)
     trainer.step(loader.step(0, 1), 1e-3)
     loader.close()

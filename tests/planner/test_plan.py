@@ -23,6 +23,7 @@ from minitron.planner.lighter import lighter
 from minitron.planner.machine import read_machines
 from minitron.planner.memory import Memory
 from minitron.planner.plan import plan, room_gib
+from minitron.planner.published import PUBLISHED
 from minitron.planner.remedy import written
 from minitron.planner.work import HIDDEN
 
@@ -156,7 +157,16 @@ def test_a_given_layout_that_is_the_fastest_is_said_to_be(capsys):
 
 
 def test_a_job_that_does_not_fit_is_one_line_and_status_1():
-    command = [sys.executable, tool.__file__, *LLAMA, "train.global_batch_size=16", "--world", "4", "--device", "h100"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/plan.py"),
+        *LLAMA,
+        "train.global_batch_size=16",
+        "--world",
+        "4",
+        "--device",
+        "h100",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "does not fit" in done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "; use " in done.stderr
@@ -419,7 +429,7 @@ def test_the_bars_of_several_plans_have_what_differs_and_name_what_does_not():
 
 
 def test_scaling_stands_beside_what_others_published_of_the_same_job():
-    tables = json.loads(calibration.PUBLISHED.read_text())["tables"]
+    tables = json.loads(PUBLISHED.read_text())["tables"]
     for name, keys in (("GPT-3 175B bf16", []), ("GPT-3 175B FP8", ["precision.fp8=delayed"])):
         cells = next(t["cells"] for t in tables if t["name"] == name)
         job = job_of(["gpt3_175b", "train.global_batch_size=256", *keys], 128, "h100")
@@ -452,7 +462,7 @@ MACHINES = read_machines(calibration.DEVICES)
 def of_configurations(device):
     """The mean error of each published configuration over all its scales."""
     errors = {}
-    for row in calibration.published_rows(calibration.PUBLISHED):
+    for row in calibration.published_rows():
         if row.device.startswith(device) and calibration.depth(row) < 5_000:  # larger ones take seconds each
             error = calibration.predict(row, MACHINES).step_seconds / row.seconds - 1
             errors.setdefault(calibration.of_configuration(row), []).append((error, row.name))
@@ -465,7 +475,7 @@ def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst
     errors = of_configurations(device)
     assert {name: f"{error:+.3f}" for name, error in errors.items() if abs(error) > worst} == {}
     assert sum(map(abs, errors.values())) / len(errors) < mean
-    rows = calibration.published_rows(calibration.PUBLISHED)
+    rows = calibration.published_rows()
     assert not any(row.fitted for row in rows)
     assert all(row.source for row in rows if row.name.startswith(("Llama 2", "Llama 3.1 405B", "GPT ")))
 
@@ -503,8 +513,8 @@ def test_all_other_runs_are_met_within_15_percent_and_their_memory_within_6():
 
 
 def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, monkeypatch):
-    few = [row for row in calibration.published_rows(calibration.PUBLISHED) if row.name == "Llama 3 8B SFT bf16"]
-    monkeypatch.setattr(calibration, "published_rows", lambda path: few)
+    few = [row for row in calibration.published_rows() if row.name == "Llama 3 8B SFT bf16"]
+    monkeypatch.setattr(calibration, "published_rows", lambda: few)
     path = tmp_path / "results.jsonl"
     path.write_text(calibration.RESULTS.read_text())
     assert calibration.main(["--results", str(path)]) == 0

@@ -324,7 +324,7 @@ def test_a_save_after_a_signal_takes_the_time_that_it_takes(tmp_path):
         os.kill(run.training().workers()[0], signal.SIGTERM)
         status, seconds, output = run.end()
     assert status == 0 and seconds > 3 and ", which was saved\n" in output and "has not moved" not in output
-    assert list(checkpoints(tmp_path / "saved")) == [run.last_step()]
+    assert max(checkpoints(tmp_path / "saved")) == run.last_step()
 
 
 def test_a_save_under_way_becomes_whole_when_the_run_ends_with_an_error(tmp_path):

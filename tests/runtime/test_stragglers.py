@@ -75,9 +75,15 @@ def test_the_median_of_the_others(n):
 def test_on_a_gpu_one_microbatch_is_timed_and_on_a_cpu_all_are():
     device, host = Stopwatch(CPU, lambda total, sign: None), Stopwatch(CPU, None)
     actions = [Forward(0, 0), Forward(3, 1), Backward(0, 0, False), Backward(3, 0, True), BackwardWeight(0, 0, False)]
-    assert [device.takes(action, 4) for action in actions] == [False, True, True, False, True]
-    assert all(host.takes(action, 4) for action in actions)
-    assert not any(watch.takes(Exchange((), (), 0), 4) for watch in (device, host))
+
+    def timed(watch, action):
+        axis = SimpleNamespace(activity=SimpleNamespace(stopwatch=watch))
+        run = SimpleNamespace(executor=SimpleNamespace(pp=axis), seed=1.0, batches=range(4))
+        return executor.Run._stopwatch(run, action) is watch
+
+    assert [timed(device, action) for action in actions] == [False, True, True, False, True]
+    assert all(timed(host, action) for action in actions)
+    assert not any(timed(watch, Exchange((), (), 0)) for watch in (device, host))
 
 
 def test_pauses_do_not_count():

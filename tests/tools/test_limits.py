@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from minitron.config import files
+from minitron.config import command, files
 from minitron.config.text import printable
 from minitron.interop import torch_dist
-from tools import check_job, command, plot_run, rows
+from tools import check_job, plot_run, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
