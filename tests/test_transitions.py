@@ -106,7 +106,7 @@ def behind(cfg: Config, skipped: int, poison: float | None) -> tuple[list[dict],
     """
     torch.set_num_threads(1)
     trainer, figures = build(cfg, mesh_of(cfg)), []
-    loader, finish = Loader(dataset_of(cfg), cfg, trainer.mesh), trainer.gradients.finish
+    loader, finish = Loader(dataset_of(cfg), cfg, trainer.mesh), trainer.runner.finish
 
     def finish_wrongly():
         finish()
@@ -114,7 +114,7 @@ def behind(cfg: Config, skipped: int, poison: float | None) -> tuple[list[dict],
             trainer.gradients.buckets[0].grad_slice[0] = poison
 
     for step in range(0 if poison is not None else skipped, cfg.train.steps):
-        trainer.gradients.finish = finish_wrongly if step < skipped else finish
+        trainer.runner.finish = finish_wrongly if step < skipped else finish
         stats = trainer.step(loader.step(step * cfg.train.global_batch_size, step), cfg.optimizer.lr).read()
         assert stats["skipped"] == (step < skipped)
         figures.append(stats | {"scale": float(trainer.scaler.scale)})

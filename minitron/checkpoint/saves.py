@@ -70,4 +70,4 @@ class Saves(Observer):
     def _save(self, checkpointer: Checkpointer, local: bool = False) -> None:
         self.replicas.require_equal(self.step)
         self.activity.begin("checkpoint")  # from here on a rank may stand still for as long as its disk takes
-        checkpointer.save(self.step, self.consumed, local)
+        checkpointer.save(self.step, self.consumed, local=local)

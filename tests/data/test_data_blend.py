@@ -14,6 +14,7 @@ from minitron.data.build import build_datasets
 from minitron.data.cache import Cache
 from minitron.data.gpt import GPTDataset
 from minitron.data.indexed import IndexedDataset, IndexedWriter
+from minitron.pretrain import load_tokenizer
 
 
 def plain_order(shares, num_samples):
@@ -94,7 +95,8 @@ def test_a_blend_draws_the_samples_of_parts_of_megatrons_size(tmp_path):
                 writer.add_document(np.arange(5, dtype=np.uint16) + 100 * i + 10 * document)
     paths = ("1", prefixes[0], "2", prefixes[1])
     data = DataConfig(source="indexed", paths=paths, split="1", tokenizer="bytes", cache_dir=str(tmp_path / "run"))
-    mixed = build_datasets(data, vocab_size=300, seq_len=4, seed=1, train_samples=10, valid_samples=0).train
+    run = dict(vocab_size=300, seq_len=4, seed=1, train_samples=10, valid_samples=0)
+    mixed = build_datasets(data, load_tokenizer=load_tokenizer, **run).train
 
     def drawn(sizes):
         parts = [

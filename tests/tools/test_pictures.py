@@ -63,7 +63,7 @@ def test_nobody_draws_in_a_style_of_its_own():
     for path in [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("minitron/**/*.py")]:
         text = path.read_text(encoding="utf-8")
         assert "pyplot" not in text and "rcParams" not in text, path
-        if path.name != "pictures.py":
+        if path.name != "style.py":
             assert not re.findall(r'"#[0-9a-f]{6}"|figsize|fontsize=\d|savefig', text), path
 
 
