@@ -211,9 +211,8 @@ def train(
 ) -> float:
     """Run the steps after the `done` ones, which took `consumed` samples, to the last or until `stop`.
 
-    root: the checkpoint in checkpoint.dir that they descend from, see Checkpointer. exporter: on rank 0, what
-    makes folders of another format beside saves. Returns the seconds that the end
-    waited for a save.
+    root: the checkpoint in checkpoint.dir that they descend from, see Checkpointer. exporter: makes folders of another
+    format beside saves, on rank 0. Returns the seconds that the end waited for a save.
 
     Collective over the world. Raises CheckpointError if its last step could not be saved, ReplicasDiffer if ranks hold
     different copies of a parameter, WrongResult if one computes another result the second time.

@@ -1,4 +1,4 @@
-"""The weights that a run starts from, whoever wrote them: one interface, and what identifies them."""
+"""The weights that a run starts from: one interface for all formats, and what identifies a model."""
 
 from __future__ import annotations
 

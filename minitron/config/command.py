@@ -1,6 +1,6 @@
 """What the tools share: a mistake of the user is one line and exit status 1, never a traceback or a page of usage.
 
-A tool's `main(argv)` parses with `Parser`, raises ValueError for whatever is wrong, and is started by `run(main)`.
+A tool's `main(argv)` parses with `Parser`, raises ValueError for a user's mistake, and is started by `run(main)`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from minitron.config.text import printable, short
 class Parser(argparse.ArgumentParser):
     """Raises ValueError for a bad argument, where argparse prints its usage and exits with status 2.
 
-    In a wheel, where nobody has tools/, --help names the commands instead: minitron-plan for python tools/plan.py.
+    In a wheel, which has no tools/ folder, --help names the commands instead: minitron-plan for python tools/plan.py.
     """
 
     def __init__(self, description: str | None = None, **options: Any):
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Printable:
-    """A stream that shows what moves a terminal's cursor as its escape, whoever wrote the names that a tool prints.
+    """A stream that escapes characters which move a terminal's cursor. Names that a tool prints may hold them.
 
     Newlines and tabs pass, so a name in a table or a paragraph goes through `printable` before.
     """

@@ -65,6 +65,7 @@ class Datasets(NamedTuple):
 
 
 def no_tokenizer(spec: str, cache: Cache) -> Tokenizer:
+    """Refuse to open a tokenizer, for callers whose data need none."""
     raise ValueError(f"data.tokenizer={spec} cannot be opened here; use a source that needs no tokenizer of others")
 
 

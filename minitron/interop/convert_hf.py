@@ -136,7 +136,7 @@ class Writer(contextlib.AbstractContextManager):
 
 
 def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: int) -> None:
-    """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for whatever cannot be converted."""
+    """A checkpoint of iteration 0 and model.yaml in `target`.  Raises ValueError for what cannot be converted."""
     reader = hf.FolderReader(source, vocab_multiple)
     shapes = {name: reader.shape(name) for name in reader.names()}
     dtype = dtype or reader.precision
@@ -162,7 +162,7 @@ def import_folder(source: str, target: str, dtype: str | None, vocab_multiple: i
 def export_folder(
     source: str, target: str, dtype: str | None, max_bytes: int, base: str | None, tokenizer: str | None = None
 ) -> None:
-    """config.json, safetensors and the tokenizer in `target`.  Raises ValueError for whatever cannot be converted."""
+    """config.json, safetensors and the tokenizer in `target`.  Raises ValueError for what cannot be converted."""
     reader = open_weights(source, base=base)
     if isinstance(reader, hf.FolderReader):
         raise ValueError(f"{source} is a Hugging Face folder already; name a minitron checkpoint")

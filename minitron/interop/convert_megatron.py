@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
         "--accept",
         default="",
         metavar="NAME,NAME",
-        help="arguments of the checkpoint that are unknown here, and of which you know that the network is the same",
+        help="unknown arguments of the checkpoint that, as you know, do not change the network",
     )
     options = parser.parse_args(argv)
     if Path(options.target).exists():
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
 
 
 def import_checkpoint(source: Path, target: str, keys: list[str], dtype: str | None, accepted: set[str]) -> None:
-    """Write a checkpoint of iteration 0 and model.yaml. Raises ValueError for whatever cannot be converted."""
+    """Write a checkpoint of iteration 0 and model.yaml. Raises ValueError for what cannot be converted."""
     reader = Reader(find(source))
     weights = {name for name in reader.names() if not name.startswith(NOT_WEIGHTS)}
     model, erf = model_of(reader, weights, keys, accepted)

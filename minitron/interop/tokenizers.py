@@ -245,7 +245,7 @@ def _load_and_use(end: str, begin: str | None, name: str) -> None:
 
 @contextmanager
 def _library(name: str, what: str, fix: str) -> Iterator[None]:
-    """Turn whatever a library raises into a ValueError, also a panic of Rust code, which is no Exception."""
+    """Turn every error of a library into a ValueError, also a panic of Rust code, which is no Exception."""
     try:
         yield
     except BaseException as error:

@@ -96,7 +96,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, origin: str) -> Any:
-    """Follow a pickle without running anything. Raises ValueError, also for whatever a damaged one raises."""
+    """Follow a pickle without running anything. Raises ValueError, also for a damaged one."""
     try:
         with limited_memory(MEMORY_BYTES + MEMORY_TIMES * len(data)):  # seven bytes may ask for a table of gigabytes
             return _Unpickler(io.BytesIO(data)).load()
@@ -171,7 +171,7 @@ class Reader:
         return {} if args is None else {k: v for k, v in vars(args).items() if k not in ("args", "state")}
 
     def _check(self, name: str) -> None:
-        """Raise ValueError unless the chunks of a tensor hold each element once, and whatever wrong types raise."""
+        """Raise ValueError unless the chunks of a tensor hold each element once; wrong types raise other errors."""
         if not isinstance(name, str) or not isinstance(self.dtype(name), torch.dtype):
             raise TypeError(f"{name!r:.80} is no name of a tensor with a number format")
         shape, chunks = self.shape(name), self._tensors[name].chunks

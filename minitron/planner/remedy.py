@@ -2,7 +2,7 @@
 
 The idea: all layouts with plain stages are sorted by how many keys they change, and the first that keep the rules and
 fit are compared by their steps; where none fits, with twice the GPUs, and so on. `plan_search.py` finds the best layout
-of all; here the nearest one counts, since whoever asks has written a layout.
+of all; here the nearest one counts, since the user has written a layout.
 """
 
 from __future__ import annotations
