@@ -61,7 +61,7 @@ CASES = {
     "8b-s4096-dp4": _case(4, "llama3_8b", 4, dp=4, seq_len=4096),
     "70b-tp4": _case(4, "llama31_70b", 4, num_layers=8, tp=4),
     "175b-tp4": _case(4, "gpt3_175b", 16, num_layers=4, tp=4),
-    # The head costs as much as two blocks, so the last stage has two less; by planning/simulate.py's reckoning.
+    # The head costs as much as two blocks, so the last stage has two less; by planner/simulate.py's reckoning.
     "8b-pp4": _case(4, "llama3_8b", 16, pp=4, vp=2, layers_per_stage=[4, 3, 4, 5, 5, 5, 4, 2]),
     "8b-pp4-even": _case(4, "llama3_8b", 16, pp=4, vp=2),
     "8b-tp2cp2": _case(4, "llama3_8b", 4, tp=2, cp=2, seq_len=16384, max_positions=16384),

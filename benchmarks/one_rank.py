@@ -2,7 +2,7 @@
 
 Problem: nobody has 128 GPUs at hand, but a step of the job is what its slowest rank does, and a rank's kernels, host
 and memory do not ask whether its partners are real. The idea: the trainer itself, its loader and its step, in torch's
-fake process group (planning/dryrun.py), with partners that are made up (partners.py).
+fake process group (planner/dryrun/dryrun.py), with partners that are made up (partners.py).
 
 Measured with a few microbatches: `step_seconds`; `busy_seconds`, in which a kernel runs; `host_seconds`, until the step
 is queued, and `update_host_seconds` of an update that waits for no device; the device's memory, runtime and graph

@@ -3,7 +3,7 @@
 Problem: when one rank of a thousand stops, the others wait for it in a collective, and none of them can say what it
 is doing. The idea: every rank keeps an `Activity`, a few attributes that the working thread overwrites: step, schedule
 action, collective. Every `Axis` carries it, so every collective can write to it, and it is no global. runtime/watch.py
-reads it in a run; a dry run's recorder (planning/dryrun.py) is an Activity that keeps every collective.
+reads it in a run; a dry run's recorder (planner/dryrun/dryrun.py) is an Activity that keeps every collective.
 """
 
 from __future__ import annotations

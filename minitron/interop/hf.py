@@ -19,7 +19,7 @@ converted, or loaded in any layout, in the memory of one tensor.
 
 Left out: pickles (pytorch_model.bin), since loading one can run any code; quantized weights; the initial standard
 deviation and dropout, which belong to a run and not to weights (`dropout` says what is there); tokenizers, which
-tools/hf_tokenizer.py brings along.
+hf_tokenizer.py brings along.
 """
 
 from __future__ import annotations

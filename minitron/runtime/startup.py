@@ -1,9 +1,9 @@
 """Where the time goes from a fault to the first new step: one row "start" in metrics.jsonl, one line in the log.
 
-    detect    from the last step that was recorded until the leader stopped the round (runtime/lead.py)
+    detect    from the last step that was recorded until the leader stopped the round (supervise/lead.py)
     end       until no rank was left, and until the leader had waited as long as it should
     start     until this rank's first line ran
-    import    until its modules were there: nothing, if an agent had imported them (runtime/agent.py)
+    import    until its modules were there: nothing, if an agent had imported them (supervise/agent.py)
     build     data, the meeting of the ranks, model, optimizer
     load      the checkpoint
     prepare   the loader, and the host's memory for saves

@@ -13,7 +13,7 @@ Problem: one waits in a queue to learn whether a layout fits, and whether this c
     python -m minitron.pretrain configs/gpt3_175b.yaml train.global_batch_size=4096 --dry-run --world 2048
 
 The step is like one in the middle of a run: FP8 scales come from histories. Its samples are random tokens. Left out:
-what libraries allocate for themselves, time (see planning/plan.py), and errors that only arise between ranks.
+what libraries allocate for themselves, time (see planner/plan.py), and errors that only arise between ranks.
 """
 
 from __future__ import annotations
