@@ -1,0 +1,177 @@
+"""The pictures and excerpts of the walk in minitron/README.md, made from the code.
+
+    PYTHONPATH=. python tests/walk.py       write them into the page again, after the code has changed
+
+A block of the page follows a comment that names it: `<!-- picture: mesh -->` or `<!-- code: Trainer.step -->`. A
+function of this file returns the picture. An excerpt is a definition without its docstring. It is named by the end of
+its dotted path, as in mistakes.toml.
+"""
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+
+from definitions import Sources
+from minitron.comm.mesh import AXES, Mesh
+from minitron.config.cli import load
+from minitron.data.gpt import Sample
+from minitron.data.loader import Loader
+from minitron.optim.buckets import bucket_key, plan_buckets
+from minitron.parallel.context import local_positions, ring_tiles
+from minitron.pipeline.schedule import make
+from minitron.planner.draw import draw_text
+from minitron.planner.dryrun.dryrun import dry_run
+from minitron.planner.simulate import simulate
+from minitron.train import build
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "minitron" / "README.md"
+BLOCK = re.compile(r"<!-- (picture|code): (\S+) -->\n```\w*\n(.*?)```\n", re.DOTALL)
+# The example of the walk: 16 ranks, two along each axis.
+MODEL = "model.num_layers=2 model.hidden_size=16 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=32"
+SIZES = "model.vocab_size=60 model.vocab_multiple=8 train.seq_len=16 train.micro_batch_size=1 train.global_batch_size=8"
+WORLD, LAYOUT = 16, "parallel.tp=2 parallel.cp=2 parallel.pp=2"
+CFG = load([*MODEL.split(), *SIZES.split(), *LAYOUT.split(), "data.source=mock"])
+
+
+def sample() -> str:
+    """Which samples and positions of the first step each data and context rank reads."""
+
+    class Numbered:
+        """Sample i consists of the tokens i, so that a batch shows what it was made of."""
+
+        def __len__(self):
+            return CFG.train.global_batch_size
+
+        def __getitem__(self, i):
+            return Sample(np.full(CFG.train.seq_len + 1, i), np.zeros(0, np.int64))
+
+    rows = []
+    for rank in range(WORLD // 2):
+        mesh = offline(rank)
+        if mesh.tp.rank == 0:
+            loader = Loader(Numbered(), CFG, mesh)
+            batches = loader.step(0, 1)
+            loader.close()
+            drawn = "  ".join(str(batch.tokens[0, 0].item()) for batch in batches)
+            positions = ranges(batches[0].order.tolist())
+            rows.append(f"dp {mesh.dp.rank} cp {mesh.cp.rank}    samples {drawn}    positions {positions}")
+    return "\n".join(rows)
+
+
+def mesh() -> str:
+    """The ranks of the example by their coordinates."""
+    rows = []
+    for rank in range(0, WORLD, 2):
+        here = offline(rank)
+        place = "   ".join(f"{name} {getattr(here, name).rank}" for name in AXES[:-1])
+        rows.append(f"{place}   ranks {here.tp.ranks[0]:2} {here.tp.ranks[1]:2}")
+    last = offline(5)
+    axes = ", ".join(f"{name} {getattr(last, name).ranks}" for name in (*AXES, "dp_cp"))
+    return "\n".join([*rows, "", f"rank 5: {axes}"])
+
+
+def parameters() -> str:
+    """How the weights of a layer are cut over tp."""
+    chunk = build(load([*MODEL.split(), *SIZES.split()]), offline(0, 2, tp=2)).chunks[0]
+    rows = []
+    for name, param in chunk.blocks["0"].named_parameters():
+        shard, whole = param.spec.shard, list(param.shape)
+        cut = "whole on each rank"
+        if shard is not None:
+            whole[shard.dim] *= 2
+            cut = f"dim {shard.dim} in chunks of {', '.join(map(str, shard.chunks))}, each halved"
+        rows.append(f"{name:22} {str(whole):9} -> {str(list(param.shape)):9} {cut}")
+    return "\n".join(rows)
+
+
+def collectives() -> str:
+    """The tensor-parallel collectives of one layer for one microbatch, with the shape that each rank puts in."""
+    sizes = "model.num_layers=3 parallel.pp=3 parallel.tp=2 train.global_batch_size=1"
+    cfg, rows = load([*MODEL.split(), *SIZES.split(), *sizes.split()]), []
+    for record in dry_run(cfg, world=6, rank=2).collectives:
+        name, h = type(record.action).__name__.lower(), cfg.model.hidden_size
+        if name in ("forward", "backward"):
+            rows.append(f"{name:8} {record.kind:14} [{record.num_bytes // record.dtype.itemsize // h}, 1, {h}]")
+    return "\n".join(rows)
+
+
+def attention() -> str:
+    """Which keys each query of the example sees, and from which step of the ring they come."""
+    s, cp = CFG.train.seq_len, 2
+    cells = np.full((s, s), ".")
+    for rank in range(cp):
+        queries = local_positions(s, cp, rank, "ring")
+        for step in range(cp):
+            source = (rank - step) % cp
+            keys = local_positions(s, cp, source, "ring")
+            for tile in ring_tiles(s, cp, rank, source, None):
+                seen = np.ix_(queries[tile.queries], keys[tile.keys])
+                cells[seen] = str(step)
+    cells[np.triu_indices(s, 1)] = "."
+    owner = {int(p): rank for rank in range(cp) for p in local_positions(s, cp, rank, "ring")}
+    return "\n".join(f"rank {owner[i]}  query {i:2}  {' '.join(row)}" for i, row in enumerate(cells))
+
+
+def pipeline() -> str:
+    """The schedule of the example: forwards 0a, backwards 0A."""
+    return draw_text(simulate(make(2, 1, CFG.num_microbatches(2), "1f1b"), 1.0, 2.0, 0.0, None))
+
+
+def buckets() -> str:
+    """Who updates which elements of the first stage's largest bucket."""
+    chunk = build(load([*MODEL.split(), *SIZES.split()]), offline(0, 2, tp=2)).chunks[0]
+    named = [(name, param.numel(), bucket_key(param)) for name, param in chunk.named_parameters()]
+    plan, ranks = max(plan_buckets(named, 1 << 20, 4), key=lambda plan: plan.size), 4
+    rows = []
+    for rank in range(ranks):
+        start, stop = rank * plan.size // ranks, (rank + 1) * plan.size // ranks
+        rows.append(f"dp_cp {rank} sums and updates elements {start} to {stop}:")
+        for span, first, last in plan.owned(rank, ranks):
+            rows.append(f"    {span.name}[{first - span.start}:{last - span.start}]")
+    return "\n".join(rows)
+
+
+def offline(rank: int, world: int = WORLD, **sizes: int) -> Mesh:
+    return Mesh.offline(world, rank, **(sizes or dict(tp=2, cp=2, pp=2)))
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5, 6] -> "0-2, 5-6"."""
+    ends = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
+    return ", ".join(f"{numbers[i]}-{numbers[j - 1]}" for i, j in pairwise([0, *ends, len(numbers)]))
+
+
+def excerpt(name: str, sources: Sources) -> str:
+    """A definition of the package without its docstring. Raises ValueError unless one has that name."""
+    found = sources.named(name)
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} definitions are named {name}, not one; write more of its dotted path")
+    file, start, end = found[0]
+    text = dedent(file.read_text()[start:end])
+    body = ast.parse(text).body[0].body
+    if ast.get_docstring(ast.parse(text).body[0]):
+        lines = text.splitlines(keepends=True)
+        del lines[body[0].lineno - 1 : body[0].end_lineno]
+        text = "".join(lines)
+    return text.strip("\n") + "\n"
+
+
+def rendered(page: str) -> str:
+    """The page with all its blocks made again."""
+    sources = Sources(ROOT, [str(file.relative_to(ROOT)) for file in sorted((ROOT / "minitron").rglob("*.py"))])
+
+    def block(match: re.Match) -> str:
+        kind, name, _ = match.groups()
+        text = globals()[name]().rstrip() + "\n" if kind == "picture" else excerpt(name, sources)
+        return f"<!-- {kind}: {name} -->\n```{'text' if kind == 'picture' else 'python'}\n{text}```\n"
+
+    return BLOCK.sub(block, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered(PAGE.read_text()))
