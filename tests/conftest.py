@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose OpenMP has threads hangs in its first loop
@@ -41,6 +42,18 @@ def pytest_xdist_make_scheduler(config, log):
             return "one after another" if Path(file).stem in ONE_AFTER_ANOTHER else file
 
     return Scheduler(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave to the slow run all but each n-th case of a test that is marked `sampled(n)`."""
+    seen = Counter()
+    for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 @pytest.fixture(scope="session")

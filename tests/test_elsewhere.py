@@ -47,6 +47,7 @@ def train_on_few_answers(cfg):
         layouts.dataset_of = original
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout",
     [(2, "cp=2"), (2, "cp=2 cp_style=allgather"), (2, "cp=2 cp_style=ulysses"), (4, "cp=4"), (2, ""), (4, "cp=2 pp=2")],
@@ -63,6 +64,7 @@ def test_the_loss_is_divided_by_the_tokens_of_all_ranks(ranks, monkeypatch, worl
     assert_equals_one_process(ranks, world, LLAMA, few, axes(layout), run=train_on_few_answers)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 @pytest.mark.parametrize("world,layout", [(2, "pp=2"), (4, "tp=2 pp=2 vp=2"), (2, "tp=2"), (4, "tp=2")])
 def test_the_norm_counts_every_weight_once(ranks, base, world, layout):

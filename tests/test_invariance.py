@@ -87,11 +87,13 @@ DROPOUT = {"model": {"hidden_dropout": 0.2}}
 ATTENTION_DROPOUT = {"model": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world,layout", LAYOUTS)
 def test_llama(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, NONE, axes(layout))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -113,6 +115,7 @@ def test_gpt_with_tied_embeddings(ranks, world, layout):
     assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -132,6 +135,7 @@ def test_documents_kept_apart(ranks, world, layout):
     assert_equals_one_process(ranks, world, LLAMA, DOCUMENTS, axes(layout))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -151,6 +155,7 @@ def test_dropout(ranks, base, world, layout):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout", [(2, ""), (2, "tp=2"), (4, "tp=4 sequence_parallel=off"), (4, "tp=2 pp=2 vp=2")]
 )
@@ -159,6 +164,7 @@ def test_attention_dropout(ranks, world, layout, recompute):
     assert_equals_one_process(ranks, world, GPT3, ATTENTION_DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout",
     [
@@ -176,6 +182,7 @@ def test_recomputation_changes_nothing(ranks, base, world, layout, recompute):
     assert_equals_one_process(ranks, world, base, DROPOUT, axes(layout), {"train": {"recompute": recompute}})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout,recompute",
     [
@@ -209,6 +216,7 @@ def test_uneven_stages(ranks, world, layout, counts):
     assert_equals_one_process(ranks, world, GPT3, NONE, axes(layout), {"parallel": {"layers_per_stage": counts}})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout,micro",
     [
@@ -284,6 +292,7 @@ def test_many_buckets(ranks, world, layout):
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout", [(1, "pp=1"), (2, "tp=2"), (2, "cp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
 )
@@ -308,6 +317,7 @@ def mean_error(parts: dict, whole: dict) -> float:
     return sum(errors) / len(errors)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,layout", [(1, "pp=1"), (2, ""), (2, "tp=2"), (4, "pp=2 vp=2"), (8, "tp=2 pp=2 vp=2 cp=2")]
 )

@@ -65,6 +65,7 @@ def run_steps(cfg, again: bool):
     return figures, weights, trainer.runner.graphs if again else 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, base, change, layout",
     [
@@ -103,6 +104,7 @@ def test_a_replayed_step_is_a_step(ranks, world, base, change, layout):
     steps_are_the_same(ranks, world, base, change, layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, base, change, layout",
     [
@@ -123,6 +125,7 @@ def steps_are_the_same(ranks, world, base, change, layout):
     same(ranks, world, config(base, {"model": {"num_layers": 4}}, change, axes(layout), steps), graph.MOST_NODES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, batch, layout, most_nodes, graphs",
     [

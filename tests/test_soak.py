@@ -7,17 +7,13 @@ import pytest
 from soak_run import DEAD_SECONDS, EXPECTED, GOODPUT_OFF, soak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nodes, faults, apart, off",
     [
         pytest.param(2, ["term", "nan", "node"], 6.0, 0.2, id="small"),
         pytest.param(
-            4,
-            [*EXPECTED] * 6 + ["rank", "agent", "stop", "term", "nan", "spike"],
-            40.0,
-            GOODPUT_OFF,
-            marks=pytest.mark.slow,
-            id="60 faults",
+            4, [*EXPECTED] * 6 + ["rank", "agent", "stop", "term", "nan", "spike"], 40.0, GOODPUT_OFF, id="60 faults"
         ),
     ],
 )

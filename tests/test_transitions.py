@@ -76,6 +76,7 @@ def assert_same_run(mine: tuple, other: tuple) -> None:
     assert [name for name, weight in mine[1].items() if not torch.equal(weight, other[1][name])] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, base, change, layout",
     [
@@ -122,6 +123,7 @@ def behind(cfg: Config, skipped: int, poison: float | None) -> tuple[list[dict],
     return figures[-(cfg.train.steps - skipped) :], weights(trainer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, base, change, layout, poison, skipped",
     [
@@ -169,6 +171,7 @@ def leg_without_a_save(cfg: Config, until: int) -> list[dict]:
         return leg(cfg, until)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, parallel, change, second",
     [(2, dict(tp=2), FP8, leg_without_a_save), (1, {}, FP16, leg_without_a_save), (2, {}, BOTH, leg)],

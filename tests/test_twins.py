@@ -284,6 +284,7 @@ def twin_runs(models, text):
 RUNS = [(name, layout) for name in MODELS if name not in VOCAB_MULTIPLE for layout in LAYOUTS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name,layout", [*RUNS, ("llama padded", "tp 2 x pp 2")])
 def test_a_run_equals_a_page_of_torch(models, text, twin_runs, tmp_path, name, layout):
     figures, weights = twin_runs(name)

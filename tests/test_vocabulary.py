@@ -172,6 +172,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world, layout, multiple", [*LAYOUTS, (4, "tp=2 pp=2", 2048), (2, "cp=2", 1024)])
 @pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("gpt", True)])
 def test_a_padded_model_trains_as_transformers_does(ranks, family, tied, world, layout, multiple):
@@ -190,6 +191,7 @@ def test_a_padded_model_trains_as_transformers_does(ranks, family, tied, world, 
 ADAPTERS = lora(*ALL) | {"data": {"separate_documents": True}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [{}, ADAPTERS, {"precision": {"dtype": "bf16"}}, {"precision": {"dtype": "fp16"}}],

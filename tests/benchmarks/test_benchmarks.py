@@ -709,6 +709,7 @@ def test_keys_that_no_peer_knows_are_named(peer, shown, monkeypatch, capsys):
 PACKED = ["data.separate_documents=true", "data.document_length=20"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, world, argv", [pytest.param("lora", 1, PACKED, marks=pytest.mark.slow), ("sft", 2, PACKED)]
 )

@@ -346,6 +346,7 @@ def fake_measurements(monkeypatch, tmp_path, **times):
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_missing_rows_are_run_until_the_time_is_over_and_shown(tmp_path, monkeypatch, capsys, count):
     monkeypatch.setattr(recipes, "RECIPES", recipes.RECIPES[:1])

@@ -34,6 +34,7 @@ def test_every_job_can_be_and_fits(gpus):
         assert sum(job.gpus == gpus for job in listed) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_toy_is_measured_on_cpus_and_held_against_its_plan(tmp_path, gpus):
     path = tmp_path / "rows.jsonl"

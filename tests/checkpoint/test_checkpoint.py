@@ -137,6 +137,7 @@ TIED_LEGS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base, legs", [(LLAMA, LLAMA_LEGS), (GPT3, TIED_LEGS)], ids=["llama", "tied gpt"])
 def test_a_relay_through_layouts_is_one_run(ranks, tmp_path, base, legs):
     """Every two steps another layout takes over; what it reads and saves again is bit-equal, whatever the layouts.
@@ -240,6 +241,7 @@ def test_a_head_in_fp8_goes_on_with_its_history(tmp_path):
     assert trainer.chunks[0].fp8_state.scaling.cold  # the head has none: all look first
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_weights_kept_in_fp8_come_back_from_their_masters(ranks, tmp_path, recipe):
     """In any layout, from a run with bf16 weights, and to one: a checkpoint says nothing of the key."""

@@ -273,6 +273,7 @@ def memory():
 IN_MEMORY = [pytest.param(place, marks=pytest.mark.slow) for place in ("memory", "memory that is lost")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["disk", *IN_MEMORY])
 def test_a_killed_run_goes_on_from_its_node(tmp_path, memory, place):
     """The whole program under torchrun: the first local save is a shared one, and nothing of the log is lost."""

@@ -141,6 +141,7 @@ def test_recipe_builds_on_every_pipeline_and_tensor_rank(path):
         assert total / 1e9 == pytest.approx(PUBLISHED[path.stem], rel=2e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bit", "fp8"])
 @pytest.mark.parametrize("name", JOBS)
 def test_job_builds_on_each_of_its_gpus(name, fp8):
@@ -314,6 +315,7 @@ def test_a_documented_job_fits_by_the_planner(tmp_path, world, machine, argument
     assert job.fits, f"{job.memory_gib:.1f} GiB of {room_gib(machine):.1f}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world, machine, arguments", DOCUMENTED)
 def test_a_documented_job_fits_by_a_dry_run(tmp_path, world, machine, arguments):
     """Walk a step on the rank that the planner finds fullest, with microbatches that fill the pipeline twice.
@@ -394,6 +396,7 @@ def share(cfg: Config, other: Config, world: int, machine: Machine) -> float:
     return 100 * (before.step_seconds / after.step_seconds - 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_a_variant_that_a_recipe_calls_faster_is_planned_so(name):
     machine, world, found = cases(name)

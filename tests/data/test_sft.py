@@ -295,6 +295,7 @@ def gradients_of(cfg, samples):
     return float(trainer.step(batches, 1e-3).read()["loss"]), gradients
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "parallel", [{}, {"cp": 2}, {"cp": 2, "cp_style": "allgather"}, {"tp": 2}, {"pp": 2}, "dp 2"], ids=str
 )

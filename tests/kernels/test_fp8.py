@@ -306,6 +306,7 @@ def toy(recipe, base=LLAMA, **sections):
     return cfg
 
 
+@pytest.mark.sampled(3)
 @recipes
 @families
 def test_training_follows_bf16(base, recipe):
@@ -317,6 +318,7 @@ def test_training_follows_bf16(base, recipe):
     assert losses != reference
 
 
+@pytest.mark.sampled(3)
 @recipes
 @families
 def test_the_head_is_one_more_product(base, recipe):
@@ -342,6 +344,7 @@ def losses_alone(cfg):
     return run(cfg, 4)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world, layout", [(2, "tp=2"), (2, "pp=2 schedule=zb-h1"), (2, "cp=2"), (2, "")])
 @pytest.mark.parametrize("base", [LLAMA, GPT3], ids=["llama", "gpt"])
 def test_a_head_in_fp8_is_the_same_in_every_layout(ranks, base, world, layout):

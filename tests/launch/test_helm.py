@@ -404,6 +404,7 @@ def shape(value):
     return type(value).__name__
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_value_stays_a_value(place, value, tmp_path):

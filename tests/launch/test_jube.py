@@ -114,7 +114,7 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -341,7 +341,7 @@ def test_jube_on_slurm(tmp_path):
             cluster.logs,
         )
         cluster.run("scancel", "--signal=USR1", "--name=nlp-all")  # what --signal=USR1@120 does
-        until(lambda: {path.name for path in work.iterdir()} & {"ready", "error"}, 120, cluster.logs)
+        until(lambda: {path.name for path in work.iterdir()} & {"ready", "error"}, 600, cluster.logs)
         assert (work / "ready").exists(), (work / "job.err").read_text()
         jube(tmp_path, "continue", "nlp_benchmark_run", "-i", "last", **cluster.environment)
         table = result_of(tmp_path, **cluster.environment)

@@ -119,6 +119,7 @@ def assert_layout(ranks, monkeypatch):
     return check
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, layout, targets",
     [
@@ -138,6 +139,7 @@ def test_every_layout_equals_one_process(assert_layout, world, layout, targets):
     assert_layout(world, LLAMA, lora(*targets), layout)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, layout, recompute",
     [

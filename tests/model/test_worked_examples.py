@@ -93,6 +93,7 @@ def assert_layout(ranks, examples, monkeypatch):
     return check
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world, layout", [(1, "tp=1"), (2, "tp=2"), (2, "tp=2 sequence_parallel=off")])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("name", EXAMPLES)

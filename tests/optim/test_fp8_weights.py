@@ -103,6 +103,7 @@ def assert_the_same_run(ranks, world, cfg, other, *args):
         assert not any(name.endswith("bias") for name in kept)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, layout, recipe",
     [
@@ -136,6 +137,7 @@ def test_a_run_is_the_one_that_casts_bf16_weights(ranks, world, layout, recipe):
     assert_the_same_run(ranks, world, cfg, other)
 
 
+@pytest.mark.sampled(3)
 @recipes
 @pytest.mark.parametrize("world, layout", [(2, ""), (8, ""), (4, "pp=2")])
 def test_many_buckets_some_of_which_are_padding_on_some_ranks(ranks, recipe, world, layout):
@@ -144,6 +146,7 @@ def test_many_buckets_some_of_which_are_padding_on_some_ranks(ranks, recipe, wor
     assert_the_same_run(ranks, world, cfg, other, 1024)
 
 
+@pytest.mark.sampled(2)
 @recipes
 @pytest.mark.parametrize("broken", [0, 2])
 def test_a_skipped_update_leaves_the_weights_and_moves_the_scales(ranks, recipe, broken):

@@ -183,6 +183,7 @@ def test_a_flipped_bit_and_a_swap_change_the_sums(rows, columns, dtype, data):
 # ---- healthy runs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world,cfg",
     [

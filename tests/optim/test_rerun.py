@@ -45,6 +45,7 @@ def computed_twice(cfg, again: bool) -> tuple[list, set]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, base, change, layout, again",
     [
@@ -142,6 +143,7 @@ def with_mesh(rank: int) -> Rerun:
 ON = "train.rerun=on"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "ranks, rank, argv, factor, how",
     [
@@ -199,6 +201,7 @@ def test_a_run_that_goes_on_knows_what_was_usual(tmp_path, ranks, more):
     assert [row[:3] for row in rows[0]] == [row[:3] for row in rows[1]]
 
 
+@pytest.mark.slow
 def test_fp16_s_overflows_are_no_one_s_fault_and_nothing_else_changes(tmp_path):
     losses = []
     for how in "on", "off":

@@ -51,6 +51,7 @@ def train(cfg) -> tuple[list, dict, int]:
     return figures, {name: grad for name, (grad, _) in gradients.items()}, len(count)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, base, layout, change",
     [

@@ -103,6 +103,7 @@ def name_of(value):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world,cfg", LAYOUTS, ids=name_of)
 def test_collectives_are_those_of_a_real_run(ranks, world, cfg):
     for rank, real in enumerate(ranks(world, real_trace, cfg)):

@@ -29,6 +29,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe, world, device, batch", ROWS)
 def test_the_best_layout_of_a_recipe_runs_dry_and_needs_the_memory_planned(recipe, world, device, batch):
     """On its first, middle, last and fullest pipeline rank; within 3 % of the plan, as every layout is."""

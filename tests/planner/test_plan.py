@@ -428,6 +428,7 @@ def test_the_bars_of_several_plans_have_what_differs_and_name_what_does_not():
     assert all(f"{job.step_seconds:.3f} s a step" in texts for job in plans)
 
 
+@pytest.mark.slow
 def test_scaling_stands_beside_what_others_published_of_the_same_job():
     tables = json.loads(PUBLISHED.read_text())["tables"]
     for name, keys in (("GPT-3 175B bf16", []), ("GPT-3 175B FP8", ["precision.fp8=delayed"])):
@@ -470,6 +471,7 @@ def of_configurations(device):
 
 
 # What is missed, and why, is in calibration.md: these hold what is reached.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device, mean, worst", [("h100", 0.04, 0.125), ("a100", 0.06, 0.11)])
 def test_published_configurations_are_met_and_none_is_fitted(device, mean, worst):
     errors = of_configurations(device)

@@ -218,6 +218,7 @@ def test_parameters_are_those_of_the_model(family, layout):
 
 
 # Tolerance: what waits between stages and inside of an operation is counted by its largest moment, not by its own.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -897,6 +898,7 @@ def test_uneven_stages_are_found_where_layers_do_not_divide():
     assert any(member.parallel.layers_per_stage == given for member in family.pipelines())
 
 
+@pytest.mark.slow
 def test_chunks_are_tried_where_a_rank_lacks_a_layer():
     """Llama 3.1 70B on 64 GPUs: 80 layers on 44 stages are 0.4 % faster than any equal ones."""
     cfg = recipe("llama31_70b", "train.global_batch_size=128")
@@ -956,6 +958,7 @@ def test_the_bound_is_never_above_the_step(data):
     assert family.at_least() <= family.member_at_least(cfg) * (1 + 1e-9) and family.member_at_least(cfg) <= step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, world", [pytest.param("gpt3_175b", 128, marks=pytest.mark.slow), ("llama31_70b", 64)])
 def test_the_search_is_at_least_as_fast_as_the_published_layout(name, world):
     cfg = recipe(name, f"train.global_batch_size={2 * world}")
@@ -1002,6 +1005,7 @@ def test_what_is_to_be_changed_is_written_as_the_command_line_takes_it():
     assert plan(followed(uneven, text)[0], 8, machine).fits
 
 
+@pytest.mark.slow
 def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
     arguments = [*SMALL, "train.global_batch_size=256"]
     machine = replace(H100, device=replace(H100.device, memory_gib=3.55))

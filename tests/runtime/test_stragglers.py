@@ -210,6 +210,7 @@ def test_a_step_that_is_replayed_is_timed_too(ranks):
     assert "10% more" in slow[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, slow, argv",
     [
@@ -233,6 +234,7 @@ def test_a_slow_rank_is_named_within_30_steps(tmp_path, ranks, slow, argv):
     assert said in (run.folder / "errors.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, argv, steps",
     [
