@@ -28,8 +28,8 @@ from minitron.kernels.attention import Backend
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.rng import AttentionDropout
 from minitron.model.gpt import Head
-from minitron.parallel.context import gathered_tiles, ring_tiles
 from minitron.parallel.linear import ParallelLinear
+from minitron.parallel.tiles import gathered_tiles, ring_tiles
 from minitron.train import Trainer
 
 

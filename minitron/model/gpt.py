@@ -35,7 +35,7 @@ from minitron.parallel import context
 from minitron.parallel.layout import Layout, make_layout
 from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
-from minitron.parallel.packed import Documents
+from minitron.parallel.tiles import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 from minitron.runtime.room import room_for
 

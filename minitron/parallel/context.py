@@ -1,47 +1,26 @@
-"""Context parallelism: causal attention over a sequence that is split across the ranks of the cp axis.
+"""Context parallelism: causal attention over a sequence that is split over the ranks of the cp axis.
 
-Problem: everything in a transformer but attention treats positions one by one, so a long sequence can be split over
-ranks. In attention, however, query i needs the keys 0 ... i, most of which other ranks have. Three ways to get them:
+Problem: a transformer processes positions independently, except in attention. So ranks can split a long sequence, but
+query i needs the keys 0 ... i, and other ranks hold most of them. There are three ways to get them:
 
-    ring       keys and values travel around the ring of ranks while each rank attends to those at hand; their
-               gradients travel along in the backward pass (Liu et al. 2023, Ring Attention)
-    allgather  keys and values are gathered first, their gradients reduce-scattered (Llama 3, section 3.3.2)
-    ulysses    an all-to-all turns a slice of the sequence with all heads into the whole sequence with a
-               slice of the heads, and back (Jacobs et al. 2023, DeepSpeed Ulysses)
+    ring       keys and values travel around the ring of ranks, while each rank attends to those that it holds. In the
+               backward pass their gradients travel with them (Liu et al. 2023, Ring Attention).
+    allgather  keys and values are gathered first, and their gradients reduce-scattered (Llama 3, section 3.3.2).
+    ulysses    an all-to-all exchanges a slice of the sequence with all heads for the whole sequence with a slice of
+               the heads; another one exchanges the result back (Jacobs et al. 2023, DeepSpeed Ulysses).
 
-If each rank had one slice of the sequence, the first rank's queries would see few keys, and the last one's nearly all.
-So for ring and allgather the sequence is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r: the zigzag,
-with equal work for all.
-
-    cp = 2: rank 0 holds the chunks 0 and 3, rank 1 holds 1 and 2.   % causal, # every pair, . none
-
-                keys  0 1 2 3        step of the ring         rank 0                     rank 1
-      rank 0  query 0 % . . .        0: the own keys          0 3 see 0 3, causally      1 2 see 1 2, causally
-      rank 1  query 1 # % . .        1: of the rank before    3 sees 1 2                 1 2 see 0
-      rank 1  query 2 # # % .
-      rank 0  query 3 # # # %
-
-A rank lays its two chunks one after another: that is its local order. Between its own queries and keys the mask is
-causal in local order too. All queries attend to the first chunk of a lower rank's keys only. Only the second
-chunk of queries attends to a higher rank's keys. So each step is one dense tile, with
-half of all pairs. Documents may not attend to each other: then there is one such tile for each document. Tiles are
-made on the host, from the boundaries, and a kernel needs no mask but the causal one. Where a rank has the sequence
-whole, a kernel that masks documents by itself gets them all in one tile (packed.py).
-
-Each step's out and lse are merged as `minitron.kernels.attention` explains, and gradients are added, in float32. Left
-out: overlapping the all-to-all with compute, and a ring step's documents in one call.
+In ring and allgather a rank attends to the keys tile by tile (parallel/tiles.py). It merges the out and lse of tiles as
+`minitron.kernels.attention` explains, and adds their gradients, both in float32. Left out: overlapping the all-to-all
+with compute, and the documents of a ring step in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,18 +30,7 @@ from minitron.config.sizes import ROUNDED_ONCE
 from minitron.kernels import plain
 from minitron.kernels.attention import Backend, Forward, Grads, Options
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.packed import Boundaries, Documents
-
-
-def local_positions(seq_len: int, size: int, rank: int, style: str) -> np.ndarray:
-    """List the global positions that `rank` of `size` holds, in local order: int64 [s/cp].
-
-    Zigzag for ring and allgather, one contiguous slice for ulysses.
-    """
-    parts = 2 * size if style != "ulysses" and size > 1 else size
-    assert seq_len % parts == 0, f"{seq_len} positions in {parts} equal chunks"
-    chunks = np.arange(seq_len, dtype=np.int64).reshape(parts, -1)
-    return chunks[rank] if parts == size else np.concatenate([chunks[rank], chunks[parts - 1 - rank]])
+from minitron.parallel.tiles import CuSeqlens, Documents, Tile, gathered_tiles, ring_tiles
 
 
 def attention(
@@ -89,7 +57,7 @@ def attention(
     if axis.size == 1:
         return _on_one_rank(q, k, v, kernel, documents)
     if style != "ulysses":
-        return (_Ring if style == "ring" else _AllGather).apply(q, k, v, axis, kernel, _boundaries(documents))
+        return (_Ring if style == "ring" else _AllGather).apply(q, k, v, axis, kernel, _cu_seqlens(documents))
     q, k, v = (all_to_all(x, axis, 2, 0) for x in (q, k, v))  # [s/cp, b, n, d] -> [s, b, n/cp, d]
     return all_to_all(_on_one_rank(q, k, v, kernel, documents), axis, 0, 2)
 
@@ -97,11 +65,11 @@ def attention(
 def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, documents: Documents | None) -> Tensor:
     if documents is not None and kernel.backend.packs:
         kernel, documents = replace(kernel, spans=documents.spans), None
-    return _Ring.apply(q, k, v, Axis.single(), kernel, _boundaries(documents))
+    return _Ring.apply(q, k, v, Axis.single(), kernel, _cu_seqlens(documents))
 
 
-def _boundaries(documents: Documents | None) -> Boundaries | None:
-    return None if documents is None else documents.boundaries
+def _cu_seqlens(documents: Documents | None) -> CuSeqlens | None:
+    return None if documents is None else documents.cu_seqlens
 
 
 def _check(q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | None, dropout: object | None) -> None:
@@ -114,82 +82,6 @@ def _check(q: Tensor, k: Tensor, axis: Axis, style: str, documents: Documents | 
     assert divides, f"{style}: {s} positions, {g} key heads, {cp} ranks"
     if documents is not None:
         assert documents.spans.shape[1:] == (b, s * cp), f"documents of {tuple(documents.spans.shape[1:])} tokens"
-
-
-# ---- the work of a rank as dense tiles: host code ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One call of a backend: which samples, which local queries, and which of the keys that are at hand."""
-
-    samples: slice
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-@lru_cache(256)
-def ring_tiles(seq_len: int, size: int, rank: int, source: int, documents: Boundaries | None) -> list[Tile]:
-    """List the tiles of `rank`'s queries with the keys of rank `source`, both in their local order.
-
-    With source == rank every local query is in exactly one tile, and so is every local key.
-    """
-    half = seq_len // size // 2
-    tiles: list[Tile] = []
-    for samples, start, stop in _each_document(seq_len, documents):
-        queries, keys = (_local_run(seq_len, size, r, start, stop) for r in (rank, source))
-        if source < rank:
-            keys = (keys[0], min(keys[1], half))
-        elif source > rank:
-            queries = (max(queries[0], half), queries[1])
-        _append(tiles, samples, queries, keys, causal=source == rank)
-    return tiles
-
-
-@lru_cache(256)
-def gathered_tiles(seq_len: int, size: int, rank: int, documents: Boundaries | None) -> list[Tile]:
-    """List the tiles of `rank`'s queries with the keys of all other ranks, the keys in global order."""
-    chunk = seq_len // size // 2
-    tiles: list[Tile] = []
-    for samples, start, stop in _each_document(seq_len, documents):
-        first, last = _local_run(seq_len, size, rank, start, stop)
-        _append(tiles, samples, (first, last), (start, min(stop, rank * chunk)), causal=False)
-        between = (max(start, (rank + 1) * chunk), min(stop, seq_len - (rank + 1) * chunk))
-        _append(tiles, samples, (max(first, chunk), last), between, causal=False)
-    return tiles
-
-
-def _append(tiles: list[Tile], samples: slice, queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> None:
-    """Append a tile, unless it is empty."""
-    if queries[0] < queries[1] and keys[0] < keys[1]:
-        tiles.append(Tile(samples, slice(*queries), slice(*keys), causal))
-
-
-def _each_document(seq_len: int, documents: Boundaries | None) -> Iterator[tuple[slice, int, int]]:
-    """Yield (samples, first position, end) of each document; without documents all samples at once."""
-    if documents is None:
-        yield slice(None), 0, seq_len
-        return
-    for sample, boundaries in enumerate(documents):
-        for start, stop in pairwise(boundaries):
-            yield slice(sample, sample + 1), start, stop
-
-
-def _local_run(seq_len: int, size: int, rank: int, start: int, stop: int) -> tuple[int, int]:
-    """Return where the rank has positions start ... stop - 1, as (first, end) in its local order.
-
-    That is one run of local positions even if it is in both chunks: then all that lies between them is in it.
-    """
-    if size == 1:
-        return start, stop
-    chunk = seq_len // size // 2
-
-    def num_held_before(position: int) -> int:
-        starts = (rank * chunk, seq_len - (rank + 1) * chunk)
-        return sum(min(max(position - first, 0), chunk) for first in starts)
-
-    return num_held_before(start), num_held_before(stop)
 
 
 # ---- tiles: one call of the backend each, and sums over them -------------------------------------------------------
@@ -295,11 +187,11 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Boundaries | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, cu_seqlens: CuSeqlens | None
     ) -> Tensor:
         keys, values, kernel_saved = k, v, []
         steps = [
-            ring_tiles(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, documents)
+            ring_tiles(q.shape[0] * axis.size, axis.size, axis.rank, (axis.rank - step) % axis.size, cu_seqlens)
             for step in range(axis.size)
         ]
         for step, tiles in enumerate(steps):
@@ -373,11 +265,11 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, documents: Boundaries | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: _Kernel, cu_seqlens: CuSeqlens | None
     ) -> Tensor:
         gathers, seq_len = [gather_start(x, axis) for x in (k, v)], q.shape[0] * axis.size
-        own = ring_tiles(seq_len, axis.size, axis.rank, axis.rank, documents)
-        others = gathered_tiles(seq_len, axis.size, axis.rank, documents)
+        own = ring_tiles(seq_len, axis.size, axis.rank, axis.rank, cu_seqlens)
+        others = gathered_tiles(seq_len, axis.size, axis.rank, cu_seqlens)
         out, lse, saved_own = _attend_first(kernel, own, q, k, v, _MANY)
         keys, values = (_finish_gather(x, handle, axis) for x, handle in gathers)
         saved_others = _attend(kernel, others, q, keys, values, out, lse)

@@ -20,7 +20,7 @@ from attention_twin import (
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
 from minitron.parallel.context import attention
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

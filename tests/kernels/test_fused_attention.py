@@ -17,7 +17,7 @@ from attention_twin import (
 )
 from minitron.kernels import plain
 from minitron.kernels.attention import FUSED_SHARED_BYTES, Backend
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from triton_cpu import compile_kernel, needs_triton, run_interpreted
 
@@ -54,7 +54,7 @@ def interpreted():
             if causal:
                 samples = [(0, 1, 40, 64, sq), (0, sq)] if sq == 64 else [(0, 1, 31, 32, 64, sq - 1, sq), (0, 64, sq)]
                 documents = as_documents([sorted(set(cuts)) for cuts in samples])
-                apart = torch.from_numpy(np.stack([allowed_pairs(sq, cuts) for cuts in documents.boundaries]))[:, None]
+                apart = torch.from_numpy(np.stack([allowed_pairs(sq, cuts) for cuts in documents.cu_seqlens]))[:, None]
                 for options, mask in (({}, None), ({"dropout": dropout}, dropout.mask(n))):
                     expected = attend_with_grads(dout, q, k, v, apart, mask)
                     actual = run_backend(backend, dout, q, k, v, True, spans=documents.spans, **options)

@@ -23,7 +23,7 @@ from minitron.kernels.rng import AttentionDropout, dropout, token_keys
 from minitron.model.gpt import GPT, Attention, whole_model
 from minitron.model.init import initialise
 from minitron.parallel.layout import make_layout
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
 

@@ -12,8 +12,8 @@ from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
 from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.context import attention, gathered_tiles, local_positions, ring_tiles
-from minitron.parallel.packed import as_documents
+from minitron.parallel.context import attention
+from minitron.parallel.tiles import as_documents, gathered_tiles, local_positions, ring_tiles
 from minitron.testing import assert_close_rel
 
 SEQ_LEN, BATCH, HEAD_DIM = 48, 2, 8
@@ -53,7 +53,7 @@ class Case:
 def lonely_document():
     """1 at document 1 of sample 0, 0 elsewhere: [s, b, 1, 1]"""
     mask = torch.zeros(SEQ_LEN, BATCH, 1, 1)
-    _, begin, end, *_ = DOCUMENTS.boundaries[0]
+    _, begin, end, *_ = DOCUMENTS.cu_seqlens[0]
     mask[begin:end, 0] = 1
     return mask
 
@@ -92,7 +92,7 @@ def assemble(parts, style):
 
 
 def allowed(documents):
-    boundaries = [None] * BATCH if documents is None else documents.boundaries
+    boundaries = [None] * BATCH if documents is None else documents.cu_seqlens
     return torch.from_numpy(np.stack([allowed_pairs(SEQ_LEN, b) for b in boundaries])).unsqueeze(1)
 
 
@@ -237,7 +237,7 @@ def layouts(draw):
         return seq_len, size, None
     inner = st.sets(st.integers(1, seq_len - 1))
     boundaries = [np.array([0, *sorted(draw(inner)), seq_len]) for _ in range(draw(st.integers(1, 2)))]
-    return seq_len, size, as_documents(boundaries).boundaries
+    return seq_len, size, as_documents(boundaries).cu_seqlens
 
 
 def count_pairs(counts, tiles, queries, keys):

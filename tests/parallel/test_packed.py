@@ -7,7 +7,7 @@ from attention_twin import PACKS, allowed_pairs, attend_with_grads, random_block
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import FLASH_CPU, REFERENCE
 from minitron.parallel.context import attention
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 
 SAMPLES = [((0, 3, 8, 16),), ((0, 16), (0, 1, 16), (0, 7, 8, 16))]
@@ -41,7 +41,7 @@ def test_the_plain_kernel_masks_documents(p):
 
 def test_every_token_knows_its_document():
     documents = as_documents([[0, 3, 8], (0, 8)])
-    assert documents.boundaries == ((0, 3, 8), (0, 8)) and documents.spans.dtype == torch.int32
+    assert documents.cu_seqlens == ((0, 3, 8), (0, 8)) and documents.spans.dtype == torch.int32
     assert documents.spans[0].tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [0] * 8]
     assert documents.spans[1].tolist() == [[3, 3, 3, 8, 8, 8, 8, 8], [8] * 8]
 
