@@ -81,7 +81,7 @@ class WholeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: Backend, options: Options) -> Tensor:
-        out, lse, ctx.kernel_saved = backend.forward(*map(_heads_first, (q, k, v)), options)
+        out, lse, ctx.kernel_saved = backend.forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
         out = out.permute(2, 0, 1, 3)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.backend, ctx.options = backend, options
