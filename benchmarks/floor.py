@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitron.kernels.attention import Backend
+from minitron.kernels.attention import Backend, Options
 from minitron.kernels.gemm import DTYPES, Gemm
 from minitron.kernels.rng import AttentionDropout
 from minitron.model.gpt import Head
-from minitron.parallel.context import gathered_tiles, ring_tiles
 from minitron.parallel.linear import ParallelLinear
+from minitron.parallel.tiles import gathered_tiles, ring_tiles
 from minitron.train import Trainer
 
 
@@ -101,14 +101,14 @@ class AttentionCall:
             return _random((length, self.batch, count, self.head_dim), dtype, device).permute(1, 2, 0, 3)
 
         q, k, v = heads_of(self.queries, self.heads), *(heads_of(self.keys, self.kv_heads) for _ in range(2))
-        dout, options = heads_of(self.queries, self.heads), dict(causal=self.causal, scale=self.head_dim**-0.5)
+        dout, options = heads_of(self.queries, self.heads), Options(self.causal, self.head_dim**-0.5)
         if self.dropout:
-            counters = (torch.randint(2**32, (s, self.batch), device=device) for s in (self.queries, self.keys))
-            options["dropout"] = AttentionDropout(self.dropout, *counters, layer=0, first_head=0)
+            counters = torch.randint(2**32, (self.queries, self.batch), device=device)
+            options = options._replace(dropout=AttentionDropout(self.dropout, counters, layer=0, first_head=0))
 
         def call():
-            out, lse, saved = backend.forward(q, k, v, **options)
-            return backend.backward(dout, q, k, v, out, lse, saved, **options)
+            out, lse, saved = backend.forward(q, k, v, options)
+            return backend.backward(dout, q, k, v, out, lse, saved, options)
 
         return call
 

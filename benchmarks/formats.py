@@ -111,12 +111,12 @@ def attention_in_fp8(cfg: Config, gpus: int) -> dict:
 
     q, k, v, dout = random(call.heads), random(call.kv_heads), random(call.kv_heads), random(call.heads)
     backend = attention.choose("auto", device, torch.bfloat16, call.head_dim, 0.0)
-    options = dict(causal=True, scale=call.head_dim**-0.5)
+    options = attention.Options(True, call.head_dim**-0.5)
 
     def in_bf16() -> list[Tensor]:
         ours = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-        out, lse, saved = backend.forward(*ours, **options)
-        grads = backend.backward(dout.permute(1, 2, 0, 3), *ours, out, lse, saved, **options)
+        out, lse, saved = backend.forward(*ours, options)
+        grads = backend.backward(dout.permute(1, 2, 0, 3), *ours, out, lse, saved, options)
         return [x.permute(2, 0, 1, 3) for x in (out, *grads)]
 
     in_fp8 = transformer_engine(call, q, k, v, dout)

@@ -141,7 +141,7 @@ def run(argv: list[str] | None, description: str, finetune: bool, listener: List
             if world > 1 and not os.environ.get("MINITRON_SECRET"):
                 log.info("MINITRON_SECRET is not set: any program that reaches the ranks' store can end this run")
             log.info(trainer.describe())
-            reason = why_eager(cfg, device, chosen.attention.packs)
+            reason = why_eager(cfg, device, chosen.attention.masks_documents)
             if reason is not None and (
                 cfg.train.cuda_graph == "on" or cfg.train.cuda_graph == "auto" and name != "cpu"
             ):

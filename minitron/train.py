@@ -192,7 +192,7 @@ def build(
         layout.comm.reset()
 
     runner: Eager | Replay = Eager(executor, scaler.backward_scale, gradients.finish, reset)
-    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.packs) is None:
+    if cfg.train.cuda_graph != "off" and why_eager(cfg, mesh.device, chosen.attention.masks_documents) is None:
         layers = sum(len(stages[i]) for i in mine)
         runner = Replay(runner, mesh, layers, cfg.train.eval_every > 0, log)
     rerun = Rerun(gradients, log) if cfg.train.rerun == "on" else None

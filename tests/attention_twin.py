@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitron.kernels.attention import FLASH_CPU, REFERENCE
+from minitron.kernels.attention import FLASH_CPU, REFERENCE, Options
 from minitron.kernels.rng import AttentionDropout
 
 
@@ -43,14 +43,15 @@ def attend_with_grads(
     return dict(out=out.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
-def _flash_that_packs(way: str):
+def _flash_that_masks_documents(way: str):
     flash, plain = getattr(FLASH_CPU, way), getattr(REFERENCE, way)
-    return lambda *tensors, **options: (plain if "spans" in options else flash)(*tensors, **options)
+    return lambda *args: (flash if args[-1].document_bounds is None else plain)(*args)
 
 
-# Backends of a CPU that take documents as that of GPUs does.
-PACKS = dataclasses.replace(FLASH_CPU, **{way: _flash_that_packs(way) for way in ("forward", "backward")}, packs=True)
-PLAIN_PACKS = dataclasses.replace(REFERENCE, packs=True)
+# Backends of a CPU that take all documents in one call, like `fused` on a GPU.
+_WAYS = {way: _flash_that_masks_documents(way) for way in ("forward", "backward")}
+PACKS = dataclasses.replace(FLASH_CPU, **_WAYS, masks_documents=True)
+PLAIN_PACKS = dataclasses.replace(REFERENCE, masks_documents=True)
 
 
 def random_block(
@@ -68,9 +69,9 @@ def random_block(
 
 
 def run_backend(backend, dout, q, k, v, causal: bool, **more) -> dict[str, Tensor]:
-    options = dict(causal=causal, scale=q.shape[-1] ** -0.5) | more
-    out, lse, saved = backend.forward(q, k, v, **options)
-    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, saved, **options)
+    options = Options(causal, q.shape[-1] ** -0.5, **more)
+    out, lse, saved = backend.forward(q, k, v, options)
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, saved, options)
     return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
@@ -83,9 +84,7 @@ def run_backend_in_two_blocks(backend, dout, q, k, v) -> dict[str, Tensor]:
     scale, half = q.shape[-1] ** -0.5, q.shape[2] // 2
     lo, hi = slice(0, half), slice(half, None)
     blocks = [(lo, lo, True), (hi, hi, True), (hi, lo, False)]
-    forward = [
-        backend.forward(q[:, :, i], k[:, :, j], v[:, :, j], causal=causal, scale=scale) for i, j, causal in blocks
-    ]
+    forward = [backend.forward(q[:, :, i], k[:, :, j], v[:, :, j], Options(causal, scale)) for i, j, causal in blocks]
     (out_lo, lse_lo, _), (out_hi, lse_hi, _), (out_off, lse_off, _) = forward
     lse_all = torch.cat([lse_lo, torch.logaddexp(lse_hi, lse_off)], -1)
     out_all = torch.cat(
@@ -107,18 +106,16 @@ def run_backend_in_two_blocks(backend, dout, q, k, v) -> dict[str, Tensor]:
             out_all[:, :, i],
             lse_all[:, :, i],
             saved,
-            causal=causal,
-            scale=scale,
+            Options(causal, scale),
         )
         for total, rows, part in zip(sums, (i, j, j), parts):
             total[:, :, rows] += part
     return dict(out=out_all, lse=lse_all, dq=sums[0], dk=sums[1], dv=sums[2])
 
 
-def random_dropout(sq: int, sk: int, p: float, *, b=2, device="cpu") -> AttentionDropout:
-    generator = torch.Generator().manual_seed(sq * 1000 + sk)
-    counters = [torch.randint(2**32, (s, b), generator=generator).to(device) for s in (sq, sk)]
-    return AttentionDropout(p, *counters, layer=3, first_head=5)
+def random_dropout(s: int, p: float, *, b=2, seed=0, device="cpu") -> AttentionDropout:
+    counters = torch.randint(2**32, (s, b), generator=torch.Generator().manual_seed(s + seed)).to(device)
+    return AttentionDropout(p, counters, layer=3, first_head=5)
 
 
 def kept_in_each_product(backend, s: int, d: int, dropout, *, n=2, dtype=torch.float32, device="cpu"):
@@ -127,7 +124,7 @@ def kept_in_each_product(backend, s: int, d: int, dropout, *, n=2, dtype=torch.f
     All scores are 0. d keys (for dk: queries) at a time are unit vectors, so that each element of a result comes from
     a single probability.
     """
-    b, options = dropout.query_counters.shape[1], dict(causal=False, scale=1.0, dropout=dropout)
+    b, options = dropout.counters.shape[1], Options(causal=False, scale=1.0, dropout=dropout)
     kept = {name: torch.zeros(b, n, s, s, dtype=torch.bool, device=device) for name in ("out", "dv", "dq", "dk")}
     zeros, ones = (make(b, n, s, d, dtype=dtype, device=device) for make in (torch.zeros, torch.ones))
     for first in range(0, s, d):
@@ -135,12 +132,12 @@ def kept_in_each_product(backend, s: int, d: int, dropout, *, n=2, dtype=torch.f
         units = torch.eye(s, device=device, dtype=dtype)[:, window]
         units = torch.nn.functional.pad(units, (0, d - units.shape[1])).expand(b, n, s, d)
         width = window.stop - first
-        out, lse, saved = backend.forward(zeros, zeros, units, **options)
+        out, lse, saved = backend.forward(zeros, zeros, units, options)
         kept["out"][..., window] = out[..., :width] != 0
-        _, _, dv = backend.backward(units, zeros, zeros, zeros, zeros, lse, saved, **options)
+        _, _, dv = backend.backward(units, zeros, zeros, zeros, zeros, lse, saved, options)
         kept["dv"][:, :, window] = dv.transpose(-1, -2)[:, :, :width] != 0
-        dq, _, _ = backend.backward(ones, zeros, units, ones, zeros, lse, saved, **options)
+        dq, _, _ = backend.backward(ones, zeros, units, ones, zeros, lse, saved, options)
         kept["dq"][..., window] = dq[..., :width] != 0
-        _, dk, _ = backend.backward(ones, units, zeros, ones, zeros, lse, saved, **options)
+        _, dk, _ = backend.backward(ones, units, zeros, ones, zeros, lse, saved, options)
         kept["dk"][:, :, window] = dk.transpose(-1, -2)[:, :, :width] != 0
     return kept

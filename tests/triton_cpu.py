@@ -26,18 +26,21 @@ def run_interpreted(file: str) -> None:
 def compile_kernel(kernel, types, values, warps, stages=3, aligned=None, gpu=90):
     """Compile a kernel for a GPU of compute capability gpu / 10. Returns Triton's result, with `asm` and `metadata`.
 
-    types: of the arguments that are no constants, by name. values: the constants. aligned(name, type): whether an
-    argument is a multiple of 16; by default pointers are, as they are in a step.
+    types: of the arguments that are no constants, by name; a tuple of them for a tuple. values: the constants.
+    aligned(name, type): whether an argument is a multiple of 16; by default pointers are, as they are in a step.
     """
     import triton
     from triton.backends.compiler import GPUTarget
 
     aligned = aligned or (lambda name, kind: kind[0] == "*")
     signature = {name: "constexpr" if name in values else types[name] for name in kernel.arg_names}
-    even = {
-        (i,): [["tt.divisibility", 16]]
+    parts = [
+        (name, part, path)
         for i, (name, kind) in enumerate(signature.items())
-        if kind != "constexpr" and aligned(name, kind)
+        for part, path in ([(k, (i, j)) for j, k in enumerate(kind)] if isinstance(kind, tuple) else [(kind, (i,))])
+    ]
+    even = {
+        path: [["tt.divisibility", 16]] for name, kind, path in parts if kind != "constexpr" and aligned(name, kind)
     }
     return triton.compile(
         triton.compiler.ASTSource(kernel, signature, values, even),

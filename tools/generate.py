@@ -46,7 +46,7 @@ from minitron.data.tokenizers import Tokenizer
 from minitron.interop import hf
 from minitron.interop.tokenizers import load_tokenizer
 from minitron.interop.weights import best_kind, open_weights
-from minitron.kernels.attention import Backend
+from minitron.kernels.attention import Backend, Forward, Options
 from minitron.kernels.gemm import DTYPES
 from minitron.model.gpt import GPT, whole_model
 
@@ -152,26 +152,27 @@ class KVCache:
     def __init__(self, inner: Backend):
         self.inner, self.past = inner, None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward:
         assert self.past is None or q.shape[2] == 1, "after the prompt, one token at a time"
         if self.past is not None:
-            k, v, causal = *(torch.cat(pair, 2) for pair in zip(self.past, (k, v))), False
+            k, v = (torch.cat(pair, 2) for pair in zip(self.past, (k, v)))
+            options = options._replace(causal=False)
         self.past = k, v
-        return self.inner.forward(q, k, v, causal=causal, **options)
+        return self.inner.forward(q, k, v, options)
 
 
 @contextmanager
 def cached(model: GPT) -> Iterator[None]:
     """Inside, every attention of the model has a cache, which is empty at first."""
     layers = [block.attention for block in model.blocks.values()]
-    backends = [layer.backend for layer in layers]
+    originals = [layer.attend for layer in layers]
     for layer in layers:
-        layer.backend = KVCache(layer.backend)
+        layer.attend = replace(layer.attend, backend=KVCache(layer.attend.backend))
     try:
         yield
     finally:
-        for layer, backend in zip(layers, backends):
-            layer.backend = backend
+        for layer, original in zip(layers, originals):
+            layer.attend = original
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def _inputs(batch: Batch, cfg: Config) -> dict:
 
 def packed_bounds(batch: Batch) -> tuple[torch.Tensor, int]:
     """Where documents begin and end if samples lie in a row, int32 [documents + 1], and how long the longest is."""
-    samples, s = batch.documents.boundaries, batch.documents.spans.shape[-1]
+    samples, s = batch.documents.cu_seqlens, batch.documents.spans.shape[-1]
     bounds = torch.tensor(
         [i * s + begin for i, sample in enumerate(samples) for begin in sample[:-1]] + [len(samples) * s]
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitron.parallel.packed import Documents
+from minitron.parallel.tiles import Documents
 
 
 @dataclass

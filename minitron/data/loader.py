@@ -22,8 +22,7 @@ from minitron.comm.mesh import Mesh
 from minitron.config.schema import Config
 from minitron.data.batch import Batch, pack
 from minitron.data.gpt import Sample
-from minitron.parallel.context import local_positions
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents, local_positions
 
 
 class Loader:

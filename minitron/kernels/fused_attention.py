@@ -1,10 +1,10 @@
 """Attention with dropout, or within documents, in Triton, forward and backward: a backend of kernels/attention.py.
 
-Problem: torch's kernels draw dropout from the state of a generator, which no two layouts share, and the plain formulas
-write every score to memory, several times over: [b, n, s, s] in float32. And of documents packed into one sample they
-want a list, of which they take each for as long as the longest. The idea is that of FlashAttention-2 (Dao 2023): blocks
-of queries meet blocks of keys in registers, and nothing of size s x s is written. Whether a probability is kept is a
-hash of its name (kernels/rng.py), so a kernel computes it where it has the score, in ten integer instructions:
+Problem: torch's kernels draw dropout from a generator state, so their masks depend on the layout. The plain formulas
+write all scores to memory: [b, n, s, s] in float32, several times. torch's kernels for packed documents take as long
+for each document as for the longest. The idea is FlashAttention-2 (Dao 2023): blocks of queries meet blocks of keys in
+registers, and no s x s tensor is written. Dropout hashes a probability's name (kernels/rng.py), so a kernel computes it
+where it has the score, in ten integer instructions:
 
     word [query, key] = mix(query word ^ key word)       kept if word >= threshold
 
@@ -14,9 +14,8 @@ hash of its name (kernels/rng.py), so a kernel computes it where it has the scor
     _attention_backward_kv    N keys           blocks of M queries, of all heads    4          dk, dv
                                                that share these keys
 
-Under a causal mask a program skips the blocks above the diagonal and masks those that it crosses. Documents that must
-not see each other are a lower end to that: every token knows where its document begins and ends (`spans`), and a
-program starts at the block where its first query's document begins.
+Under the causal mask a program skips the blocks above the diagonal and masks the blocks that cross it. Documents add a
+lower end: a program starts at the block where the document of its first query begins (`document_bounds`).
 
     documents of 6 and 10 tokens,       keys  0-3  4-7  8-11  12-15       % masked, # whole, . skipped
     blocks of 4               queries   0-3    %    .    .      .
@@ -24,9 +23,9 @@ program starts at the block where its first query's document begins.
                                         8-11   .    %    %      .
                                        12-15   .    %    #      %
 
-So the work follows the lengths of the documents, and one call, or one recording of it, serves any. Every sum has one
-order: no atomic additions. Exponentials are of base 2, as the hardware has them. Left out: Hopper's TMA and warp
-specialization, which Triton does not offer in all versions that torch brings.
+So the work follows the lengths of the documents. One call, or one recorded call, serves all documents of a batch. Each
+sum has a fixed order, without atomic additions. Exponentials are of base 2, as in hardware. Left out: Hopper's TMA and
+warp specialization, which some Triton versions of torch lack.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minitron.kernels.fused import _index_word, _mix, as_int32
-from minitron.kernels.rng import AttentionDropout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-1e30)  # below any score, and finite: a query may see no key of a block
-# Their values must not make variants of a kernel, each of which would be compiled at its first call.
+_LOWEST = tl.constexpr(-1e30)  # below any score, and finite: a block may have no key for a query
+# Triton must not specialise kernels for values of these: it would compile a variant for each kind of value.
 _NUMBERS = ["samples", "n", "sq", "sk", "query_layer", "key_layer", "first_head"]
 
 
@@ -57,12 +55,9 @@ def _attention_forward(
     v,
     out,
     lse,
-    query_counters,
-    key_counters,
-    spans,
-    q_token,
-    k_token,
-    v_token,
+    counters,
+    document_bounds,
+    strides,
     samples,
     n,
     sq,
@@ -72,7 +67,7 @@ def _attention_forward(
     key_layer,
     first_head,
     CAUSAL: tl.constexpr,
-    APART: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
@@ -81,6 +76,7 @@ def _attention_forward(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
+    q_token, k_token, v_token = strides
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest loops begin first
     sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     q += sample * q_token + head * D
@@ -89,25 +85,25 @@ def _attention_forward(
     queries = first + tl.arange(0, M)
     q_tile = load_rows(q, first, sq, samples * q_token, M, D, WIDTH)
     if THRESHOLD >= 0:
-        query_words = token_words(query_counters, queries, sq, samples, sample, query_layer)
+        query_words = token_words(counters, queries, sq, samples, sample, query_layer)
         query_words = _mix(query_words ^ _index_word(first_head + head))
     total, norm = tl.zeros([M, WIDTH], tl.float32), tl.zeros([M], tl.float32)
     top, log2_scale = tl.full([M], _LOWEST, tl.float32), scale * _LOG2E
-    begins = spans + sample * sq
-    begin = tl.load(begins + queries, queries < sq, other=0) if APART else queries
-    start, below, above, stop = seen_keys(begins, first, sq, sk, M, N, CAUSAL, APART)
-    for EDGE in tl.static_range(2):
-        for i in range(num_blocks(start, below, above, stop, N, EDGE)):
-            at = block_at(i, start, below, above, N, EDGE)
+    begins = document_bounds + sample * sq
+    begin = tl.load(begins + queries, queries < sq, other=0) if DOCUMENTS else queries
+    start, below, above, stop = key_blocks(begins, first, sq, sk, M, N, CAUSAL, DOCUMENTS)
+    for MASKED in tl.static_range(2):
+        for i in range(num_blocks(start, below, above, stop, N, MASKED)):
+            at = block_at(i, start, below, above, N, MASKED)
             keys = at + tl.arange(0, N)
             if THRESHOLD >= 0:
-                key_words = token_words(key_counters, keys, sk, samples, sample, key_layer)
+                key_words = token_words(counters, keys, sk, samples, sample, key_layer)
             k_tile = load_rows(k, at, sk, samples * k_token, N, D, WIDTH)
             v_tile = load_rows(v, at, sk, samples * v_token, N, D, WIDTH)
-            products = masked_scores(q_tile, k_tile, queries, keys, begin, sk, EDGE, CAUSAL, APART)
+            products = masked_scores(q_tile, k_tile, queries, keys, begin, sk, MASKED, CAUSAL, DOCUMENTS)
             higher = tl.maximum(top, tl.max(products, 1) * log2_scale)
             p, shrink = tl.exp2(products * log2_scale - higher[:, None]), tl.exp2(top - higher)
-            norm, top = norm * shrink + tl.sum(p, 1), higher  # the norm counts what is dropped, too
+            norm, top = norm * shrink + tl.sum(p, 1), higher  # the norm includes dropped probabilities
             if THRESHOLD >= 0:
                 p = tl.where(is_kept(query_words[:, None], key_words[None, :], THRESHOLD), p, 0.0)
             total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None], input_precision="ieee")
@@ -125,14 +121,9 @@ def _attention_backward_q(
     lse,
     delta,
     dq,
-    query_counters,
-    key_counters,
-    spans,
-    q_token,
-    k_token,
-    v_token,
-    out_token,
-    dout_token,
+    counters,
+    document_bounds,
+    strides,
     samples,
     n,
     sq,
@@ -142,7 +133,7 @@ def _attention_backward_q(
     key_layer,
     first_head,
     CAUSAL: tl.constexpr,
-    APART: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
@@ -151,6 +142,7 @@ def _attention_backward_q(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
+    q_token, k_token, v_token, out_token, dout_token = strides
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     sample, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     k += sample * k_token + head // GROUP * D
@@ -160,25 +152,25 @@ def _attention_backward_q(
     out_tile = load_rows(out + sample * out_token + head * D, first, sq, samples * out_token, M, D, WIDTH)
     dout_tile = load_rows(dout + sample * dout_token + head * D, first, sq, samples * dout_token, M, D, WIDTH)
     place = (sample * n + head) * sq + queries
-    log2_sum = tl.load(lse + place, queries < sq, other=float("inf")) * _LOG2E  # where there is no query, p is 0
+    log2_sum = tl.load(lse + place, queries < sq, other=float("inf")) * _LOG2E  # p is 0 behind the last query
     dot = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + place, dot, queries < sq)
     if THRESHOLD >= 0:
-        query_words = token_words(query_counters, queries, sq, samples, sample, query_layer)
+        query_words = token_words(counters, queries, sq, samples, sample, query_layer)
         query_words = _mix(query_words ^ _index_word(first_head + head))
     total, log2_scale = tl.zeros([M, WIDTH], tl.float32), scale * _LOG2E
-    begins = spans + sample * sq
-    begin = tl.load(begins + queries, queries < sq, other=0) if APART else queries
-    start, below, above, stop = seen_keys(begins, first, sq, sk, M, N, CAUSAL, APART)
-    for EDGE in tl.static_range(2):
-        for i in range(num_blocks(start, below, above, stop, N, EDGE)):
-            at = block_at(i, start, below, above, N, EDGE)
+    begins = document_bounds + sample * sq
+    begin = tl.load(begins + queries, queries < sq, other=0) if DOCUMENTS else queries
+    start, below, above, stop = key_blocks(begins, first, sq, sk, M, N, CAUSAL, DOCUMENTS)
+    for MASKED in tl.static_range(2):
+        for i in range(num_blocks(start, below, above, stop, N, MASKED)):
+            at = block_at(i, start, below, above, N, MASKED)
             keys = at + tl.arange(0, N)
             if THRESHOLD >= 0:
-                key_words = token_words(key_counters, keys, sk, samples, sample, key_layer)
+                key_words = token_words(counters, keys, sk, samples, sample, key_layer)
             k_tile = load_rows(k, at, sk, samples * k_token, N, D, WIDTH)
             v_tile = load_rows(v, at, sk, samples * v_token, N, D, WIDTH)
-            products = masked_scores(q_tile, k_tile, queries, keys, begin, sk, EDGE, CAUSAL, APART)
+            products = masked_scores(q_tile, k_tile, queries, keys, begin, sk, MASKED, CAUSAL, DOCUMENTS)
             p = tl.exp2(products * log2_scale - log2_sum[:, None])
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")
             if THRESHOLD >= 0:
@@ -198,13 +190,9 @@ def _attention_backward_kv(
     delta,
     dk,
     dv,
-    query_counters,
-    key_counters,
-    spans,
-    q_token,
-    k_token,
-    v_token,
-    dout_token,
+    counters,
+    document_bounds,
+    strides,
     samples,
     n,
     sq,
@@ -214,7 +202,7 @@ def _attention_backward_kv(
     key_layer,
     first_head,
     CAUSAL: tl.constexpr,
-    APART: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
@@ -223,42 +211,43 @@ def _attention_backward_kv(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Sum dk and dv. Scores are [keys, queries] here: so both are products of what is in registers."""
+    """Sum dk and dv. Scores are [keys, queries] here, so that both products have their operands in registers."""
+    q_token, k_token, v_token, dout_token = strides
     first, g = tl.program_id(0) * N, n // GROUP
     sample, key_head = (tl.program_id(1) // g).to(tl.int64), (tl.program_id(1) % g).to(tl.int64)
     keys = first + tl.arange(0, N)
     k_tile = load_rows(k + sample * k_token + key_head * D, first, sk, samples * k_token, N, D, WIDTH)
     v_tile = load_rows(v + sample * v_token + key_head * D, first, sk, samples * v_token, N, D, WIDTH)
     if THRESHOLD >= 0:
-        key_words = token_words(key_counters, keys, sk, samples, sample, key_layer)
+        key_words = token_words(counters, keys, sk, samples, sample, key_layer)
     dk_total, dv_total = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
     log2_scale = scale * _LOG2E
-    ends = spans + (samples + sample) * sq
-    end = tl.load(ends + keys, keys < sk, other=0) if APART else keys
-    # Queries from `start` to `edge` see some of these keys. Those behind it see all of them, or of documents none.
+    ends = document_bounds + (samples + sample) * sq
+    end = tl.load(ends + keys, keys < sk, other=0) if DOCUMENTS else keys
+    # Queries from `start` to `edge` attend to some of these keys. Later ones attend to all, or with documents to none.
     start, edge = first if CAUSAL else 0, tl.minimum(first + N, sq) if CAUSAL else 0
-    if APART:  # one loop, all of it masked, took less time on an H200 than two, for short documents and for long ones
+    if DOCUMENTS:  # one loop that masks all blocks is faster than two, for short documents and for long ones
         edge = tl.load(ends + tl.minimum(first + N, sk) - 1)
-    for EDGE in tl.static_range(1 if APART else 0, 2):
-        first_query = start if EDGE else edge
-        blocks = tl.cdiv((edge if EDGE else sq) - first_query, M)
-        for i in range(GROUP * blocks):  # one loop for all heads: it takes a while until one runs at full speed
+    for MASKED in tl.static_range(1 if DOCUMENTS else 0, 2):
+        first_query = start if MASKED else edge
+        blocks = tl.cdiv((edge if MASKED else sq) - first_query, M)
+        for i in range(GROUP * blocks):  # one loop for all heads, because a loop starts slowly
             at, head = first_query + i % blocks * M, key_head * GROUP + i // blocks
             queries = at + tl.arange(0, M)
             place = (sample * n + head) * sq + queries
             log2_sum = tl.load(lse + place, queries < sq, other=float("inf")) * _LOG2E
             dot = tl.load(delta + place, queries < sq, other=0.0)
             if THRESHOLD >= 0:
-                query_words = token_words(query_counters, queries, sq, samples, sample, query_layer)
+                query_words = token_words(counters, queries, sq, samples, sample, query_layer)
                 query_words = _mix(query_words ^ _index_word(first_head + head))
             q_tile = load_rows(q + sample * q_token + head * D, at, sq, samples * q_token, M, D, WIDTH)
             dout_tile = load_rows(dout + sample * dout_token + head * D, at, sq, samples * dout_token, M, D, WIDTH)
             products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-            if EDGE:
-                seen = keys[:, None] <= queries[None, :]
-                if APART:
-                    seen = seen & (queries[None, :] < end[:, None])
-                products = tl.where(seen, products, float("-inf"))
+            if MASKED:
+                allowed = keys[:, None] <= queries[None, :]
+                if DOCUMENTS:
+                    allowed = allowed & (queries[None, :] < end[:, None])
+                products = tl.where(allowed, products, float("-inf"))
             p = tl.exp2(products * log2_scale - log2_sum[None, :])
             dp, dropped = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee"), p
             if THRESHOLD >= 0:
@@ -273,106 +262,80 @@ def _attention_backward_kv(
 
 
 # ---- the backend -----------------------------------------------------------------------------------------------------
+# `options` are the Options of kernels/attention.py, which imports this file.
 
-# M queries, N keys, warps and stages by the width of a head, and of one of 128 for documents. What a program loops over
-# divides what it has: so under a causal mask the blocks of both begin at the same places.
+# M queries, N keys, warps and stages by head dim; one more set for head dim 128 with documents. A program's own block
+# is a multiple of the blocks in its loop, so under a causal mask both begin at the same positions.
 _BLOCKS = {
     _attention_forward: {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)},
     _attention_backward_q: {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
     _attention_backward_kv: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (32, 32, 4, 2)},
 }
-_APART = {
+_DOCUMENT_BLOCKS = {
     _attention_forward: (64, 32, 4, 3),
     _attention_backward_q: (64, 64, 4, 2),
     _attention_backward_kv: (32, 64, 4, 2),
 }
-_IN_FLOAT32 = {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}  # products outside of the tensor cores
+_IN_FLOAT32 = {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}  # without tensor cores
 
 
-def tiles(kernel: Any, dtype: torch.dtype, width: int, *, apart: bool) -> tuple[int, int, int, int]:
-    """Return M, N, warps and stages of a kernel. width: of a head, a power of two; apart: documents."""
+def tiles(kernel: Any, dtype: torch.dtype, width: int, *, documents: bool) -> tuple[int, int, int, int]:
+    """Return M, N, warps and stages of a kernel. width: of a head, a power of two; documents: whether it masks them."""
     if dtype == torch.float32:
         return _IN_FLOAT32[max(64, width)]
-    return _APART[kernel] if apart and width == 128 else _BLOCKS[kernel][max(64, width)]
+    return _DOCUMENT_BLOCKS[kernel] if documents and width == 128 else _BLOCKS[kernel][max(64, width)]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: AttentionDropout | None = None,
-    spans: Tensor | None = None,
-) -> tuple[Tensor, Tensor, None]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Any) -> tuple[Tensor, Tensor, None]:
     """Compute out and lse: see kernels/attention.py. out is [s, b, n, d] in memory."""
     q, k, v = map(_evenly, (q, k, v))
     out, lse = _empty(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _launch(_attention_forward, (q, k, v, out, lse), (q, k, v), q, k, causal, scale, dropout, spans)
+    _launch(_attention_forward, (q, k, v), (out, lse), options)
     return out, lse, None
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: None,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: AttentionDropout | None = None,
-    spans: Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: None, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk, dv from out and lse, maybe merged over many blocks of keys: see kernels/attention.py."""
     dout, q, k, v, out = map(_evenly, (dout, q, k, v, out))
     (dq, dk, dv), lse = map(_empty, (q, k, v)), lse.contiguous()
     delta = torch.empty_like(lse)
-    options = (q, k, causal, scale, dropout, spans)
-    _launch(_attention_backward_q, (q, k, v, out, dout, lse, delta, dq), (q, k, v, out, dout), *options)
-    _launch(_attention_backward_kv, (q, k, v, dout, lse, delta, dk, dv), (q, k, v, dout), *options)
+    _launch(_attention_backward_q, (q, k, v, out, dout), (lse, delta, dq), options)
+    _launch(_attention_backward_kv, (q, k, v, dout), (lse, delta, dk, dv), options)
     return dq, dk, dv
 
 
-def _launch(
-    kernel: Any,
-    tensors: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...],
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: AttentionDropout | None,
-    spans: Tensor | None,
-) -> None:
+def _launch(kernel: Any, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...], options: Any) -> None:
+    """Launch a kernel. inputs: q, k, v and others [b, n, s, d], of any token stride; others: contiguous tensors."""
+    q, k = inputs[:2]
     (b, n, sq, d), (g, sk) = q.shape, k.shape[1:3]
+    dropout, bounds, absent = options.dropout, options.document_bounds, others[-1]  # a pointer that no kernel reads
     width = max(16, triton.next_power_of_2(d))
-    m_rows, n_rows, warps, stages = tiles(kernel, q.dtype, width, apart=spans is not None)
+    m_rows, n_rows, warps, stages = tiles(kernel, q.dtype, width, documents=bounds is not None)
     by_keys = kernel is _attention_backward_kv
-    assert all(128 * x.stride(2) < 1 << 31 for x in strided), "offsets within a block are int32: see config/rules.py"
+    assert all(128 * x.stride(2) < 1 << 31 for x in inputs), "offsets within a block are int32: see config/rules.py"
     blocks, heads = (triton.cdiv(sk, n_rows), g) if by_keys else (triton.cdiv(sq, m_rows), n)
-    names: tuple[int, ...] = (0, 0, 0)
-    counters, threshold, factor = (tensors[-1], tensors[-1]), -1, 1.0
+    words: tuple[int, ...] = (0, 0, 0)
+    threshold, factor = -1, 1.0
     if dropout is not None:
-        counters = dropout.query_counters.contiguous(), dropout.key_counters.contiguous()
-        names = *map(as_int32, dropout.layer_words), dropout.first_head
+        assert sq == sk, f"dropout of {sq} queries and {sk} keys"
+        words = *map(as_int32, dropout.layer_words), dropout.first_head
         threshold, factor = dropout.threshold, 1 / (1 - dropout.p)
     kernel[(blocks, b * heads)](
-        *tensors,
-        *counters,
-        tensors[-1] if spans is None else spans,
-        *(x.stride(2) // b for x in strided),
+        *inputs,
+        *others,
+        absent if dropout is None else dropout.counters.contiguous(),
+        absent if bounds is None else bounds,
+        tuple(x.stride(2) // b for x in inputs),
         b,
         n,
         sq,
         sk,
-        scale,
-        *names,
-        CAUSAL=causal,
-        APART=spans is not None,
+        options.scale,
+        *words,
+        CAUSAL=options.causal,
+        DOCUMENTS=bounds is not None,
         THRESHOLD=threshold,
         FACTOR=factor,
         GROUP=n // g,
@@ -386,7 +349,7 @@ def _launch(
 
 
 def _evenly(x: Tensor) -> Tensor:
-    """Return x [b, n, s, d], copied unless it is [s, b, n, d] in memory with its tokens evenly apart."""
+    """Return x [b, n, s, d], copied unless it is [s, b, n, d] in memory with one distance between tokens."""
     b, _, _, d = x.shape
     if x.stride(3) == 1 and x.stride(1) == d and (b == 1 or x.stride(2) == b * x.stride(0)):
         return x
@@ -394,23 +357,22 @@ def _evenly(x: Tensor) -> Tensor:
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Allocate [b, n, s, d], in memory [s, b, n, d]."""
+    """Allocate [b, n, s, d] that is [s, b, n, d] in memory."""
     b, n, s, d = like.shape
     return like.new_empty(s, b, n, d).permute(1, 2, 0, 3)
 
 
-# ---- blocks of operands: how they are loaded, and which of them see each other ---------------------------------------
-# Tensors are [s, b, n, d] in memory, tokens evenly apart: x_token elements from one token to the next. A program with
-# some queries walks over blocks of keys. The upper edge is the causal mask's; the lower one is where documents end, and
-# there is none without them.
+# ---- blocks of operands: how they are loaded and masked --------------------------------------------------------------
+# Tensors are [s, b, n, d] in memory, and x_token is the distance of tokens in elements. A program of queries loops over
+# blocks of keys. Blocks at the upper edge cross the causal mask; blocks at the lower edge cross a document begin.
 #
 #         start      below            above      stop
-#           |  edge    |    whole       |  edge    |        edge: some see each other, a mask says which
+#           |  edge    |    whole       |  edge    |        MASKED: at the edges some pairs are masked
 
 
 @triton.jit
 def _rows(x, first, count, row_stride, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return pointers to [ROWS, WIDTH] elements of x [count, D], from row `first` on, and which of them there are."""
+    """Return pointers to [ROWS, WIDTH] elements of x [count, D], from row `first` on, and which are inside of x."""
     i, j = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (first + i < count)[:, None]
     if D < WIDTH:
@@ -444,47 +406,47 @@ def is_kept(query_words, key_words, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def masked_scores(
-    q_tile, k_tile, queries, keys, begin, sk, EDGE: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr
+    q_tile, k_tile, queries, keys, begin, sk, MASKED: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """Compute q k^T [M, N]. EDGE: some keys are behind the last one, or unseen by some queries; these get -inf."""
+    """Compute q k^T [M, N]. MASKED: set it to -inf behind the last key, and where a query must not attend to a key."""
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    if EDGE:
-        seen = (keys < sk)[None, :]
+    if MASKED:
+        allowed = (keys < sk)[None, :]
         if CAUSAL:
-            seen = seen & (keys[None, :] <= queries[:, None])
-        if APART:
-            seen = seen & (keys[None, :] >= begin[:, None])
-        products = tl.where(seen, products, float("-inf"))
+            allowed = allowed & (keys[None, :] <= queries[:, None])
+        if DOCUMENTS:
+            allowed = allowed & (keys[None, :] >= begin[:, None])
+        products = tl.where(allowed, products, float("-inf"))
     return products
 
 
 @triton.jit
-def seen_keys(begins, first, sq, sk, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr):
-    """Return (start, below, above, stop) of the keys that M queries from `first` on see: blocks from `start` to `stop`.
+def key_blocks(begins, first, sq, sk, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Return (start, below, above, stop): M queries from `first` on attend to blocks of keys from `start` to `stop`.
 
-    Of the blocks from `below` to `above` every query sees every key.
+    In the blocks from `below` to `above` every query attends to every key.
     """
     start, below, above, stop = 0, 0, sk // N * N, sk
     if CAUSAL:
         above, stop = first, tl.minimum(first + M, sk)
-    if APART:
+    if DOCUMENTS:
         start = tl.load(begins + first) // N * N
         below = tl.minimum(tl.cdiv(tl.load(begins + tl.minimum(first + M, sq) - 1), N) * N, first)
     return start, below, above, stop
 
 
 @triton.jit
-def num_blocks(start, below, above, stop, STEP: tl.constexpr, EDGE: tl.constexpr):
-    """Count the blocks at the edges: from `start` to `below` and from `above` to `stop`; or the whole ones between."""
-    if EDGE:
+def num_blocks(start, below, above, stop, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """Count the blocks at the edges, from `start` to `below` and from `above` to `stop`; or the whole ones between."""
+    if MASKED:
         return tl.cdiv(below - start, STEP) + tl.cdiv(stop - above, STEP)
     return tl.cdiv(above - below, STEP)
 
 
 @triton.jit
-def block_at(i, start, below, above, STEP: tl.constexpr, EDGE: tl.constexpr):
-    """Return where the i-th of these blocks begins."""
-    if EDGE:
+def block_at(i, start, below, above, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first key of the i-th of these blocks."""
+    if MASKED:
         before = tl.cdiv(below - start, STEP)
         return tl.where(i < before, start + i * STEP, above + (i - before) * STEP)
     return below + i * STEP

@@ -31,11 +31,11 @@ from minitron.kernels.kernels import choose
 from minitron.kernels.param import Param, Shard, named_params_of, with_main_grad
 from minitron.kernels.rng import AttentionDropout, dropout, token_keys
 from minitron.model.layers import Norm, Residual, rope_frequencies, rope_tables, split_heads
-from minitron.parallel import context
+from minitron.parallel.context import ContextAttention
 from minitron.parallel.layout import Layout, make_layout
 from minitron.parallel.linear import ColumnParallelLinear, Linear, RecomputeInput, RowParallelLinear, apply_linear
 from minitron.parallel.mlp import activate, mlp
-from minitron.parallel.packed import Documents
+from minitron.parallel.tiles import Documents
 from minitron.parallel.vocab import VocabParallelEmbedding, lookup, vocab_parallel_cross_entropy
 from minitron.runtime.room import room_for
 
@@ -56,8 +56,8 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layout: Layout, layer: int, gemm: Callable[[], Gemm]):
         super().__init__()
         m, tp = cfg.model, mesh.tp.size
-        self.layer, self.backend, self.ops = layer, layout.kernels.attention, layout.kernels.ops
-        self.cp, self.style = mesh.cp, cfg.parallel.cp_style
+        self.layer, self.ops = layer, layout.kernels.ops
+        self.attend = ContextAttention(mesh.cp, cfg.parallel.cp_style, layout.kernels.attention, self.ops)
         self.heads, self.kv_heads, self.head_dim = m.num_heads // tp, m.kv_heads // tp, m.head_dim
         self.first_head, self.dropout = mesh.tp.rank * self.heads, m.attention_dropout
         width, kv_width, bias = m.num_heads * m.head_dim, m.kv_heads * m.head_dim, m.family == "gpt"
@@ -73,18 +73,8 @@ class Attention(nn.Module):
         dropped = None
         if self.dropout and self.training:
             assert mb.keys is not None
-            dropped = AttentionDropout(self.dropout, mb.keys, mb.keys, self.layer, self.first_head)
-        y = context.attention(
-            q,
-            k,
-            v,
-            axis=self.cp,
-            style=self.style,
-            backend=self.backend,
-            documents=mb.documents,
-            dropout=dropped,
-            ops=self.ops,
-        )
+            dropped = AttentionDropout(self.dropout, mb.keys, self.layer, self.first_head)
+        y = self.attend(q, k, v, mb.documents, dropped)
         return self.out(y.flatten(2), keys=mb.keys)
 
     @property

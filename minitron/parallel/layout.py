@@ -1,4 +1,4 @@
-"""What every layer is given when it is made: how it communicates, its kernels, the format of its parameters."""
+"""The parallel context of a layer: its communication, its kernels and the format of its parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from minitron.pipeline.deferred import Deferred
 
 @dataclass(frozen=True)
 class Layout:
-    """comm: communication over the tensor-parallel axis. kernels: the run's. dtype, device: those of parameters.
+    """comm: communication over the tensor-parallel axis. kernels: of the run. dtype, device: of the parameters.
 
-    put_off: where linear layers hand in weight gradients, if the schedule splits the backward.
+    put_off: the queue of weight gradients, if the schedule splits the backward.
     """
 
     comm: LinearComm = field(default_factory=lambda: AllReduceComm(Axis.single()))
@@ -35,12 +35,12 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Tell whether activations between layers are split over tp along the sequence."""
+        """Whether activations between layers are split over tp along the sequence."""
         return self.comm.sequence_parallel
 
     @property
     def gemm(self) -> Gemm:
-        """Products in the parameters' own format."""
+        """The products in the parameters' own format."""
         return self.kernels.gemm
 
     def parameter(
@@ -53,12 +53,12 @@ class Layout:
         per_head: bool = False,
         whole_sequence: bool = False,
     ) -> Param:
-        """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: the same on every tp rank).
+        """Make this rank's part of a parameter of full `shape`, cut by `shard` (None: replicated over tp).
 
-        std: that of its normal initialisation, None: filled with `fill`. Matrices decay, vectors do not. The gradient
-        of a replicated parameter comes from this rank's tokens alone under sequence parallelism, and from this rank's
-        heads alone with per_head=True: in both cases it is to be summed over tp. whole_sequence=True: every rank
-        computes the gradient of all tokens, so sequence parallelism needs no sum.
+        std: of its normal initialisation; None fills it with `fill`. Matrices decay, vectors do not. The gradient of a
+        replicated parameter is summed over tp in two cases: under sequence parallelism a rank has the gradient of its
+        own tokens, and with per_head=True that of its own heads. whole_sequence=True: every rank computes the gradient
+        of all tokens, so sequence parallelism needs no sum.
         """
         partial = shard is None and self.axis.size > 1 and (per_head or self.sequence_parallel and not whole_sequence)
         spec = ParamSpec(shard=shard, decay=len(shape) > 1, std=std, fill=fill, sum_over_tp=partial)

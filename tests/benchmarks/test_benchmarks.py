@@ -47,7 +47,7 @@ from minitron.data.loader import Loader
 from minitron.kernels import kernels
 from minitron.model.gpt import GPT, whole_model
 from minitron.parallel.layout import make_layout
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.pretrain import build_data
 
 TINY = [
@@ -769,7 +769,7 @@ def test_peers_know_the_samples():
     bounds, longest = module.packed_bounds(replace(batch, documents=as_documents([(0, 3, 8), (0, 1, 8)])))
     assert bounds.tolist() == [0, 3, 8, 9, 16] and longest == 7
     tokens, labels = inputs["input_ids"][0], inputs["labels"][0]
-    starts = set(batch.documents.boundaries[0][:-1])
+    starts = set(batch.documents.cu_seqlens[0][:-1])
     assert tokens.tolist() == batch.tokens[:, 0].tolist() and len(starts) > 2
     for i, (token, label) in enumerate(zip(tokens.tolist(), labels.tolist())):
         assert label == (-100 if i in starts else token)

@@ -50,8 +50,8 @@ def test_context_ranks_share_out_the_sequence(style):
     assert whole["tokens"].tolist() == sample.tokens[:-1].tolist()
     assert whole["labels"].tolist() == sample.tokens[1:].tolist()
     assert sum(b.count for b in parts) == float(whole["mask"].sum()) == S - len(sample.starts)
-    (bounds,) = parts[0].documents.boundaries
-    assert all(b.documents.boundaries == (bounds,) for b in parts)
+    (bounds,) = parts[0].documents.cu_seqlens
+    assert all(b.documents.cu_seqlens == (bounds,) for b in parts)
     for start, end in pairwise(bounds):
         assert whole["positions"][start:end].tolist() == list(range(end - start))
         assert whole["mask"][start : end - 1].all()  # the last label of a document is the next one's first token

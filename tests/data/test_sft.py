@@ -268,7 +268,7 @@ def document_losses(cfg, samples):
     for batch in Loader(samples, cfg, Mesh.offline()).step(0, 0):
         with torch.no_grad():
             values = F.cross_entropy(model.logits(batch)[:, 0], batch.labels[:, 0], reduction="none") * batch.mask[:, 0]
-        for begin, end in pairwise(batch.documents.boundaries[0]):
+        for begin, end in pairwise(batch.documents.cu_seqlens[0]):
             assert batch.positions[begin:end, 0].tolist() == list(range(end - begin))
             losses += [values[begin:end].sum()] if batch.mask[begin:end].any() else []  # padding has none
     return torch.stack(losses)

@@ -19,8 +19,8 @@ from attention_twin import (
 )
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import CUDNN, FLASH_CUDA, REFERENCE, choose
-from minitron.parallel.context import attention
-from minitron.parallel.packed import as_documents
+from minitron.parallel.context import ContextAttention
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -125,8 +125,10 @@ def test_attention_of_a_fused_projection_without_a_host_sync(name, samples):
     dout = torch.randn(s, b, n * d, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.unflatten(2, (-1, d)) for x in qkv.split([n * d, g * d, g * d], 2))
 
+    attend = ContextAttention(Axis.single(), "ring", backend)
+
     def run():
-        out = attention(q, k, v, axis=Axis.single(), style="ring", backend=backend, documents=documents).flatten(2)
+        out = attend(q, k, v, documents).flatten(2)
         return out, *torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
     run()  # what a kernel loads or compiles at its first call may wait
@@ -160,10 +162,11 @@ def test_all_documents_in_one_call_equal_float64_softmax(dtype, tolerance, p, b,
     samples = [(0, *sorted({1, 64, 128, 129, *rng.integers(2, s, 4).tolist()}), s) for _ in range(b - 1)] + [(0, s)]
     dout, q, k, v = random_block(s, s, b=b, n=n, g=g, d=d, dtype=dtype, device="cuda")
     allowed = torch.from_numpy(np.stack([allowed_pairs(s, sample) for sample in samples])).unsqueeze(1).cuda()
-    backend, options = choose("fused", "cuda", dtype, d, dropout=p), {"spans": documents_on_gpu(samples).spans}
+    backend = choose("fused", "cuda", dtype, d, dropout=p)
+    options = {"document_bounds": documents_on_gpu(samples).spans}
     mask = None
     if p:
-        options["dropout"] = random_dropout(s, s, p, b=b, device="cuda")
+        options["dropout"] = random_dropout(s, p, b=b, device="cuda")
         mask = options["dropout"].mask(n)
     actual = run_backend(backend, dout, q, k, v, True, **options)
     check(actual, attend_with_grads(dout, q, k, v, allowed, mask), tolerance)
@@ -175,10 +178,10 @@ def test_a_replayed_graph_attends_to_new_documents():
     first, second = (documents_on_gpu([cut]) for cut in [(0, 200, 512), (0, 7, 100, 101, 512)])
     q, dout = (torch.randn(512, 1, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=i == 0) for i in (0, 1))
     backend = choose("auto", "cuda", torch.bfloat16, 64, documents=True)
-    assert backend.name == "fused" and backend.packs
+    assert backend.name == "fused" and backend.masks_documents
 
     def run(documents):
-        y = attention(q, q, q, axis=Axis.single(), style="ring", backend=backend, documents=documents)
+        y = ContextAttention(Axis.single(), "ring", backend)(q, q, q, documents)
         return y, *torch.autograd.grad(y, [q], dout)
 
     static = first.spans.clone()
@@ -203,7 +206,7 @@ def test_a_replayed_graph_attends_to_new_documents():
 )
 def test_dropout_equals_float64_softmax_under_the_plain_mask(dtype, tolerance, b, s, n, g, d):
     dout, q, k, v = random_block(s, s, b=b, n=n, g=g, d=d, dtype=dtype, device="cuda")
-    dropout = random_dropout(s, s, 0.1, b=b, device="cuda")
+    dropout = random_dropout(s, 0.1, b=b, device="cuda")
     backend = choose("fused", "cuda", dtype, d, dropout=0.1)
     actual = run_backend(backend, dout, q, k, v, True, dropout=dropout)
     check(actual, attend_with_grads(dout, q, k, v, triangle(s), dropout.mask(n)), tolerance)
@@ -214,7 +217,7 @@ def test_dropout_equals_float64_softmax_under_the_plain_mask(dtype, tolerance, b
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("d, p", [(64, 0.1), (128, 0.5), (256, 0.9)])
 def test_every_product_has_the_plain_mask_bit_for_bit(dtype, d, p):
-    dropout = random_dropout(500, 500, p, device="cuda")
+    dropout = random_dropout(500, p, device="cuda")
     backend = choose("fused", "cuda", dtype, d, dropout=p)
     for name, kept in kept_in_each_product(backend, 500, d, dropout, dtype=dtype, device="cuda").items():
         assert torch.equal(kept, dropout.mask(2) != 0), name
@@ -222,18 +225,13 @@ def test_every_product_has_the_plain_mask_bit_for_bit(dtype, d, p):
 
 def test_dropout_in_a_replayed_graph_has_the_masks_of_new_counters():
     dout, q, k, v = random_block(512, 512, n=8, g=2, d=128, dtype=torch.bfloat16, device="cuda")
-    backend, first, second = (
-        choose("fused", "cuda", torch.bfloat16, 128),
-        *(random_dropout(512, sk, 0.1, device="cuda") for sk in (512, 511)),
-    )
-    second = second._replace(key_counters=second.query_counters)
-    counters = first.query_counters.clone()
-    static = first._replace(query_counters=counters, key_counters=counters)
+    backend = choose("fused", "cuda", torch.bfloat16, 128)
+    static, second = (random_dropout(512, 0.1, seed=seed, device="cuda") for seed in (0, 1))
     run_backend(backend, dout, q, k, v, True, dropout=static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run_backend(backend, dout, q, k, v, True, dropout=static)
-    counters.copy_(second.query_counters)
+    static.counters.copy_(second.counters)
     graph.replay()
     for name, value in run_backend(backend, dout, q, k, v, True, dropout=second).items():
         assert torch.equal(captured[name], value), name

@@ -389,30 +389,26 @@ def operands(s, b, n, g):
     return (heads(s, b, n, 0), heads(s, b, g, 1), heads(s, b, g, 2), heads(s, b, n, 3))
 
 
-def compare_attention(close, backend, s, b, parts, *, p=0.0, spans=None):
+def compare_attention(close, backend, s, b, parts, *, p=0.0, document_bounds=None):
     """Run both passes; compare `parts`, (sample, tokens) of whole documents or samples, with the reference there."""
     n, g = 32, 8
     q, k, v, dout = operands(s, b, n, g)
-    options, dropout = dict(causal=True, scale=128**-0.5), None
-    if p:
-        dropout = AttentionDropout(p, words(s, b, seed=1), words(s, b, seed=2), layer=3, first_head=0)
-        options["dropout"] = dropout
-    if spans is not None:
-        options["spans"] = spans
-    out, lse, saved = backend.forward(q, k, v, **options)
-    grads = backend.backward(dout, q, k, v, out, lse, saved, **options)
+    dropout = AttentionDropout(p, words(s, b, seed=1), layer=3, first_head=0) if p else None
+    options = attention.Options(True, 128**-0.5, dropout, document_bounds)
+    out, lse, saved = backend.forward(q, k, v, options)
+    grads = backend.backward(dout, q, k, v, out, lse, saved, options)
     reference = attention.REFERENCE
     for sample, tokens in parts:
         for group in (0, g - 1):
             mine = slice(group * n // g, (group + 1) * n // g)
             cut = lambda x, some: x[sample : sample + 1, some, tokens].double()
             q1, k1, v1, dout1 = cut(q, mine), *(cut(x, slice(group, group + 1)) for x in (k, v)), cut(dout, mine)
-            rest = dict(causal=True, scale=128**-0.5)
+            part = attention.Options(True, 128**-0.5)
             if dropout is not None:
                 named = dropout._replace(first_head=mine.start)
-                rest["dropout"] = named.of(slice(sample, sample + 1), tokens, tokens)
-            out1, lse1, _ = reference.forward(q1, k1, v1, **rest)
-            exact = reference.backward(dout1, q1, k1, v1, out1, lse1, None, **rest)
+                part = part._replace(dropout=named.select(slice(sample, sample + 1), tokens))
+            out1, lse1, _ = reference.forward(q1, k1, v1, part)
+            exact = reference.backward(dout1, q1, k1, v1, out1, lse1, None, part)
             close(cut(out, mine), out1, BF16, 1e-2)  # probabilities are rounded to bf16 before a product
             close(lse[sample : sample + 1, mine, tokens].double(), lse1, FP32, 1e-4)
             for grad, some, expected in zip(grads, (mine, slice(group, group + 1), slice(group, group + 1)), exact):
@@ -437,7 +433,7 @@ def test_our_attention_within_documents_of_one_long_sample(close, p):
     spans = torch.stack([begins, (begins + length).clamp(max=s)])[:, None]
     parts = [(0, slice(i, min(i + length, s))) for i in (0, s // 2 // length * length, (s - 1) // length * length)]
     backend = attention.choose("fused", GPU, torch.bfloat16, 128, p, documents=True)
-    compare_attention(close, backend, s, 1, parts, p=p, spans=spans)
+    compare_attention(close, backend, s, 1, parts, p=p, document_bounds=spans)
 
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------

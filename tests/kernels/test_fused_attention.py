@@ -17,7 +17,7 @@ from attention_twin import (
 )
 from minitron.kernels import plain
 from minitron.kernels.attention import FUSED_SHARED_BYTES, Backend
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from triton_cpu import compile_kernel, needs_triton, run_interpreted
 
@@ -45,7 +45,7 @@ def interpreted():
         for sq, sk, causal, n, g, d, permuted in shapes if dtype == torch.float32 else shapes[:1]:
             dout, q, k, v = random_block(sq, sk, n=n, g=g, d=d, dtype=dtype, permuted=permuted)
             allowed = torch.from_numpy(allowed_pairs(sq)) if causal else torch.ones(sq, sk, dtype=torch.bool)
-            for dropout in (None, random_dropout(sq, sk, 0.3)):
+            for dropout in (None, random_dropout(sq, 0.3)) if sq == sk else (None,):
                 mask = None if dropout is None else dropout.mask(n)
                 expected = attend_with_grads(dout, q, k, v, allowed, mask)
                 actual = run_backend(backend, dout, q, k, v, causal, dropout=dropout)
@@ -54,10 +54,10 @@ def interpreted():
             if causal:
                 samples = [(0, 1, 40, 64, sq), (0, sq)] if sq == 64 else [(0, 1, 31, 32, 64, sq - 1, sq), (0, 64, sq)]
                 documents = as_documents([sorted(set(cuts)) for cuts in samples])
-                apart = torch.from_numpy(np.stack([allowed_pairs(sq, cuts) for cuts in documents.boundaries]))[:, None]
+                apart = torch.from_numpy(np.stack([allowed_pairs(sq, cuts) for cuts in documents.cu_seqlens]))[:, None]
                 for options, mask in (({}, None), ({"dropout": dropout}, dropout.mask(n))):
                     expected = attend_with_grads(dout, q, k, v, apart, mask)
-                    actual = run_backend(backend, dout, q, k, v, True, spans=documents.spans, **options)
+                    actual = run_backend(backend, dout, q, k, v, True, document_bounds=documents.spans, **options)
                     for name, value in expected.items():
                         assert_close_rel(actual[name], value, tolerance, f"{name} of documents of {sq} in {dtype}")
     keys = torch.randint(2**32, (7, 3))
@@ -68,7 +68,7 @@ def interpreted():
             )
             assert torch.equal(actual == 0, expected == 0)
             assert_close_rel(actual, expected, TOLERANCE[x.dtype])
-    dropout = random_dropout(64, 64, 0.3)
+    dropout = random_dropout(64, 0.3)
     for name, kept in kept_in_each_product(backend, 64, 64, dropout).items():
         assert torch.equal(kept, dropout.mask(2) != 0), name
 
@@ -86,15 +86,15 @@ def test_kernels_compile_and_fit_the_shared_memory_of_a_gpu_that_is_given_them(w
 
     for kernel in (getattr(fused_attention, f"_attention_{name}") for name in ("forward", "backward_q", "backward_kv")):
         for kind, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
-            m, n, warps, stages = fused_attention.tiles(kernel, dtype, width, apart=documents)
-            values = dict(CAUSAL=True, APART=documents, THRESHOLD=2**31, FACTOR=2.0)
+            m, n, warps, stages = fused_attention.tiles(kernel, dtype, width, documents=documents)
+            values = dict(CAUSAL=True, DOCUMENTS=documents, THRESHOLD=2**31, FACTOR=2.0)
             values |= dict(GROUP=2, D=width, WIDTH=width, M=m, N=n)
-            types = {"spans": "*i32", "lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
+            types = {"document_bounds": "*i32", "lse": "*fp32", "delta": "*fp32", "counters": "*i64", "scale": "fp32"}
             types |= {name: f"*{kind}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
-            types |= dict.fromkeys(("query_counters", "key_counters"), "*i64")
+            types["strides"] = ("i32",) * len({"q", "k", "v", "out", "dout"}.intersection(kernel.arg_names))
             types = dict.fromkeys(kernel.arg_names, "i32") | types
             # pointers and strides that 16 divides are loaded in pieces of 16 bytes, as they are in a step
-            aligned = lambda name, kind: kind[0] == "*" or name.endswith("_token")
+            aligned = lambda name, kind: kind[0] == "*" or name == "strides"
             for gpu, available in {89: 99 * 2**10, 90: 227 * 2**10}.items():
                 if available < FUSED_SHARED_BYTES[max(128, width)]:
                     continue

@@ -109,7 +109,7 @@ def test_no_parity_over_the_corners_of_a_rectangle():
 
 def test_attention_mask_keeps_at_its_rate_and_is_independent_over_heads_queries_keys_and_layers():
     p, keys = 0.2, arange_keys(b=2, s=96)
-    mask = AttentionDropout(p, keys, keys, 0, 0).mask(16)
+    mask = AttentionDropout(p, keys, 0, 0).mask(16)
     assert mask.shape == (2, 16, 96, 96) and mask.dtype == torch.float32
     assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
     coins = mask.ne(0).double()
@@ -119,7 +119,7 @@ def test_attention_mask_keeps_at_its_rate_and_is_independent_over_heads_queries_
         assert_uncorrelated(coins.narrow(dim, 0, length), coins.narrow(dim, 1, length), p, dim)
     query, key = torch.tril_indices(96, 96, offset=-1)
     assert_uncorrelated(coins[..., query, key], coins[..., key, query], p, "query and key exchanged")
-    assert_uncorrelated(coins, AttentionDropout(p, keys, keys, 1, 0).mask(16).ne(0), p, "layer")
+    assert_uncorrelated(coins, AttentionDropout(p, keys, 1, 0).mask(16).ne(0), p, "layer")
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------
@@ -143,13 +143,12 @@ def test_a_rank_with_some_samples_and_positions_has_its_slice_of_the_mask(data):
 
 def test_a_tensor_parallel_rank_has_its_heads_of_the_attention_mask():
     keys = arange_keys(b=3, s=16)
-    parts = [AttentionDropout(0.3, keys, keys, 5, first).mask(2) for first in (0, 2, 4)]
-    whole = AttentionDropout(0.3, keys, keys, 5, 0).mask(6)
+    parts = [AttentionDropout(0.3, keys, 5, first).mask(2) for first in (0, 2, 4)]
+    whole = AttentionDropout(0.3, keys, 5, 0).mask(6)
     assert torch.equal(torch.cat(parts, 1), whole)
-    block = slice(1, 3), slice(4, 9), slice(2, 12)  # samples, queries, keys
-    assert torch.equal(
-        AttentionDropout(0.3, keys, keys, 5, 0).of(*block).mask(6), whole[block[0], :, block[1], block[2]]
-    )
+    samples, positions = slice(1, 3), slice(4, 9)
+    selected = AttentionDropout(0.3, keys, 5, 0).select(samples, positions)
+    assert torch.equal(selected.mask(6), whole[samples, :, positions, positions])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -163,8 +162,7 @@ def test_cuda_gives_the_masks_of_the_cpu():
                 dropout(torch.ones(64, 4, 96), 0.3, arange_keys(), layer, 1),
             )
     assert torch.equal(
-        AttentionDropout(0.3, keys, keys, 3, 2).mask(4).cpu(),
-        AttentionDropout(0.3, arange_keys(), arange_keys(), 3, 2).mask(4),
+        AttentionDropout(0.3, keys, 3, 2).mask(4).cpu(), AttentionDropout(0.3, arange_keys(), 3, 2).mask(4)
     )
 
 
@@ -226,4 +224,4 @@ def test_a_probability_outside_of_the_range_is_refused(p):
     with pytest.raises(ValueError, match=r"dropout probability .* is not in \[0, 1\); use 0 for no dropout"):
         dropout(torch.randn(64, 4, 32), p, arange_keys(), 0, 0)
     with pytest.raises(ValueError, match=r"is not in \[0, 1\)"):
-        AttentionDropout(p, arange_keys(), arange_keys(), 0, 0).mask(1)
+        AttentionDropout(p, arange_keys(), 0, 0).mask(1)

@@ -23,7 +23,7 @@ from minitron.kernels.rng import AttentionDropout, dropout, token_keys
 from minitron.model.gpt import GPT, Attention, whole_model
 from minitron.model.init import initialise
 from minitron.parallel.layout import make_layout
-from minitron.parallel.packed import as_documents
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 from test_invariance import assert_equals_one_process, axes
 
@@ -117,7 +117,7 @@ def test_dropout_is_where_transformers_has_it_with_a_mask_of_its_own_each(monkey
         block.attn.resid_dropout, block.mlp.dropout = Masked(0.3, keys, i, 1), Masked(0.3, keys, i, 2)
     layers, heads = itertools.count(), cfg.model.num_heads
     with torch.no_grad(), monkeypatch.context() as patch:  # of the probabilities, the one that is no module
-        patch.setattr(F, "dropout", lambda x, **_: x * AttentionDropout(0.2, keys, keys, next(layers), 0).mask(heads))
+        patch.setattr(F, "dropout", lambda x, **_: x * AttentionDropout(0.2, keys, next(layers), 0).mask(heads))
         expected = twin(batch.tokens.T).last_hidden_state @ twin.wte.weight.T
         assert_close_rel(model.logits(batch), expected.transpose(0, 1), TOLERANCE, "logits")
     assert next(layers) == cfg.model.num_layers

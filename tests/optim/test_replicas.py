@@ -23,7 +23,6 @@ from minitron.model.layers import split_heads
 from minitron.optim import replicas
 from minitron.optim.replicas import ReplicasDiffer, checksum
 from minitron.optim.slices import ProcessGroupSlices
-from minitron.parallel import context
 from minitron.planner.dryrun.dryrun import Recorder, recorded
 from minitron.runtime.log import Log
 from minitron.train import build, train
@@ -59,18 +58,7 @@ class NormedHeads(gpt.Attention):
             torch.nn.functional.rms_norm(x, x.shape[-1:]) * with_main_grad(w)
             for x, w in ((q, self.q_norm), (k, self.k_norm))
         )
-        y = context.attention(
-            q,
-            k,
-            v,
-            axis=self.cp,
-            style=self.style,
-            backend=self.backend,
-            documents=mb.documents,
-            dropout=None,
-            ops=self.ops,
-        )
-        return self.out(y.flatten(2), keys=mb.keys)
+        return self.out(self.attend(q, k, v, mb.documents).flatten(2), keys=mb.keys)
 
 
 def late_gather(slices, buffer):

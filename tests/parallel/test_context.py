@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from attention_twin import allowed_pairs, attend_with_grads
 from minitron.comm.mesh import Axis, Mesh
-from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend
+from minitron.kernels.attention import FLASH_CPU, REFERENCE, Backend, Options
 from minitron.kernels.rng import AttentionDropout
-from minitron.parallel.context import attention, gathered_tiles, local_positions, ring_tiles
-from minitron.parallel.packed import as_documents
+from minitron.parallel.context import ContextAttention
+from minitron.parallel.tiles import as_documents, gathered_tiles, local_positions, ring_tiles
 from minitron.testing import assert_close_rel
 
 SEQ_LEN, BATCH, HEAD_DIM = 48, 2, 8
@@ -53,7 +53,7 @@ class Case:
 def lonely_document():
     """1 at document 1 of sample 0, 0 elsewhere: [s, b, 1, 1]"""
     mask = torch.zeros(SEQ_LEN, BATCH, 1, 1)
-    _, begin, end, *_ = DOCUMENTS.boundaries[0]
+    _, begin, end, *_ = DOCUMENTS.cu_seqlens[0]
     mask[begin:end, 0] = 1
     return mask
 
@@ -68,15 +68,8 @@ def run_local(cases):
         # views into one tensor, as a fused projection gives them: none of them is contiguous
         qkv = torch.cat([q, k, v], 2).requires_grad_()
         q, k, v = qkv.split([q.shape[2], k.shape[2], v.shape[2]], 2)
-        out = attention(
-            q,
-            k,
-            v,
-            axis=axis,
-            style=case.style,
-            backend=BACKENDS[case.backend],
-            documents=DOCUMENTS if case.documents else None,
-        )
+        attend = ContextAttention(axis, case.style, BACKENDS[case.backend])
+        out = attend(q, k, v, DOCUMENTS if case.documents else None)
         results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
     return results
 
@@ -92,7 +85,7 @@ def assemble(parts, style):
 
 
 def allowed(documents):
-    boundaries = [None] * BATCH if documents is None else documents.boundaries
+    boundaries = [None] * BATCH if documents is None else documents.cu_seqlens
     return torch.from_numpy(np.stack([allowed_pairs(SEQ_LEN, b) for b in boundaries])).unsqueeze(1)
 
 
@@ -133,13 +126,13 @@ def test_bf16_is_as_exact_as_one_kernel_call(ranks, world):
             assert error <= 1.5 * error_of_one, f"{case}: {name} is off by {error:.1e}, one call by {error_of_one:.1e}"
 
 
-def exact_forward(q, k, v, **options):
+def exact_forward(q, k, v, options):
     """What one kernel call would be that rounds nothing: float32 results of bf16 inputs."""
-    return REFERENCE.forward(q.float(), k.float(), v.float(), **options)
+    return REFERENCE.forward(q.float(), k.float(), v.float(), options)
 
 
-def exact_backward(dout, q, k, v, out, lse, saved, **options):
-    return REFERENCE.backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, saved, **options)
+def exact_backward(dout, q, k, v, out, lse, saved, options):
+    return REFERENCE.backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, saved, options)
 
 
 BACKENDS["exact"] = Backend("exact", exact_forward, exact_backward)
@@ -195,15 +188,13 @@ def test_no_gradient_leaks_into_another_document(ranks, world):
 def test_dropout_mask_on_one_rank():
     dout, q, k, v = Case("ring", 4, 2, True).inputs()
     counters = torch.randint(2**32, (SEQ_LEN, BATCH))
-    dropout = AttentionDropout(0.4, counters, counters, 0, 0)
+    dropout = AttentionDropout(0.4, counters, 0, 0)
     for documents in (None, DOCUMENTS):
         expected = attend_with_grads(
             *(x.permute(1, 2, 0, 3) for x in (dout, q, k, v)), allowed(documents), dropout.mask(4)
         )
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attention(
-            *inputs, axis=Axis.single(), style="ring", backend=REFERENCE, documents=documents, dropout=dropout
-        )
+        out = ContextAttention(Axis.single(), "ring", REFERENCE)(*inputs, documents, dropout)
         actual = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, inputs, dout))))
         for name, value in actual.items():
             assert_close_rel(value.permute(1, 2, 0, 3), expected[name], 1e-5, name)
@@ -213,15 +204,15 @@ def test_dropout_mask_on_one_rank():
 def test_one_rank_without_documents_is_one_call_on_views(style):
     calls = []
 
-    def forward(q, k, v, **options):
+    def forward(q, k, v, options):
         calls.append((q, k, v, options))
-        return FLASH_CPU.forward(q, k, v, **options)
+        return FLASH_CPU.forward(q, k, v, options)
 
     inputs = Case(style, 4, 2, False).inputs()[1:]
-    out = attention(*inputs, axis=Axis.single(), style=style, backend=Backend("spy", forward, FLASH_CPU.backward))
+    out = ContextAttention(Axis.single(), style, Backend("spy", forward, FLASH_CPU.backward))(*inputs, None)
     [(*seen, options)] = calls
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in inputs]
-    assert options == dict(causal=True, scale=HEAD_DIM**-0.5)
+    assert options == Options(causal=True, scale=HEAD_DIM**-0.5)
     assert out.is_contiguous()  # so the [s, b, n d] that the output projection wants is a view
 
 
@@ -237,7 +228,7 @@ def layouts(draw):
         return seq_len, size, None
     inner = st.sets(st.integers(1, seq_len - 1))
     boundaries = [np.array([0, *sorted(draw(inner)), seq_len]) for _ in range(draw(st.integers(1, 2)))]
-    return seq_len, size, as_documents(boundaries).boundaries
+    return seq_len, size, as_documents(boundaries).cu_seqlens
 
 
 def count_pairs(counts, tiles, queries, keys):
@@ -304,8 +295,9 @@ def test_positions_are_a_partition(style):
 def test_one_rank_takes_a_sequence_of_any_length():
     assert local_positions(7, 1, 0, "ring").tolist() == list(range(7))
     q = torch.randn(7, 1, 2, HEAD_DIM)
-    out = attention(q, q, q, axis=Axis.single(), style="ring", backend=FLASH_CPU, documents=as_documents([[0, 3, 7]]))
-    alone = attention(q[3:], q[3:], q[3:], axis=Axis.single(), style="ring", backend=FLASH_CPU)
+    attend = ContextAttention(Axis.single(), "ring", FLASH_CPU)
+    out = attend(q, q, q, as_documents([[0, 3, 7]]))
+    alone = attend(q[3:], q[3:], q[3:], None)
     assert torch.equal(out[3:], alone)
 
 
@@ -319,41 +311,16 @@ def test_positions_that_do_not_exist(args, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "seq_len, size, heads, style, documents, message",
-    [
-        (8, 1, (4, 4), "spiral", None, "spiral"),
-        (8, 1, (4, 3), "ring", None, "3 key heads for 4 query heads"),
-        (8, 2, (6, 3), "ulysses", None, "ulysses: 8 positions, 3 key heads, 2 ranks"),
-        (7, 2, (4, 4), "ring", None, "ring: 7 positions"),
-        (8, 1, (4, 4), "ring", [[0, 8]], "documents of (1, 8) tokens"),
-        (8, 2, (4, 4), "ring", [[0, 8], [0, 8]], "documents of (2, 8) tokens"),
-    ],
-)
-def test_calls_that_rules_and_loader_exclude(seq_len, size, heads, style, documents, message):
-    q, k = (torch.zeros(seq_len, 2, n, HEAD_DIM) for n in heads)
-    with pytest.raises(AssertionError) as error:
-        attention(
-            q,
-            k,
-            k,
-            axis=Axis("cp", 0, size, tuple(range(size))),
-            style=style,
-            backend=FLASH_CPU,
-            documents=documents and as_documents(documents),
-        )
-    assert message in str(error.value)
+@pytest.mark.parametrize("size, samples", [(1, [[0, 8]]), (2, [[0, 8], [0, 8]])])
+def test_documents_cover_every_token_of_the_batch(size, samples):
+    q, axis = torch.zeros(8, 2, 4, HEAD_DIM), Axis("cp", 0, size, tuple(range(size)))
+    with pytest.raises(AssertionError, match="documents"):
+        ContextAttention(axis, "ring", FLASH_CPU)(q, q, q, as_documents(samples))
 
 
-def test_dropout_across_ranks_is_excluded():
-    q = torch.zeros(8, 1, 4, HEAD_DIM)
-    with pytest.raises(AssertionError, match="attention dropout across ranks"):
-        attention(
-            q,
-            q,
-            q,
-            axis=Axis("cp", 0, 2, (0, 1)),
-            style="ring",
-            backend=REFERENCE,
-            dropout=AttentionDropout(0.1, *torch.zeros(2, 8, 1, dtype=torch.int64), 0, 0),
-        )
+@pytest.mark.parametrize("size, backend", [(2, REFERENCE), (1, FLASH_CPU)])
+def test_dropout_needs_one_rank_and_a_kernel_that_has_it(size, backend):
+    q, axis = torch.zeros(8, 1, 4, HEAD_DIM), Axis("cp", 0, size, tuple(range(size)))
+    dropout = AttentionDropout(0.1, torch.zeros(8, 1, dtype=torch.int64), 0, 0)
+    with pytest.raises(AssertionError, match="dropout"):
+        ContextAttention(axis, "ring", backend)(q, q, q, None, dropout)

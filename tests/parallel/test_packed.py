@@ -6,15 +6,15 @@ import torch
 from attention_twin import PACKS, allowed_pairs, attend_with_grads, random_block, random_dropout, run_backend
 from minitron.comm.mesh import Axis
 from minitron.kernels.attention import FLASH_CPU, REFERENCE
-from minitron.parallel.context import attention
-from minitron.parallel.packed import as_documents
+from minitron.parallel.context import ContextAttention
+from minitron.parallel.tiles import as_documents
 from minitron.testing import assert_close_rel
 
 SAMPLES = [((0, 3, 8, 16),), ((0, 16), (0, 1, 16), (0, 7, 8, 16))]
 
 
 def attend(tensors, dout, backend, documents):
-    y = attention(*tensors, axis=Axis.single(), style="ring", backend=backend, documents=documents)
+    y = ContextAttention(Axis.single(), "ring", backend)(*tensors, documents)
     return [y, *torch.autograd.grad(y, tensors, dout)]
 
 
@@ -32,16 +32,16 @@ def test_the_plain_kernel_masks_documents(p):
     samples = ((0, 5, 6, 20), (0, 1, 19, 20))
     dout, q, k, v = random_block(20, 20)
     allowed = torch.stack([torch.from_numpy(allowed_pairs(20, sample)) for sample in samples])[:, None]
-    dropout = random_dropout(20, 20, p) if p else None
+    dropout = random_dropout(20, p) if p else None
     expected = attend_with_grads(dout, q, k, v, allowed, None if dropout is None else dropout.mask(q.shape[1]))
-    options = {"spans": as_documents(samples).spans} | ({} if dropout is None else {"dropout": dropout})
+    options = dict(document_bounds=as_documents(samples).spans, dropout=dropout)
     for name, value in run_backend(REFERENCE, dout, q, k, v, True, **options).items():
         assert_close_rel(value, expected[name], 1e-5, name)
 
 
 def test_every_token_knows_its_document():
     documents = as_documents([[0, 3, 8], (0, 8)])
-    assert documents.boundaries == ((0, 3, 8), (0, 8)) and documents.spans.dtype == torch.int32
+    assert documents.cu_seqlens == ((0, 3, 8), (0, 8)) and documents.spans.dtype == torch.int32
     assert documents.spans[0].tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [0] * 8]
     assert documents.spans[1].tolist() == [[3, 3, 3, 8, 8, 8, 8, 8], [8] * 8]
 

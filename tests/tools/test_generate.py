@@ -27,7 +27,7 @@ def test_a_cached_step_equals_a_full_forward(base):
     cfg = config(base)
     model = whole_model(cfg, Mesh.offline()).eval()
     initialise([model], seed=3)
-    backends = [block.attention.backend for block in model.blocks.values()]
+    originals = [block.attention.attend for block in model.blocks.values()]
     tokens = list(PROMPT)
     with generate.cached(model):
         cached = [generate.next_logits(model, tokens, 0)]
@@ -41,7 +41,7 @@ def test_a_cached_step_equals_a_full_forward(base):
     assert list(greedy) == tokens[len(PROMPT) :]
     stopped = generate.generate(model, PROMPT, 20, {tokens[8]}, GREEDY)
     assert PROMPT + list(stopped) == tokens[: tokens.index(tokens[8], len(PROMPT))]
-    assert all(block.attention.backend is backend for block, backend in zip(model.blocks.values(), backends))
+    assert all(block.attention.attend is original for block, original in zip(model.blocks.values(), originals))
 
 
 def test_padding_is_never_drawn():
