@@ -34,7 +34,8 @@ from minitron.pipeline.schedule import (
 )
 from minitron.planner import style
 from minitron.planner.check import check
-from minitron.planner.simulate import Event, Timeline, simulate
+from minitron.planner.simulate import Timeline, simulate
+from minitron.planner.walk import Event
 
 WIDE = 200  # columns; most terminals wrap such a text beyond recognition
 MAX_COLUMNS = 10_000  # of text; nobody reads more, and a thousandfold spread of durations would fill the memory
@@ -58,8 +59,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the drawing there as SVG")
     args = parser.parse_args(argv)
     schedule = make(args.pp, args.vp, args.microbatches, args.schedule)
-    check(schedule)
-    timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight)
+    timeline = simulate(schedule, args.forward, args.backward, args.transfer, args.weight, check(schedule))
     text = draw_text(timeline)
     if args.svg is not None:
         try:

@@ -25,7 +25,8 @@ from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planner.check import check
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.simulate import Meetings, Timeline, meetings, simulate
+from minitron.planner.simulate import Timeline, simulate
+from minitron.planner.walk import Meetings
 from minitron.planner.work import Parts, Work, document_tokens, total
 
 STATE_BYTES = 26  # that the update reads and writes per element: master, moments, parameter; and the gradient twice
@@ -115,10 +116,9 @@ def made_eager(cfg: Config) -> Config:
 
 @lru_cache(32)
 def checked_schedule(pp: int, vp: int, num_microbatches: int, kind: Kind) -> tuple[Schedule, Meetings]:
-    """Make the schedule that the run will have, prove it, and find which Exchanges meet, once."""
+    """Make and prove the schedule that the run will have, once; and return which Exchanges meet."""
     schedule = make(pp, vp, num_microbatches, kind)
-    check(schedule)
-    return schedule, meetings(schedule)
+    return schedule, check(schedule)
 
 
 class Step:
