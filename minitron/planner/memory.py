@@ -38,12 +38,13 @@ be the peak.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from minitron.config import sizes
 from minitron.config.schema import Config
 from minitron.config.sizes import COLUMN_PARALLEL, ITEM, PERSISTENT, StateBytes
-from minitron.pipeline.schedule import BackwardInput, BackwardWeight, Forward, operations
+from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward, Operation, operations
 
 WORKSPACE_BYTES = 32 << 20  # of cuBLAS on Hopper, as torch takes it
 RECEIVED = 6  # tensors between stages that wait, at both ends of a rank
@@ -71,7 +72,7 @@ class Memory(StateBytes):
 
     def of(self, rank: int) -> Counter:
         """Count the bytes of a pipeline rank by part."""
-        return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._walk(rank), self._messages(rank)))))
+        return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._at_peak(rank), self._messages(rank)))))
 
     def graph(self, rank: int) -> int:
         """Estimate the bytes that a pipeline rank needs beside these where its steps are recorded."""
@@ -157,22 +158,25 @@ class Memory(StateBytes):
             held += 2 * (self.shards - 1) * min(sizes.PIECE_BYTES, shared // self.shards)
         return held
 
-    def _walk(self, rank: int) -> tuple[int, int]:
+    def _at_peak(self, rank: int) -> tuple[int, int]:
         """Return the bytes (saved, worked with) at the peak of the rank's operations."""
-        p = self.cfg.parallel
-        working, saved = ([of(stage) for stage in self.stages(rank)] for of in (self._working, self.saved))
-        live, peak, some = 0, (0, 0), self.microbatches
+        p, peak, some = self.cfg.parallel, (0, 0), self.microbatches
+        working = [self._working(stage) for stage in self.stages(rank)]
         if some % p.pp == 0:
             some = min(some, 2 * p.pp)  # the peak is in the first two groups: all later ones repeat them
-        left = [self.put_off(stage) for stage in self.stages(rank)]
-        for op in _operations(p.pp, p.vp, some, rank, p.schedule):
+        for op, before, after in self.activations(rank, _operations(p.pp, p.vp, some, rank, p.schedule)):
             if type(op) is Forward:
-                live += saved[op.chunk]
-                peak = max(peak, (live, 0), key=sum)
-            elif type(op) is BackwardWeight:
-                live -= left[op.chunk]
-            else:
-                more = left[op.chunk] if type(op) is BackwardInput else 0
-                peak = max(peak, (live + max(0, more - saved[op.chunk]), working[op.chunk]), key=sum)
-                live += more - saved[op.chunk]
+                peak = max(peak, (after, 0), key=sum)
+            elif type(op) is not BackwardWeight:
+                peak = max(peak, (max(before, after), working[op.chunk]), key=sum)
         return peak
+
+    def activations(self, rank: int, order: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:
+        """Yield each of a rank's operations with the bytes that backwards still need before and after it."""
+        saved, put_off = ([of(stage) for stage in self.stages(rank)] for of in (self.saved, self.put_off))
+        live = 0
+        for op in order:
+            kept, left = saved[op.chunk], put_off[op.chunk]
+            before, change = live, {Forward: kept, Backward: -kept, BackwardInput: left - kept, BackwardWeight: -left}
+            live += change[type(op)]
+            yield op, before, live

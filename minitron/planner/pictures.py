@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
-from minitron.pipeline.schedule import Backward, BackwardInput, BackwardWeight, Forward
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import read_machines
@@ -98,16 +97,11 @@ def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
     """
     sizes = Step(job.cfg, job.world, job.machine).memory
     parts = sizes.of(rank)
-    live = lasting = parts.total() - parts["activations"] - parts["working"]
-    pp, curve = job.cfg.parallel.pp, [(0.0, lasting / 2**30)]
-    for event in job.timeline.events:
-        if event.rank == rank:
-            stage, kind = event.action.chunk * pp + event.rank, type(event.action)
-            saved, put_off = sizes.saved(stage), sizes.put_off(stage)
-            change = {Forward: saved, Backward: -saved, BackwardInput: put_off - saved, BackwardWeight: -put_off}[kind]
-            curve.append((event.start, live / 2**30))
-            live += change
-            curve.append((event.end, live / 2**30))
+    lasting = parts.total() - parts["activations"] - parts["working"]
+    events, curve = [event for event in job.timeline.events if event.rank == rank], [(0.0, lasting / 2**30)]
+    actions = (event.action for event in events)
+    for event, (_, before, after) in zip(events, sizes.activations(rank, actions)):
+        curve += [(event.start, (lasting + before) / 2**30), (event.end, (lasting + after) / 2**30)]
     return curve
 
 
