@@ -35,9 +35,9 @@ from minitron.interop.tokenizers import load_tokenizer
 from minitron.planner.command import DEVICES, chosen
 from minitron.planner.command import layout as described
 from minitron.planner.failures import state_bytes
+from minitron.planner.fit import nearest_fit
 from minitron.planner.machine import Machine
-from minitron.planner.plan import plan, room_gib
-from minitron.planner.remedy import remedy
+from minitron.planner.plan import available_gib, plan
 
 
 class Unseen(ValueError):
@@ -126,8 +126,8 @@ def memory(job: Job) -> str:
     except ValueError as error:
         raise Unseen(f"not planned: {error}") from None
     if not planned.fits:
-        raise ValueError(remedy(planned, job.cfg))
-    gpu, room = job.machine.device.gpu, room_gib(job.machine)
+        raise ValueError(nearest_fit(planned, job.cfg))
+    gpu, room = job.machine.device.gpu, available_gib(job.machine)
     step = f"a step takes about {planned.step_seconds:.2f} s"
     return f"{planned.memory_gib:.1f} of the {room:.1f} GiB that {gpu} leaves, as planned; {step}"
 

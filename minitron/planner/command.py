@@ -24,21 +24,19 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 
 from minitron.config import cli, rules
 from minitron.config.command import Parser
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
-from minitron.planner.lighter import lighter
+from minitron.planner.fit import changes, memory_options, nearest_fit, written
 from minitron.planner.machine import SOFTWARE, Machine, read_machines
 from minitron.planner.pictures import MEANINGS
-from minitron.planner.plan import Plan, plan, room_gib
+from minitron.planner.plan import Plan, available_gib, plan
 from minitron.planner.published import DEVICES
-from minitron.planner.remedy import changes, remedy, written
 from minitron.planner.search import Found, search
 from minitron.planner.work import HIDDEN
 
@@ -57,7 +55,7 @@ def main(argv: list[str]) -> None:
     if o.search:
         found = search(cfg, o.world, machine, o.count)
         if not found.best:
-            raise ValueError(remedy(job, given))
+            raise ValueError(nearest_fit(job, given))
         print(json.dumps(search_record(found, job, given, o.tokens)) if o.json else ranking(found, job, given))
         return
     print(json.dumps(record(job, o.tokens) | life_record(job, o)) if o.json else table(job, o))
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> None:
         for path in pictures.draw(job, o.draw, o.tokens, lambda other: goodput(other, o)):
             print(path, file=sys.stderr)
     if not job.fits:
-        raise ValueError(remedy(job, given))
+        raise ValueError(nearest_fit(job, given))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -145,7 +143,7 @@ def record(job: Plan, tokens: float) -> dict:
         "memory_gib": job.memory_gib,
         "graph_gib": job.graph_gib,
         "stays_eager": job.stays_eager,
-        "room_gib": room_gib(job.machine),
+        "room_gib": available_gib(job.machine),
         "fits": job.fits,
         "tokens_per_second": job.tokens_per_second,
         **cost.cost(job, tokens)._asdict(),
@@ -191,7 +189,7 @@ def table(job: Plan, o: argparse.Namespace) -> str:
     lines = [
         f"{job.world} x {job.machine.device.gpu}: {layout(job.cfg, job.world)}",
         "",
-        f"memory {job.memory_gib:8.2f} GiB of {room_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
+        f"memory {job.memory_gib:8.2f} GiB of {available_gib(job.machine):.1f} on pipeline rank {job.fullest}: "
         f"{'fits' if job.fits else 'does not fit'}",
     ]
     lines += [
@@ -232,7 +230,7 @@ def host_remedy(job: Plan) -> str:
 
 def memory_keys(job: Plan) -> list[str]:
     """What each key that makes a job lighter would save and cost, in the order of what a step then takes."""
-    found = lighter(job)
+    found = memory_options(job)
     lines = [f"{'GiB':>8} {'saved':>7} {'step s':>9} {'cost':>8}   with"] if found else ["no key makes it lighter"]
     for keys, other in found:
         slower = f"{100 * (other.step_seconds / job.step_seconds - 1):+.1f} %"
@@ -323,8 +321,8 @@ def searchable(cfg: Config, world: int, *, quiet: bool = False) -> Config:
     try:
         rules.check(cfg, world)
     except ValueError as error:
-        plainest = replace(cfg.parallel, tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
-        cfg = replace(cfg, parallel=plainest, train=replace(cfg.train, micro_batch_size=1))
+        plainest = dict(tp=1, pp=1, vp=1, cp=1, schedule="1f1b", layers_per_stage=None)
+        cfg = changed(cfg, parallel=plainest, train=dict(micro_batch_size=1))
         try:
             rules.check(cfg, world)
         except ValueError:

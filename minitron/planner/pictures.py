@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitron.config import rules
+from minitron.config.schema import changed
 from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import read_machines
-from minitron.planner.plan import Plan, Step, plan, room_gib
+from minitron.planner.plan import Plan, Step, available_gib, plan
 from minitron.planner.published import DEVICES, configuration, published_steps
 from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
@@ -110,7 +111,7 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
     plans, world = [], job.world
     while world <= max(MOST_GPUS, job.world):
         batch = job.cfg.train.global_batch_size * (world // job.world if in_proportion else 1)
-        cfg = replace(job.cfg, train=replace(job.cfg.train, global_batch_size=batch))
+        cfg = changed(job.cfg, train=dict(global_batch_size=batch))
         try:
             rules.check(cfg, world)
         except ValueError:  # the batch has no sample for every rank
@@ -156,7 +157,7 @@ def memory(job: Plan):
     if any(graphs):
         hatched = {"color": "white", "edgecolor": style.FAINT, "hatch": "//////", "lw": 0.5}
         bars.barh(names, graphs, 0.75, left, label="CUDA graphs, if there is room", **hatched)
-    room, full = room_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
+    room, full = available_gib(job.machine), [total + graph for total, graph in zip(left, graphs)]
     bars.axvline(room, color=RED, ls="--", label=f"room: {room:.1f} GiB")
     for rank, (total, end) in enumerate(zip(left, full)):
         at = room if 0.93 * room < end < room else end  # the number would lie on the line

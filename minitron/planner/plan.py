@@ -15,11 +15,11 @@ GPT-3 175B on 128 GPUs: 64 microbatches through 96 stages, of which a rank of 8 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from minitron.config import flops
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import ITEM, bucket_limit
 from minitron.pipeline.schedule import Forward, Kind, Schedule, make
 from minitron.planner.check import check
@@ -83,10 +83,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory_gib <= room_gib(self.machine)
+        return self.memory_gib <= available_gib(self.machine)
 
 
-def room_gib(machine: Machine) -> float:
+def available_gib(machine: Machine) -> float:
     return machine.device.memory_gib - machine.device.reserved_gib
 
 
@@ -96,22 +96,17 @@ def plan(cfg: Config, world: int, machine: Machine) -> Plan:
     fullest, memory = step.memory.peak()
     stays_eager = no_room_for_graphs(step.memory, machine)
     if stays_eager:
-        step = Step(made_eager(cfg), world, machine)
+        step = Step(changed(cfg, train=dict(cuda_graph="off")), world, machine)
     timeline = step.timeline(step.transfer_seconds)
     return Plan(cfg, world, machine, step.seconds(timeline), memory, fullest, stays_eager, timeline)
 
 
 def no_room_for_graphs(memory: Memory, machine: Machine) -> bool:
     """Tell whether a job fits, but one of its ranks not with its CUDA graphs: then the steps of all ranks are eager."""
-    room = room_gib(machine) * 2**30
+    room = available_gib(machine) * 2**30
     ranks = [(memory.of(rank).total(), memory.graph(rank)) for rank in range(memory.cfg.parallel.pp)]
     fits = max(peak for peak, _ in ranks) <= room
     return fits and not machine.software.eager and max(peak + graph for peak, graph in ranks) > room
-
-
-def made_eager(cfg: Config) -> Config:
-    """Return the configuration with train.cuda_graph=off."""
-    return replace(cfg, train=replace(cfg.train, cuda_graph="off"))
 
 
 @lru_cache(32)

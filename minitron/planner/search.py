@@ -31,11 +31,11 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from minitron.config import rules
-from minitron.config.schema import Config
+from minitron.config.schema import Config, changed
 from minitron.config.sizes import fp8_layers, stage_layers
 from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
-from minitron.planner.plan import Plan, Step, made_eager, no_room_for_graphs, plan, room_gib
+from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
 from minitron.planner.simulate import Timeline
 from minitron.planner.work import Work, total
 
@@ -110,7 +110,7 @@ class Family:
         self.costs = lru_cache(None)(self._costs)
 
     def _costs(self, recompute: str) -> Costs:
-        work = Work(replace(self.cfg, train=replace(self.cfg.train, recompute=recompute)), self.machine)
+        work = Work(changed(self.cfg, train=dict(recompute=recompute)), self.machine)
         m, apart = self.cfg.model, {False, work.split}
         in_fp8 = fp8_layers(self.cfg.precision, m.num_layers)
         kinds = {layer in in_fp8 for layer in range(m.num_layers)}
@@ -163,8 +163,7 @@ class Family:
             if self.world % (ranks * pp) == 0:
                 for vp in (1,) if split or pp == 1 else _interleaved(m.num_layers, pp):
                     for counts in divisions(m.num_layers, pp, vp, *ends):
-                        parallel = replace(given, pp=pp, vp=vp, layers_per_stage=counts)
-                        yield replace(self.cfg, parallel=parallel)
+                        yield changed(self.cfg, parallel=dict(pp=pp, vp=vp, layers_per_stage=counts))
 
 
 @lru_cache(8192)
@@ -226,23 +225,15 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
                 idle = cp == 1 and style != p.cp_style or tp == 1 and split != p.sequence_parallel
                 if idle or kind == "zb-h1" and (m.num_layers == 1 or world == tp * cp):
                     continue
-                parallel = replace(
-                    p,
-                    tp=tp,
-                    cp=cp,
-                    pp=1,
-                    vp=1,
-                    layers_per_stage=None,
-                    cp_style=style,
-                    sequence_parallel=split,
-                    schedule=kind,
-                )
-                yield replace(cfg, parallel=parallel, train=replace(cfg.train, micro_batch_size=size, recompute="none"))
+                parallel = dict(tp=tp, cp=cp, cp_style=style, sequence_parallel=split, schedule=kind)
+                stages = dict(pp=1, vp=1, layers_per_stage=None)
+                train = dict(micro_batch_size=size, recompute="none")
+                yield changed(cfg, parallel=parallel | stages, train=train)
 
 
 def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
     """List all layouts that a search may look at, the given one first, as if none had to recompute anything."""
-    given = replace(cfg, train=replace(cfg.train, recompute="none"))
+    given = _whole(cfg)
     yield given
     for family in families(cfg, world, machine):
         yield from (member for member in Family(family, world, machine).pipelines() if member != listed(given))
@@ -252,7 +243,7 @@ def listed(cfg: Config) -> Config:
     """The configuration as `Family.pipelines` lists it: None for stages that are the default's."""
     p = cfg.parallel
     default = tuple(map(len, stage_layers(cfg.model.num_layers, p.pp, p.vp)))
-    return replace(cfg, parallel=replace(p, layers_per_stage=None)) if p.layers_per_stage == default else cfg
+    return changed(cfg, parallel=dict(layers_per_stage=None)) if p.layers_per_stage == default else cfg
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -261,7 +252,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _whole(cfg: Config) -> Config:
     """Return the layout without its recomputation."""
-    return replace(cfg, train=replace(cfg.train, recompute="none"))
+    return changed(cfg, train=dict(recompute="none"))
 
 
 class Quick(Step):
@@ -286,7 +277,7 @@ class _Search:
     """The state of a search: what is to be looked at, lowest bound first, and what was found."""
 
     def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
-        self.cfg = replace(cfg, train=replace(cfg.train, recompute="none"))
+        self.cfg = _whole(cfg)
         self.given = listed(self.cfg)
         self.world, self.machine, self.count, self.smaller = world, machine, count, smaller
         self.heap: list[Candidate] = []
@@ -369,7 +360,7 @@ class _Search:
             if member == self.given:  # looked at already
                 continue
             if p.pp not in broken:
-                broken[p.pp] = self.broken(replace(member, parallel=replace(p, vp=1, layers_per_stage=None)))
+                broken[p.pp] = self.broken(changed(member, parallel=dict(vp=1, layers_per_stage=None)))
                 key = p.pp, p.tp, p.cp, p.sequence_parallel, p.schedule, member.train.micro_batch_size
                 if not broken[p.pp]:
                     alike = key, family.at_least()
@@ -391,7 +382,7 @@ class _Search:
         """Look closer at a layout: at its memory, then at the whole plan."""
         if candidate.gib is not None:
             if self.useful(candidate):
-                cfg = made_eager(candidate.cfg) if candidate.stays_eager else candidate.cfg
+                cfg = changed(candidate.cfg, train=dict(cuda_graph="off")) if candidate.stays_eager else candidate.cfg
                 step = Quick(cfg, self.world, self.machine)
                 candidate.seconds = total(step.seconds(step.timeline(step.transfer_seconds)))
                 for some in (self.timed,) if candidate.extra else (self.timed, self.fastest):
@@ -407,8 +398,7 @@ class _Search:
         t = candidate.cfg.train
         too_much, eager = reason == TOO_MUCH, candidate.stays_eager
         if t.recompute != RECOMPUTE[-1] and (too_much or eager or reason in ("", TOO_SLOW) and self.smaller):
-            t = replace(t, recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1])
-            cfg = replace(candidate.cfg, train=t)
+            cfg = changed(candidate.cfg, train=dict(recompute=RECOMPUTE[RECOMPUTE.index(t.recompute) + 1]))
             more = Candidate(candidate.family.member_at_least(cfg), cfg, candidate.family)
             more.makes_room = eager or candidate.makes_room
             more.extra = candidate.extra or not (too_much or eager)
@@ -436,7 +426,7 @@ class _Search:
             (lambda: memory.peak()[1].total(), TOO_MUCH),
         ):
             candidate.gib = measure() / 2**30
-            if candidate.gib > room_gib(self.machine):
+            if candidate.gib > available_gib(self.machine):
                 candidate.gib = None
                 return reason
             if not self.useful(candidate):

@@ -19,12 +19,11 @@ from minitron.planner import command as tool
 from minitron.planner import cost, pictures
 from minitron.planner.draw import draw_svg
 from minitron.planner.failures import predict
-from minitron.planner.lighter import lighter
+from minitron.planner.fit import memory_options, written
 from minitron.planner.machine import read_machines
 from minitron.planner.memory import Memory
-from minitron.planner.plan import plan, room_gib
+from minitron.planner.plan import available_gib, plan
 from minitron.planner.published import PUBLISHED
-from minitron.planner.remedy import written
 from minitron.planner.work import HIDDEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +46,7 @@ def test_json_and_table_say_the_same(capsys):
     assert record["step_seconds"] == job.step_seconds and record["mfu_percent"] == job.mfu_percent
     assert record["memory_gib"] == pytest.approx(sum(record["memory"].values())) == pytest.approx(job.memory_gib)
     assert f"  and {record['graph_gib']:17.2f} GiB more if steps are recorded as CUDA graphs\n" in table
-    assert record["fits"] is True and record["room_gib"] == room_gib(job.machine)
+    assert record["fits"] is True and record["room_gib"] == available_gib(job.machine)
     assert record["step_seconds"] == pytest.approx(
         sum(seconds for part, seconds in record["seconds"].items() if part not in HIDDEN)
     )
@@ -247,7 +246,7 @@ def test_a_step_whose_graphs_find_no_room_is_planned_eager_and_told_what_makes_r
 
 def test_a_job_that_does_not_fit_is_told_what_each_key_would_save(capsys):
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "parallel.tp=2", "--world", "4"]
-    plans = lighter(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))
+    plans = memory_options(plan(cli.load(job[:-2]), 4, tool.chosen(tool.parse([*job, "--device", "h100"]))))
     with pytest.raises(ValueError, match="do not fit"):
         tool.main([*job, "--device", "h100"])
     text = capsys.readouterr().out
@@ -265,9 +264,9 @@ def test_keys_are_added_up_where_none_alone_is_enough():
     job = [*LLAMA, "train.global_batch_size=16", "train.micro_batch_size=2", "precision.fp8=delayed", "parallel.tp=4"]
     machine = tool.chosen(tool.parse(DP8))
     first = plan(cli.load(job), 4, machine)
-    least = min(other.memory_gib for _, other in lighter(first))
+    least = min(other.memory_gib for _, other in memory_options(first))
     small = replace(machine, device=replace(machine.device, memory_gib=least - 0.5, reserved_gib=0.0))
-    found = lighter(replace(first, machine=small))
+    found = memory_options(replace(first, machine=small))
     assert not any(other.fits for keys, other in found if len(keys) == 1)
     keys, last = found[-1]
     assert len(keys) > 1 and last.fits and len({key.split("=")[0] for key in keys}) == len(keys)
@@ -381,7 +380,7 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
     totals = [f"{sizes.of(rank).total() / 2**30:.1f}" for rank in range(2)]
     assert [text.get_text() for text in bars.texts] == totals
     assert [text.get_weight() == "bold" for text in bars.texts] == [rank == job.fullest for rank in range(2)]
-    assert set(bars.lines[0].get_xdata()) == {room_gib(job.machine)}
+    assert set(bars.lines[0].get_xdata()) == {available_gib(job.machine)}
     # Each rank's line is its curve, which reaches the peak but for what an operation works with, and comes back.
     for rank, line in enumerate(lines.lines):
         curve = pictures.memory_curve(job, rank)

@@ -19,12 +19,12 @@ from minitron.kernels.kernels import choose
 from minitron.model.gpt import GPT
 from minitron.parallel.layout import make_layout
 from minitron.pipeline.schedule import BackwardWeight, Exchange, make, operations
-from minitron.planner import remedy as remedy_module
+from minitron.planner import fit as fit_module
 from minitron.planner import search as search_module
+from minitron.planner.fit import changes, nearest_fit
 from minitron.planner.machine import SOFTWARE, Device, Fabric, Machine, read_machines
 from minitron.planner.memory import Memory
-from minitron.planner.plan import Step, plan, room_gib
-from minitron.planner.remedy import changes, remedy
+from minitron.planner.plan import Step, available_gib, plan
 from minitron.planner.search import RECOMPUTE, layouts, search
 from minitron.planner.simulate import simulate
 from minitron.planner.work import FUSED_ATTENTION, Work, document_tokens, total
@@ -980,7 +980,7 @@ def test_the_remedy_fits_and_nothing_nearer_does(memory_gib, number):
     machine = replace(H100, device=replace(H100.device, memory_gib=memory_gib + 3))
     job = plan(cli.load(arguments), 8, machine)
     assert not job.fits
-    text = remedy(job, job.cfg)
+    text = nearest_fit(job, job.cfg)
     assert f"{job.memory_gib:.1f} GiB do not fit into the {memory_gib:.1f} GiB that H100 leaves" in text
     part, size = job.memory.most_common(1)[0]
     assert f"the largest part is {part}, {size / 2**30:.1f} GiB" in text
@@ -997,7 +997,7 @@ def test_what_is_to_be_changed_is_written_as_the_command_line_takes_it():
     uneven = [*SMALL, "parallel.pp=2", "parallel.layers_per_stage=[7,1]"]
     machine = replace(H100, device=replace(H100.device, memory_gib=4.0))
     job = plan(cli.load(uneven), 8, machine)
-    text = remedy(job, job.cfg)
+    text = nearest_fit(job, job.cfg)
     assert not job.fits and " parallel.layers_per_stage=null" in text
     assert plan(followed(uneven, text)[0], 8, machine).fits
 
@@ -1006,12 +1006,12 @@ def test_the_remedy_takes_more_gpus_where_it_has_to(monkeypatch):
     arguments = [*SMALL, "train.global_batch_size=256"]
     machine = replace(H100, device=replace(H100.device, memory_gib=3.55))
     job = plan(cli.load(arguments), 1, machine)
-    cfg, gpus = followed(arguments, remedy(job, job.cfg))
+    cfg, gpus = followed(arguments, nearest_fit(job, job.cfg))
     assert gpus > 1 and plan(cfg, gpus, machine).fits
     assert not list(everything(job.cfg, gpus // 2, machine))
     tiny = replace(H100, device=replace(H100.device, memory_gib=3.001))
     with monkeypatch.context() as patch:
-        patch.setattr(remedy_module, "MICRO_BATCHES", (1,))
+        patch.setattr(fit_module, "MICRO_BATCHES", (1,))
         job = plan(cli.load(SMALL), 1, tiny)
-        assert "GPUs fits either: use a smaller model, or another device" in remedy(job, job.cfg)
-    assert room_gib(tiny) == pytest.approx(0.001)
+        assert "GPUs fits either: use a smaller model, or another device" in nearest_fit(job, job.cfg)
+    assert available_gib(tiny) == pytest.approx(0.001)
