@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     add("--world", type=int, help="GPUs in all")
     add("--device", default="h100", help="of the table of devices: h100, h200, a100, ... (default: h100)")
     add("--fabric", help="of the same table (default: the device's usual one)")
-    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
+    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
     add("--manifests", action="store_true", help="read the job from stdin, as `helm template` prints launch/helm's")
     add("--skip", action="append", default=[], choices=CHECKS, help="leave a part out; may be given again")
     o = parser.parse_intermixed_args(argv)

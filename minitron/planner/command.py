@@ -11,7 +11,7 @@
 --search ranks all layouts that fit, for the same global batch, shows what less memory costs, and counts why the others
 fell. --sweep plans the job for several values of a key, or of the GPUs (world); with --search the best layout of
 each. A job that does not fit is one line, with the nearest change that would, and exit status 1. Devices and fabrics:
-benchmarks/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
+minitron/planner/devices.json; `benchmarks/ceilings.py --device-file` writes such a table for your own machine. How far
 predictions are from measurements: benchmarks/results/calibration.md. --mtbf-hours adds what failures make of days and
 cost, and how often the job had best save; the rest of what it takes is printed with its source. Jobs of other sizes, in
 --sweep and --draw, fail in proportion to their GPUs. Needs no torch.
@@ -33,10 +33,9 @@ from minitron.config.schema import Config, changed
 from minitron.planner import cost, pictures
 from minitron.planner.failures import SOURCES, Failures, failures
 from minitron.planner.fit import changes, memory_options, nearest_fit, written
-from minitron.planner.machine import SOFTWARE, Machine, read_machines
+from minitron.planner.machine import DEVICES, SOFTWARE, Machine, read_machines
 from minitron.planner.pictures import MEANINGS
 from minitron.planner.plan import Plan, available_gib, plan
-from minitron.planner.published import DEVICES
 from minitron.planner.search import Found, search
 from minitron.planner.work import HIDDEN
 
@@ -74,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--device", required=True, help="of the table of devices: h100, h200, a100, ...")
     add("--fabric", help="of the same table (default: the device's usual one)")
     add("--software", choices=SOFTWARE, default="minitron", help="whose kernels and overlap (default: minitron)")
-    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: benchmarks/devices.json)")
+    add("--devices", type=Path, default=DEVICES, metavar="FILE", help="the table (default: planner/devices.json)")
     add("--tokens", type=_positive, default=1e12, help="of a whole training (default: 1e12)")
     add("--json", action="store_true", help="print one object instead of a table")
     add("--search", action="store_true", help="rank all layouts")

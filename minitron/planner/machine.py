@@ -22,7 +22,7 @@ Ranks of a ring that share a node share its network cards: each has cards / GPUs
 pod goes `uplinks` of what the cards of a pod could send, shared by the rings that leave it. A ring enters a pod and
 leaves it once, however many of its ranks are inside, so it has as many ranks' share of the uplinks: with 384 of a ring
 in a pod, uplinks of 1/7 slow nothing; with 2, and for messages to the next pod, they do.
-`benchmarks/devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
+`devices.json` holds the constants with their sources. Left out: jobs of others on the same switches.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from statistics import NormalDist
 
 from minitron.config.files import read_json
 
+DEVICES = Path(__file__).with_name("devices.json")
 MayBeZero = float  # all other numbers are positive
 
 
@@ -106,7 +107,7 @@ SOFTWARE = {
 }
 
 
-def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
+def read_machines(path: Path = DEVICES) -> tuple[dict[str, Device], dict[str, Fabric]]:
     """Read devices and fabrics by name. Raises ValueError for a missing or unknown key, and for a bad number."""
     try:
         content = read_json(path)
@@ -117,7 +118,7 @@ def read_machines(path: Path) -> tuple[dict[str, Device], dict[str, Fabric]]:
         return devices, fabrics
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         needs = f"`devices` with {', '.join(f.name for f in fields(Device))}, and `fabrics`"
-        fix = f"it needs {needs}; benchmarks/devices.json is one"
+        fix = f"it needs {needs}; minitron/planner/devices.json is one"
         raise ValueError(f"{path} is no table of devices ({error}); {fix}") from None
 
 

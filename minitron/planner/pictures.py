@@ -3,7 +3,7 @@
 timeline.svg has boxes for forwards and backwards, with their microbatches and what waits between them; the others are
 PNG and need matplotlib. Scaling starts from the plan's number of GPUs and doubles it up to MOST_GPUS, with the batch in
 proportion (as published tables do) and with the batch of the plan; what others published of the same job on the same
-GPUs (benchmarks/published.json) stands beside it.
+GPUs (published.json) is drawn beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minitron.planner import cost, style
 from minitron.planner.draw import draw_svg
 from minitron.planner.machine import read_machines
 from minitron.planner.plan import Plan, Step, available_gib, plan
-from minitron.planner.published import DEVICES, configuration, published_steps
+from minitron.planner.published import configuration, published_steps
 from minitron.planner.style import BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, tint
 
 MOST_GPUS = 4096
@@ -125,7 +125,7 @@ def published(job: Plan) -> list[tuple[int, float]]:
     """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
     the plan or as much for each GPU; dropout and the kernel of attention may differ.
     """
-    devices, fabrics = read_machines(DEVICES)
+    devices, fabrics = read_machines()
 
     def kind(cfg):
         model = replace(cfg.model, hidden_dropout=0.0, attention_dropout=0.0, attention="auto")

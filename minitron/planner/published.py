@@ -1,4 +1,4 @@
-"""Steps that others published (benchmarks/published.json), as configurations that can be planned."""
+"""Steps that others published (published.json), as configurations that can be planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minitron.config import cli, flops
 from minitron.config.installed import ROOT
 from minitron.config.schema import Config
 
-DEVICES, PUBLISHED = ROOT / "benchmarks" / "devices.json", ROOT / "benchmarks" / "published.json"
+PUBLISHED = Path(__file__).with_name("published.json")
 
 
 class PublishedStep(NamedTuple):

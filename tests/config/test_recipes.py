@@ -199,7 +199,7 @@ def test_nemo_s_learning_rate_is_that_of_its_document(name):
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
-DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+DEVICES, FABRICS = read_machines()
 H100, A3_MEGA, A100_40GB = (
     Machine(DEVICES[device], FABRICS[fabric])
     for device, fabric in (("h100", "ndr400"), ("h100", "a3-mega"), ("a100-40gb", "juwels-booster"))

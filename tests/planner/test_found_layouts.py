@@ -11,7 +11,7 @@ from minitron.planner.memory import Memory
 from minitron.planner.search import search
 
 ROOT = Path(__file__).parents[2]
-DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+DEVICES, FABRICS = read_machines()
 PUBLISHED = [  # recipe, GPUs, their kind, samples
     ("gpt3_175b", 128, "h100", 256),
     ("llama31_70b", 64, "h100", 128),

@@ -307,18 +307,12 @@ def test_a_sweep_plans_every_combination(capsys):
 
 
 def test_the_cost_has_the_range_of_the_held_out_errors(capsys, tmp_path):
-    path = tmp_path / "calibration.md"
-    head = "## Held out\n\n| run | device | GPUs | predicted s | measured s | error |\n|---|---|---|---|---|---|\n"
-    ratios = [0.90, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
-    rows = [f"| r | h100 | 8 | 2.0 | {2 * ratio:.3f} | x |" for ratio in ratios]
-    rows += ["| r, bound by the host | h100 | 8 | 1.0 | 9.0 | x |", "| r | a100-40gb | 8 | 1.0 | 3.0 | x |"]
-    path.write_text(
-        head + "\n".join(rows) + "\n" + head.replace("Held out", "Fitted") + "| r | h100 | 8 | 1 | 7 | x |\n"
-    )
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"h100": [0.90, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2], "a100": [3.0]}))
     off = cost.error_range("H100", path)
     assert (off.low, off.high, off.rows) == (pytest.approx(0.93), pytest.approx(1.14), 7)
     assert cost.error_range("A100", path).rows == 8  # one row is no range
-    assert cost.error_range("H100", tmp_path / "none.md") is None
+    assert cost.error_range("H100", tmp_path / "none.json") is None
     text, off = printed(capsys, *DP8), cost.error_range("H100")
     job = plan(cli.load(KEYS), 8, tool.chosen(tool.parse(DP8)))
     hours = 1e12 / job.tokens_per_second / 3600 * 8
@@ -531,6 +525,9 @@ def test_the_table_has_a_line_a_row_and_no_figure_of_its_own(tmp_path, capsys, m
         if row.software == "minitron" and row.products and job.cfg.parallel.pp == 1:
             alone = job.seconds["gemm"] * job.machine.device.in_step
             assert f"| {row.name} | {alone:.3f} | {row.products:.3f} |" in fitted.split("## Products alone")[1]
+    rows = few + [row for row in calibration.own_rows(path) if not row.fitted and not row.host_bound]
+    ratios = [round(row.seconds / calibration.predict(row, MACHINES).step_seconds, 4) for row in rows]
+    assert sorted(sum(json.loads((tmp_path / "calibration.json").read_text()).values(), [])) == sorted(ratios)
     assert any(row.host_bound for row in calibration.own_rows(path)) == (", bound by the host" in text)
     errors = [calibration.predict(row, MACHINES).step_seconds / row.seconds - 1 for row in few]
     assert f"Published, step times: largest error {100 * max(errors, key=abs):+.1f} %" in held

@@ -30,7 +30,7 @@ from minitron.planner.simulate import simulate
 from minitron.planner.work import FUSED_ATTENTION, Work, document_tokens, total
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICES, FABRICS = read_machines(ROOT / "benchmarks" / "devices.json")
+DEVICES, FABRICS = read_machines()
 H100 = Machine(DEVICES["h100"], FABRICS["ndr400"])
 # A GPU whose seconds are operations / 1e12, bytes / 1e12 and messages / 1e9, without any loss.
 IDEAL = Machine(
