@@ -58,7 +58,7 @@ def check(schedule: Schedule) -> Meetings:
 
 
 class _CheckedRank:
-    """One rank's actions, and what it has run and received and can send at one of them."""
+    """The state of one rank in its list of actions: what it has run, has received and can send."""
 
     def __init__(self, schedule: Schedule, rank: int):
         self.schedule, self.rank, self.actions = schedule, rank, schedule.ranks[rank]
@@ -113,7 +113,7 @@ class _CheckedRank:
         return ""
 
     def _route_problem(self, op: Operation) -> str:
-        """Say why input and output are not those of the operation's stage, or the input has not arrived."""
+        """Return why input and output are not those of the stage, or why the input is not there in time."""
         place = self.rank, self.schedule.pp, self.schedule.vp
         needed, made = input_of(op, *place), output_of(op, *place)
         if op.input != needed or op.output != made:

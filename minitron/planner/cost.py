@@ -56,8 +56,8 @@ def error_range(gpu: str, path: Path = CALIBRATION) -> Range | None:
     return Range(tenths[0], tenths[-1], len(ratios))
 
 
-def told(job: Plan, tokens: float, goodput: float = 1.0) -> str:
-    """Say the cost in one line, with its range."""
+def cost_line(job: Plan, tokens: float, goodput: float = 1.0) -> str:
+    """Describe the cost in one line, with its range."""
     days, hours = cost(job, tokens, goodput)
     text = f"cost   {hours:,.0f} GPU-hours{' with failures' if goodput < 1 else ''}"
     if (off := error_range(job.machine.device.gpu)) is None or days == inf:

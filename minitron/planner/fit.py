@@ -53,7 +53,7 @@ def memory_options(job: Plan) -> list[tuple[list[str], Plan]]:
 
 
 def _reached(job: Plan, option: Plan) -> bool:
-    """Tell whether the option fits or, if the job fits without its CUDA graphs, has room for them."""
+    """Return whether the option fits or, if the job fits without its CUDA graphs, has room for them."""
     return option.fits and not (job.fits and option.stays_eager)
 
 
@@ -75,7 +75,7 @@ def _smaller(job: Plan, key: str, value: Any) -> Plan | None:
 
 
 def nearest_fit(job: Plan, given: Config) -> str:
-    """Say in one line what does not fit in a plan, and the nearest change of `given` that would."""
+    """Describe in one line what does not fit in a plan, and the nearest change of `given` that would."""
     machine, available = job.machine, available_gib(job.machine)
     part, size = max(job.memory.items(), key=lambda pair: pair[1])
     problem = (

@@ -1,7 +1,7 @@
 """Estimate the seconds of one operation on a GPU or between GPUs: a product, attention, a message.
 
-Problem: a data sheet's peak says little about a product of [2048, 9216] by [9216, 3072]. The idea: few constants a
-device, each with a meaning and each measured alone (`benchmarks/ceilings.py --device-file`), and one formula each:
+Problem: a product of [2048, 9216] by [9216, 3072] is far from a data sheet's peak. The idea: a few constants per
+device, each measured alone (`benchmarks/ceilings.py --device-file`), and one formula for each kind of operation:
 
     product      operations / rate + bytes / copy rate * `unhidden`; a weight gradient's rate is `weight_grad` of that:
                  its operands are transposed. A product with fewer tiles than the GPU has processors leaves some idle
@@ -52,7 +52,7 @@ class Device:
     unhidden: MayBeZero  # share of a product's memory traffic that its arithmetic does not hide
     attention_tflops: float  # forward and backward, of the pairs under the mask, for endless sequences
     half_keys: MayBeZero  # keys at which attention reaches half of that
-    flash_tflops: float  # the same of flash attention 2, which knows no instructions newer than the A100's
+    flash_tflops: float  # the same of flash attention 2, which uses no instructions newer than the A100's
     flash_half_keys: MayBeZero
     copy_tb_s: float  # bytes read plus bytes written
     pointwise: float  # share of it that fused pointwise kernels reach
@@ -176,7 +176,7 @@ class Machine:
         return num_bytes / (self.device.copy_tb_s * 1e12)
 
     def inside(self, ranks: int, stride: int) -> bool:
-        """Tell whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
+        """Return whether `ranks` of an axis, every `stride`-th rank of the world, are in one node."""
         return ranks * stride <= self.fabric.gpus_per_node
 
     def collective(self, num_bytes: float, ranks: int, stride: int) -> float:

@@ -24,10 +24,8 @@ With LoRA only adapters have gradients and states, and a product whose weight is
 result, no activation, but where an adapter reads it, and then in bf16.
 
 A step that is recorded as CUDA graphs (pipeline/replay.py) needs more: 4 to 8 KiB in the driver for a kernel or copy,
-and what the pool of its activations leaves unused beyond the fragments of eager steps. Ranks of GPT-3 175B, 70B and
-405B with 23,000 to 53,000 kernels and copies took 0.48 to 0.80 GiB more than eagerly on an H200; `graph` says 0.52 to
-0.63. Evaluation reuses the buffers of a step's FP8 casts. All this is no part of the peak: a recording that finds no
-room leaves the steps eager.
+and what the pool of its activations leaves unused beyond the fragments of eager steps. Evaluation reuses the buffers of
+a step's FP8 casts. None of this is part of the peak: if there is no room for a recording, the steps stay eager.
 
 Sizes that the trainer has a name for come from config/sizes.py. What autograd keeps has none: these formulas follow
 kernels/, parallel/ and model/gpt.py, and tests hold them against what the trainer allocates. Left out: the padding of
@@ -67,15 +65,15 @@ class Memory(StateBytes):
 
     def peak(self) -> tuple[int, Counter]:
         """Return the pipeline rank that needs most, and its bytes by part."""
-        ranks = [(rank, self.of(rank)) for rank in range(self.cfg.parallel.pp)]
+        ranks = [(rank, self.bytes_by_part(rank)) for rank in range(self.cfg.parallel.pp)]
         return max(ranks, key=lambda pair: pair[1].total())
 
-    def of(self, rank: int) -> Counter:
+    def bytes_by_part(self, rank: int) -> Counter:
         """Count the bytes of a pipeline rank by part."""
         return Counter(dict(zip(PARTS, (*self.lasting_parts(rank), *self._at_peak(rank), self._messages(rank)))))
 
     def graph(self, rank: int) -> int:
-        """Estimate the bytes that a pipeline rank needs beside these where its steps are recorded."""
+        """Estimate the bytes that a pipeline rank needs in addition if its steps are recorded."""
         t, pp = self.cfg.train, self.cfg.parallel.pp
         if t.cuda_graph == "off":
             return 0
@@ -132,7 +130,7 @@ class Memory(StateBytes):
         return self.tokens * self.cfg.model.padded_vocab_size // self.tp * ITEM
 
     def _working(self, stage: int) -> int:
-        """Count the bytes that a backward of this stage needs at most beside what was saved."""
+        """Count the bytes that a backward of this stage needs at most in addition to what was saved."""
         m, p, t = self.cfg.model, self.cfg.parallel, self.cfg.train
         h, f = m.hidden_size, m.ffn_hidden_size // self.tp
         gathered = h * ITEM * self.tokens if self.tp > 1 else 0

@@ -87,17 +87,17 @@ def draw(
 
 
 def bubble(job: Plan) -> str:
-    """The bubble as the plan's table has it."""
+    """Describe the bubble as the plan's table does."""
     seconds = job.seconds["bubble"]
     return f"bubble {seconds:.3f} s, {100 * seconds / job.step_seconds:.1f} % of the step: {MEANINGS['bubble']}"
 
 
 def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
-    """(seconds, GiB) of a pipeline rank, a line's corners: what lasts, and activations, of which a forward leaves more
-    with every block and a backward frees them again.
+    """Return a line's corners, (seconds, GiB) of a pipeline rank: persistent memory and activations. These grow with
+    every block of a forward and shrink in the backward.
     """
     sizes = Step(job.cfg, job.world, job.machine).memory
-    parts = sizes.of(rank)
+    parts = sizes.bytes_by_part(rank)
     lasting = parts.total() - parts["activations"] - parts["working"]
     events, curve = [event for event in job.timeline.events if event.rank == rank], [(0.0, lasting / 2**30)]
     actions = (event.action for event in events)
@@ -107,7 +107,7 @@ def memory_curve(job: Plan, rank: int) -> list[tuple[float, float]]:
 
 
 def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
-    """Plans from the job's number of GPUs up, doubled each time, as long as the rules allow it."""
+    """Plan the job at its number of GPUs, then at twice as many each time, as long as the rules allow it."""
     plans, world = [], job.world
     while world <= max(MOST_GPUS, job.world):
         batch = job.cfg.train.global_batch_size * (world // job.world if in_proportion else 1)
@@ -122,8 +122,8 @@ def scaling(job: Plan, *, in_proportion: bool) -> list[Plan]:
 
 
 def published(job: Plan) -> list[tuple[int, float]]:
-    """(GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network, with the batch of
-    the plan or as much for each GPU; dropout and the kernel of attention may differ.
+    """Return (GPUs, tokens/s) that others published of this model, sequence, number format, GPU and network. The batch
+    is that of the plan or the same for each GPU; dropout and the kernel of attention may differ.
     """
     devices, fabrics = read_machines()
 
@@ -143,9 +143,9 @@ def published(job: Plan) -> list[tuple[int, float]]:
 
 @style.styled
 def memory(job: Plan):
-    """Bars of every pipeline rank's peak by part, and how its memory grows and shrinks during a step."""
+    """Draw bars of every pipeline rank's peak by part, and its memory during a step."""
     pp, sizes = job.cfg.parallel.pp, Step(job.cfg, job.world, job.machine).memory
-    ranks = [sizes.of(rank) for rank in range(pp)]
+    ranks = [sizes.bytes_by_part(rank) for rank in range(pp)]
     names = [f"rank {rank}" for rank in range(pp)]
     figure, (bars, lines) = style.new(3.2 + 0.2 * pp, 2, height_ratios=(0.6 + 0.2 * pp, 2.2))
     left: list[float] = [0.0] * pp
@@ -184,7 +184,7 @@ def memory(job: Plan):
 
 @style.styled
 def time_bars(plans: list[Plan]):
-    """Bars of the parts of a step that differ between the plans, of one plan all; each has its seconds."""
+    """Draw bars of the parts of a step that differ between the plans, or of all parts of one plan, with seconds."""
     first = plans[0]
     parts = [
         part
@@ -237,7 +237,7 @@ def spread(plans: list[Plan], part: str) -> float:
 
 @style.styled
 def curves(proportional: list[Plan], fixed: list[Plan], points: list[tuple[int, float]] = ()):
-    """Tokens per second over GPUs, with MFU; points: (GPUs, tokens/s) that others published."""
+    """Draw tokens per second over GPUs, with MFU. points: (GPUs, tokens/s) that others published."""
     figure, axes = style.new(4.2)
     first = proportional[0]
     worlds = [p.world for p in proportional]

@@ -1,7 +1,7 @@
-"""Which layout is the fastest that fits, what less memory costs, and why not another one.
+"""Find the fastest layouts that fit, what less memory costs, and why the others are slower or do not fit.
 
-The idea: thousands of GPUs have hundreds of thousands of layouts, and a bound on the step from below is cheap. So the
-one with the lowest bound is looked at first, each time a little closer, until none that is left can be among the best:
+The idea: thousands of GPUs have hundreds of thousands of layouts, and a lower bound on the step is cheap. So the search
+refines the bound of the layout whose bound is lowest, until none of the others can be among the best:
 
     1. what a rank computes for a block       tp, cp and its style, micro batch, sequence parallel, schedule: seconds
                                               of all stages, over all ranks, if none ever waits
@@ -37,7 +37,7 @@ from minitron.planner.machine import Machine
 from minitron.planner.memory import Memory
 from minitron.planner.plan import Plan, Step, available_gib, no_room_for_graphs, plan
 from minitron.planner.simulate import Timeline
-from minitron.planner.work import Work, total
+from minitron.planner.work import StageTime, total
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -48,7 +48,7 @@ NEAR = 1.02  # a bound may be so much below the step
 TOO_LARGE = "too large: parameters, gradients and optimizer alone"
 TOO_MUCH = "too large: with activations, even recomputed"
 TOO_SLOW = "slower than those shown"
-NOT_SMALLER = "slower than those shown, and no smaller whatever they recompute"
+NOT_SMALLER = "slower than those shown, and no smaller with any recomputation"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Family:
         self.costs = lru_cache(None)(self._costs)
 
     def _costs(self, recompute: str) -> Costs:
-        work = Work(changed(self.cfg, train=dict(recompute=recompute)), self.machine)
+        work = StageTime(changed(self.cfg, train=dict(recompute=recompute)), self.machine)
         m, apart = self.cfg.model, {False, work.split}
         in_fp8 = fp8_layers(self.cfg.precision, m.num_layers)
         kinds = {layer in in_fp8 for layer in range(m.num_layers)}
@@ -232,7 +232,7 @@ def families(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
 
 
 def layouts(cfg: Config, world: int, machine: Machine) -> Iterator[Config]:
-    """List all layouts that a search may look at, the given one first, as if none had to recompute anything."""
+    """List all layouts that a search can reach, the given one first, without recomputation."""
     given = _whole(cfg)
     yield given
     for family in families(cfg, world, machine):
@@ -274,7 +274,7 @@ class Quick(Step):
 
 
 class _Search:
-    """The state of a search: what is to be looked at, lowest bound first, and what was found."""
+    """The state of a search: candidates, lowest bound first, and what was found."""
 
     def __init__(self, cfg: Config, world: int, machine: Machine, count: int, smaller: bool):
         self.cfg = _whole(cfg)
@@ -302,7 +302,7 @@ class _Search:
             elif self.heap[0].seconds > self.limit:
                 break
             else:
-                self.look(heapq.heappop(self.heap))
+                self.evaluate(heapq.heappop(self.heap))
         for candidate in self.heap:
             self.drop(candidate)
         self.reasons[TOO_SLOW] += sum(member != self.given for *_, family in closed for member in family.pipelines())
@@ -330,7 +330,7 @@ class _Search:
         return max(most, SLOWER * self.fastest[0].seconds) if self.smaller else most
 
     def useful(self, candidate: Candidate) -> bool:
-        """Tell whether a layout of at least so many seconds and GiB may be shown."""
+        """Return whether a layout of at least so many seconds and GiB may be shown."""
         seconds, fastest = candidate.seconds, self.fastest
         if not candidate.extra and (len(fastest) < self.count or seconds < fastest[self.count - 1].seconds):
             return True
@@ -344,7 +344,7 @@ class _Search:
         heapq.heappush(self.heap, replace(candidate, number=self.numbers))
 
     def drop(self, candidate: Candidate, reason: str = TOO_SLOW) -> None:
-        """Note what became of a layout that is not planned."""
+        """Count why a layout is not planned, or list it if it fits."""
         if candidate.extra:
             return
         if candidate.gib is None:
@@ -353,7 +353,7 @@ class _Search:
             self.others.append((candidate.cfg, candidate.seconds))
 
     def open(self, family: Family) -> None:
-        """Put the members of a family that keep the rules among what is to be looked at."""
+        """Add the members of a family that keep the rules to the candidates."""
         broken: dict[int, str] = {}  # by pp, on which rules depend; not on the stages, which are made to keep them
         for member in family.pipelines():
             p = member.parallel
@@ -378,8 +378,8 @@ class _Search:
             return f"breaks a rule of {str(error).partition('=')[0]}"  # the key, with which its line begins
         return ""
 
-    def look(self, candidate: Candidate) -> None:
-        """Look closer at a layout: at its memory, then at the whole plan."""
+    def evaluate(self, candidate: Candidate) -> None:
+        """Refine the bound of a layout: first its memory, then the whole plan."""
         if candidate.gib is not None:
             if self.useful(candidate):
                 cfg = changed(candidate.cfg, train=dict(cuda_graph="off")) if candidate.stays_eager else candidate.cfg
@@ -390,7 +390,7 @@ class _Search:
             else:
                 self.drop(candidate)
             return
-        reason = self.weigh(candidate)
+        reason = self.check_memory(candidate)
         if not reason:
             step = Quick(candidate.cfg, self.world, self.machine)
             before = max(candidate.seconds + step.update_seconds(step.slowest), step.at_least())
@@ -416,12 +416,12 @@ class _Search:
             self.lasts[key] = sum(memory.lasting_parts(0))
         return self.lasts[key]
 
-    def weigh(self, candidate: Candidate) -> str:
-        """Find the candidate's memory, at first that of its first rank; return why it falls, "" if it may be shown."""
+    def check_memory(self, candidate: Candidate) -> str:
+        """Find the candidate's memory, at first that of its first rank; return why it is rejected, "" if it is not."""
         memory = Memory(candidate.cfg, self.world, gpus_per_node=self.machine.fabric.gpus_per_node)
         for measure, reason in (
             (lambda: self.lasting(candidate.cfg, memory), TOO_LARGE),
-            (lambda: memory.of(0).total(), TOO_MUCH),
+            (lambda: memory.bytes_by_part(0).total(), TOO_MUCH),
             (lambda: sum(memory.lasting()), TOO_LARGE),
             (lambda: memory.peak()[1].total(), TOO_MUCH),
         ):

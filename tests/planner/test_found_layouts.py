@@ -40,6 +40,6 @@ def test_the_best_layout_of_a_recipe_runs_dry_and_needs_the_memory_planned(recip
     fullest, _ = memory.peak()
     for rank in choose_ranks("first,middle,last,fullest", pp, world, fullest):
         report = dry_run(best.cfg, world, rank)
-        planned = memory.of(rank // (world // pp))
+        planned = memory.bytes_by_part(rank // (world // pp))
         workspaces = 33 * 2**20 + 32 * 2**20  # libraries' own, which no dry run sees
         assert report.peak_bytes == pytest.approx(planned.total(), rel=0.03, abs=workspaces)

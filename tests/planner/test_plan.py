@@ -138,7 +138,7 @@ def test_a_search_needs_no_layout_that_fits_or_is_possible(capsys):
     argv = [*given, "--world", "6", "--device", "h100", "--search"]
     tool.main([*argv, "--count", "1"])
     out, err = capsys.readouterr()
-    assert "the given layout cannot be: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
+    assert "the given layout breaks a rule: parallel.tp*pp*cp=4*1*1=4 does not divide the world of 6 ranks" in err
     assert out.startswith("given: tp 1, pp 1, vp 1, cp 1, dp 6,") and "does not fit" in out.splitlines()[0]
     assert "% slower, but it fits (" in out or "% faster (" in out
     record = json.loads(printed(capsys, *argv, "--json", "--count", "1"))
@@ -367,11 +367,11 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
         if part.startswith("CUDA graphs"):
             expected = [sizes.graph(rank) / 2**30 for rank in range(2)]
         else:
-            expected = [sizes.of(rank)[part] / 2**30 for rank in range(2)]
+            expected = [sizes.bytes_by_part(rank)[part] / 2**30 for rank in range(2)]
         assert [bar.get_width() for bar in container] == pytest.approx(expected) and max(expected) > 0
     parts = {container.get_label() for container in bars.containers}
-    assert parts >= {part for rank in range(2) for part, size in sizes.of(rank).items() if size}
-    totals = [f"{sizes.of(rank).total() / 2**30:.1f}" for rank in range(2)]
+    assert parts >= {part for rank in range(2) for part, size in sizes.bytes_by_part(rank).items() if size}
+    totals = [f"{sizes.bytes_by_part(rank).total() / 2**30:.1f}" for rank in range(2)]
     assert [text.get_text() for text in bars.texts] == totals
     assert [text.get_weight() == "bold" for text in bars.texts] == [rank == job.fullest for rank in range(2)]
     assert set(bars.lines[0].get_xdata()) == {available_gib(job.machine)}
@@ -381,7 +381,7 @@ def test_the_picture_of_memory_has_every_part_of_every_rank(keys):
         assert [tuple(pair) for pair in line.get_xydata()] == curve
         assert line.get_label() == f"rank {rank}" + ", the fullest" * (rank == job.fullest)
         assert curve[-1][1] == pytest.approx(curve[0][1])
-        peak = (sizes.of(rank).total() - sizes.of(rank)["working"]) / 2**30
+        peak = (sizes.bytes_by_part(rank).total() - sizes.bytes_by_part(rank)["working"]) / 2**30
         assert max(gib for _, gib in curve) == pytest.approx(peak)
         (first, before), (last, after) = curve[1:3]  # of the first forward: it leaves what its blocks save, one by one
         event = next(event for event in job.timeline.events if event.rank == rank)
