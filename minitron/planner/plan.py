@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from minitron.config import flops
 from minitron.config.schema import Config, changed
@@ -197,13 +197,9 @@ class Step:
     def _data_rank(self, rank: int, chunks: dict, makespan: float) -> tuple[float, float]:
         p, grad_bytes = self.cfg.parallel, self.memory.grad_bytes
         counts = {chunk: self.memory.trained(chunk * p.pp + rank) for chunk in chunks}
-        reduce, gather = (
-            {chunk: self.machine.collective(size, self.memory.shards, p.tp) for chunk, size in sizes.items()}
-            for sizes in (
-                {chunk: grad_bytes * count for chunk, count in counts.items()},
-                {chunk: self.memory.gathered_bytes(chunk * p.pp + rank) for chunk in chunks},
-            )
-        )
+        collective = partial(self.machine.collective, ranks=self.memory.shards, stride=p.tp)
+        reduce = {chunk: collective(grad_bytes * count) for chunk, count in counts.items()}
+        gather = {chunk: collective(self.memory.gathered_bytes(chunk * p.pp + rank)) for chunk in chunks}
         both = sum(reduce.values()) + sum(gather.values())
         if not p.overlap_grads:
             return both, 0.0
